@@ -1,0 +1,43 @@
+"""The nouns of a training step.
+
+Shape suffixes: T tokens of one sample, R tokens of a packed row, N labelled tokens on this rank, S samples.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One sequence, whole: never split, padded or shifted before `packing`.
+
+    tokens_T: int64 token ids.
+    mask_T: bool; True where the token itself is a target (predicted from the tokens before it). mask_T[0] is False: the
+        first token has nothing before it.
+    group: index of the prompt the sample belongs to, 0 <= group < number of prompts in the step (prompt-mean losses).
+    fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
+        fields[k][t] belongs to the prediction *of* token t, like mask_T.
+    """
+
+    tokens_T: Tensor
+    mask_T: Tensor
+    group: int = 0
+    fields: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self):
+        if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0:
+            raise ValueError(f"tokens_T must be a non-empty vector, not of shape {tuple(self.tokens_T.shape)}")
+        if self.mask_T.shape != self.tokens_T.shape or self.mask_T.dtype != torch.bool:
+            raise ValueError(f"mask_T must be bool of shape {tuple(self.tokens_T.shape)}, not {self.mask_T.dtype} "
+                             f"{tuple(self.mask_T.shape)}")
+        if bool(self.mask_T[0]):
+            raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
+        for name, values in self.fields.items():
+            if values.shape != self.tokens_T.shape:
+                raise ValueError(f"fields[{name!r}] must have shape {tuple(self.tokens_T.shape)}, not {tuple(values.shape)}")
+
+    def __len__(self) -> int:
+        return self.tokens_T.numel()
