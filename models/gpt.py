@@ -1,0 +1,203 @@
+"""Architecture + mesh -> the Megatron-Core model chunks of this rank.
+
+Megatron's own layers, with three pieces of ours in their slots: a sequence-parallel-aware RMSNorm in the parameters'
+precision, packed Ulysses attention, and a GPTModel that looks rotary angles up by position id and ends at the last
+hidden states (the loss head visits labelled positions only, see `isoloss.parallel.vocab`).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, silu
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.weights import padded_vocab_size
+from isoloss.parallel import Mesh, UserError
+from isoloss.parallel.attention import PackedAttention, PackedRow
+from isoloss.parallel.collectives import gather_rows, sum_gradient
+from isoloss.parallel.vocab import vocab_parallel_logprobs
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (arXiv:1910.07467) in Megatron's norm slots.
+
+    The weight of a norm inside a sequence-parallel region sees only this TP rank's tokens; the attribute asks
+    Megatron's finalize step to sum its gradient over TP.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused):
+        super().__init__()
+        del unused
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class PackedGPT(GPTModel):
+    """GPTModel over one packed row a micro-batch, from token ids to the last hidden states."""
+
+    def __init__(self, *args, inv_freq: Tensor, **kwargs):
+        super().__init__(*args, position_embedding_type="none", **kwargs)
+        # Not a buffer: it must stay fp32 when the module is cast, and it is not part of a checkpoint.
+        self.inv_freq = inv_freq.to(torch.cuda.current_device())
+
+    def _preprocess(self, input_ids, position_ids, *args, **kwargs):
+        outputs = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        angles_RD = torch.outer(position_ids[0].to(torch.float32), self.inv_freq).repeat(1, 2)
+        return (outputs[0], angles_RD[:, None, None], *outputs[2:])
+
+    def _postprocess(self, hidden_states, *args, **kwargs):
+        del args, kwargs
+        return hidden_states
+
+    def output_weight(self) -> Tensor:
+        """This TP rank's rows of the output matrix (the embedding where they are tied)."""
+        tied = self.share_embeddings_and_output_weights
+        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+
+
+def forward_row(chunk: nn.Module, tokens_R: Tensor, positions_R: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden]."""
+    return chunk(
+        input_ids=tokens_R[None], position_ids=positions_R[None], attention_mask=None, packed_seq_params=PackedRow(lengths=lengths)
+    )
+
+
+def labelled_logprobs(
+    chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, targets_N: Tensor, arch: Architecture, mesh: Mesh, *, with_entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probabilities of the targets (and the entropy) at the labelled positions of this rank's slice, [N].
+
+    hidden: the last stage's output; labelled_N: indices into the slice; targets_N: the tokens to be predicted there.
+    Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
+    """
+    if mesh.layout.sequence_parallel:
+        labelled_ND = gather_rows(hidden.squeeze(1), mesh.tp)[labelled_N]
+    else:
+        labelled_ND = sum_gradient(hidden.squeeze(1)[labelled_N], mesh.tp)
+    weight_VD = unwrap(chunk).output_weight()
+    return vocab_parallel_logprobs(
+        labelled_ND, weight_VD, targets_N, arch.vocab_size, mesh.tp, with_entropy=with_entropy
+    )
+
+
+def unwrap(chunk: nn.Module) -> PackedGPT:
+    """The model inside Megatron's DistributedDataParallel wrapper, or the model itself."""
+    return chunk if isinstance(chunk, PackedGPT) else chunk.module
+
+
+def check_layout(arch: Architecture, mesh_layout) -> None:
+    """Refuse a layout that this architecture cannot be split by. Raises UserError; needs no process group."""
+    layout = mesh_layout
+    heads, kv_heads = arch.num_heads, arch.num_kv_heads
+    if heads % layout.tp:
+        raise UserError(f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of {_divisors(heads)}")
+    if kv_heads % layout.tp and layout.tp % kv_heads:
+        raise UserError(f"parallel.tp={layout.tp} neither divides nor is a multiple of the model's {kv_heads} key/value heads")
+    if arch.intermediate_size % layout.tp:
+        raise UserError(f"parallel.tp={layout.tp} does not divide the model's intermediate_size {arch.intermediate_size}")
+    if heads // layout.tp % layout.ulysses:
+        raise UserError(f"parallel.ulysses={layout.ulysses} does not divide the {heads // layout.tp} attention heads of a TP rank "
+                        f"({heads} heads / tp {layout.tp}); use one of {_divisors(heads // layout.tp)}")
+    if arch.num_layers % (layout.pp * layout.vpp):
+        raise UserError(f"parallel.pp={layout.pp} x vpp={layout.vpp} does not divide the model's {arch.num_layers} layers; "
+                        f"use a product out of {_divisors(arch.num_layers)}")
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
+    """Megatron's configuration of this model on this mesh. Dropout is 0: it would break the promise."""
+    layout = mesh.layout
+    return TransformerConfig(
+        num_layers=arch.num_layers,
+        hidden_size=arch.hidden_size,
+        num_attention_heads=arch.num_heads,
+        num_query_groups=arch.num_kv_heads,
+        kv_channels=arch.head_dim,
+        ffn_hidden_size=arch.intermediate_size,
+        layernorm_epsilon=arch.norm_eps,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        add_qkv_bias=arch.qkv_bias,
+        qk_layernorm=arch.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence_parallel,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # Weights are always read or generated by name, so that they are the same in every layout.
+        perform_initialization=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        # Plain sums everywhere: the normalizer's weights hold the only division (docs/normalization.md).
+        calculate_per_token_loss=True,
+        # Packed rows differ in length, so stages exchange shapes; that path refuses the default dispatcher.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",
+        # With pp=2 and batched messages, interleaved stages confuse "previous" and "next" between the same two ranks,
+        # silently; overlapped messages are exact.
+        overlap_p2p_comm=layout.vpp > 1,
+        batch_p2p_comm=layout.vpp == 1,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        apply_rope_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+def layer_spec(arch: Architecture, mesh: Mesh):
+    """Megatron's local layer spec with our norm and attention in it."""
+    spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = partial(PackedAttention, group=mesh.ulysses)
+    if arch.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec
+
+
+def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[PackedGPT]:
+    """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
+
+    Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
+    """
+    config = transformer_config(arch, mesh, dtype)
+    spec = layer_spec(arch, mesh)
+    chunks = []
+    for index in range(mesh.layout.vpp):
+        stage = index if mesh.layout.vpp > 1 else None
+        layers = [spec] * get_num_layers_to_build(config, vp_stage=stage)
+        chunk = PackedGPT(
+            config,
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+            vocab_size=padded_vocab_size(arch.vocab_size, mesh.layout.tp),
+            max_sequence_length=arch.max_positions,
+            pre_process=mesh.is_first_stage(index),
+            post_process=mesh.is_last_stage(index),
+            share_embeddings_and_output_weights=arch.tie_embeddings,
+            inv_freq=arch.rope.inv_freq(arch.head_dim),
+            pg_collection=mesh.megatron,
+            vp_stage=stage,
+        )
+        chunks.append(chunk.to(dtype))
+    return chunks

@@ -1,0 +1,111 @@
+"""The CPU host: lets unmodified Megatron-Core run on a machine without a GPU, over gloo.
+
+Megatron-Core names CUDA directly: it asks `torch.cuda` for the current device, streams, events and RNG states, creates
+tensors with `device="cuda"`, and its distributed optimizer compares `Tensor.type()` with 'torch.cuda.FloatTensor'.
+`install()` gives those calls a CPU meaning. It must run before the first `import megatron`, because Megatron binds some
+of these names at import; importing `isoloss.parallel` does that. Where a GPU exists it changes nothing at all.
+"""
+
+import contextlib
+import functools
+
+import torch
+
+CPU = torch.device("cpu")
+# Every factory function to which Megatron-Core passes device="cuda" or a CUDA device object.
+_FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like",
+              "ones_like", "full_like", "empty_strided", "as_tensor", "eye", "linspace")  # fmt: skip
+
+
+class _Stream:
+    """A stream or an event on a device that runs in program order: every wait is already over."""
+
+    def __init__(self, *args, **kwargs):
+        del args, kwargs
+
+    def _done(self, *args, **kwargs):
+        del args, kwargs
+
+    synchronize = wait_stream = wait_event = record = wait = _done
+
+    def record_event(self, *args):
+        del args
+        return _Stream()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other) -> float:
+        del other
+        return 0.0
+
+
+class _Generators:
+    """`torch.cuda.default_generators`, with one answer for every device."""
+
+    def __getitem__(self, index):
+        del index
+        return torch.default_generator
+
+
+def _is_cuda(device) -> bool:
+    return device is not None and str(device).startswith("cuda")
+
+
+def _on_cpu(factory):
+    @functools.wraps(factory)
+    def wrapped(*args, **kwargs):
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = CPU
+        if kwargs.get("pin_memory"):
+            kwargs["pin_memory"] = False
+        return factory(*args, **kwargs)
+
+    return wrapped
+
+
+def _tensor_type(original):
+    """`Tensor.type()` as the distributed optimizer expects it; conversions keep their meaning."""
+
+    def type_(self, *args, **kwargs):
+        if args or kwargs:
+            return original(self, *args, **kwargs)
+        return original(self).replace("torch.", "torch.cuda.", 1)
+
+    return type_
+
+
+@functools.cache
+def install() -> bool:
+    """Install the stand-ins, once, if this process has no GPU. Returns whether they are active."""
+    if torch.cuda.is_available():
+        return False
+    cuda = torch.cuda
+    cuda.current_device = lambda: CPU
+    cuda.set_device = lambda device: None
+    cuda.device_count = lambda: 1
+    cuda.synchronize = lambda *args, **kwargs: None
+    cuda.empty_cache = lambda: None
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
+    cuda.Stream = cuda.Event = _Stream
+    cuda.stream = lambda stream: contextlib.nullcontext()
+    cuda.memory_allocated = cuda.max_memory_allocated = cuda.memory_reserved = lambda *args, **kwargs: 0
+    cuda.manual_seed = torch.manual_seed
+    cuda.default_generators = _Generators()
+    cuda._lazy_call = lambda callback, **kwargs: callback()
+    for module in (cuda, cuda.random):
+        module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    torch.Tensor.type = _tensor_type(torch.Tensor.type)
+    return True
+
+
+def device() -> torch.device:
+    """The device of this rank: its CUDA device, or the CPU where there is none."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

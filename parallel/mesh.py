@@ -1,0 +1,160 @@
+"""Layouts and the mesh of named process groups; the only module that touches `megatron.core.parallel_state`."""
+
+import re
+from dataclasses import dataclass, fields
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from isoloss.parallel.errors import UserError
+
+# The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2.
+_AXES = ("tp", "pp", "vpp", "ulysses", "ring", "dp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel degrees. Megatron's context-parallel size is ulysses x ring; dp is what remains of the world.
+
+    sequence_parallel: Megatron's TP sequence parallelism (activations between the TP regions are split over TP).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self):
+        for axis in _AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or degree < 1:
+                raise UserError(f"parallel.{axis}={degree!r} must be an integer of at least 1")
+        if self.ring > 1:
+            raise UserError(f"parallel.ring={self.ring} is not available in this version; use parallel.ulysses instead")
+        if self.vpp > 1 and self.pp == 1:
+            raise UserError(
+                f"parallel.vpp={self.vpp} needs a pipeline: set parallel.pp of at least 2, or parallel.vpp=1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise UserError("parallel.sequence_parallel=true needs parallel.tp of at least 2; leave it at null")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """`tp2+pp2+ulysses2` -> Layout. TP sequence parallelism is on with tp > 1, off with `nosp`; `1` is one rank."""
+        degrees, nosp = {}, False
+        for part in text.split("+") if text != "1" else ():
+            match = re.fullmatch(r"([a-z]+)(\d+)", part)
+            if part == "nosp":
+                nosp = True
+            elif match and match[1] in _AXES and match[1] not in degrees:
+                degrees[match[1]] = int(match[2])
+            else:
+                raise UserError(
+                    f"layout {text!r}: cannot read {part!r}; write degrees of {', '.join(_AXES)} joined by "
+                    "'+', such as tp2+pp2+ulysses2, and nosp for no TP sequence parallelism"
+                )
+        return cls(**degrees, sequence_parallel=degrees.get("tp", 1) > 1 and not nosp)
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{getattr(self, axis)}" for axis in _AXES if getattr(self, axis) > 1]
+        if self.tp > 1 and not self.sequence_parallel:
+            parts.append("nosp")
+        return "+".join(parts) or "1"
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that together hold one model replica."""
+        return self.tp * self.pp * self.ulysses * self.ring
+
+    @property
+    def world_size(self) -> int:
+        return self.replica_size * self.dp
+
+    @property
+    def context(self) -> int:
+        """Megatron's context-parallel size."""
+        return self.ulysses * self.ring
+
+    def with_world(self, world_size: int) -> "Layout":
+        """This layout with the data-parallel degree that fills `world_size` ranks."""
+        if world_size % self.replica_size:
+            raise UserError(
+                f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "
+                f"ring {self.ring} = {self.replica_size}; start a multiple of {self.replica_size} ranks or lower a degree"
+            )
+        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"dp": world_size // self.replica_size}
+        return Layout(**values)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The process groups of this rank, by name. Every collective of isoloss takes one of them as an argument."""
+
+    layout: Layout
+    tp: dist.ProcessGroup
+    pp: dist.ProcessGroup
+    ulysses: dist.ProcessGroup  # the ranks that exchange heads for sequence shards
+    context: dist.ProcessGroup  # ulysses x ring: the ranks that share one packed row
+    dp: dist.ProcessGroup  # the ranks with the same shard of other samples: loss counts are reduced here
+    dp_context: dist.ProcessGroup  # dense gradients and losses are summed here
+    stage: dist.ProcessGroup  # tp x pp: the ranks that hold the distinct parameters of one replica
+    megatron: ProcessGroupCollection
+
+    @classmethod
+    def create(cls, layout: Layout) -> "Mesh":
+        """Create the groups; `torch.distributed` is initialised and has `layout.world_size` ranks.
+
+        Collective over the world. A previous mesh of this process is replaced, and its groups destroyed.
+        """
+        if layout.world_size != dist.get_world_size():
+            raise ValueError(f"layout {layout} needs {layout.world_size} ranks, the world has {dist.get_world_size()}")
+        destroy()
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+            context_parallel_size=layout.context,
+            create_gloo_process_groups=False,
+        )
+        context = parallel_state.get_context_parallel_group()
+        return cls(
+            layout=layout,
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            ulysses=context,
+            context=context,
+            dp=parallel_state.get_data_parallel_group(),
+            dp_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
+            stage=parallel_state.get_model_parallel_group(),
+            megatron=ProcessGroupCollection.use_mpu_process_groups(),
+        )
+
+    def is_first_stage(self, chunk: int = 0) -> bool:
+        """Whether model chunk `chunk` of this rank holds the embedding."""
+        return self.pp.rank() == 0 and chunk == 0
+
+    def is_last_stage(self, chunk: int | None = None) -> bool:
+        """Whether model chunk `chunk` of this rank (its last one if not given) computes the loss."""
+        return self.pp.rank() == self.layout.pp - 1 and chunk in (None, self.layout.vpp - 1)
+
+    @property
+    def last_stage_rank(self) -> int:
+        """Global rank of the last pipeline stage of this rank's pipeline: the source of losses and metrics."""
+        return dist.get_global_rank(self.pp, self.layout.pp - 1)
+
+    @property
+    def row_multiple(self) -> int:
+        """A packed row is padded to a multiple of this, so that every shard of it has the same length."""
+        return self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
+
+
+def destroy() -> None:
+    """Destroy the groups of the present mesh, if there is one; the world group stays."""
+    parallel_state.destroy_model_parallel()
+    world = dist.group.WORLD
+    for group in [g for g in dist.distributed_c10d._world.pg_map if g is not world]:
+        dist.destroy_process_group(group)
