@@ -1,0 +1,169 @@
+"""How one Megatron-Core weight relates to its Hugging Face tensors and to its tensor-parallel shards.
+
+A form is four inverse pairs of pure functions on tensors of any dtype:
+
+    Hugging Face tensors  --merge-->  whole  --shard-->  this rank's piece
+                          <--split--         <--unshard--
+
+`whole` is the Megatron-Core weight before tensor parallelism, with the vocabulary at its true size. Everything works
+alike on weights, gradients and optimizer moments. Shards are contiguous copies; the results of the others may be views.
+
+Letters: g kv heads, h attention heads, d width of a head.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from isoloss.parallel.errors import UserError
+
+VOCABULARY_MULTIPLE = 128
+
+
+class Form(Protocol):
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor: ...
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]: ...
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        """The piece of rank `tp_rank`. Raises UserError where `tp_size` does not divide what has to be divided."""
+        ...
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        """The whole from the pieces of all ranks, in rank order."""
+        ...
+
+
+def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
+    """Rows of the embedding in memory: the next multiple of 128 that `tp_size` divides into equal shards."""
+    multiple = math.lcm(VOCABULARY_MULTIPLE, tp_size)
+    return -(-vocab_size // multiple) * multiple
+
+
+class _OneTensor:
+    """The Hugging Face tensor is the Megatron-Core weight."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (whole,) = tensors
+        return whole
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return (whole,)
+
+
+@dataclass(frozen=True)
+class Replicated(_OneTensor):
+    """The same on every rank (norms)."""
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        return whole.clone()
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return shards[0]
+
+
+@dataclass(frozen=True)
+class Columns(_OneTensor):
+    """Output features (dim 0) in equal contiguous runs: a column-parallel linear layer with one output, or its bias."""
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        return _piece(whole, 0, tp_size, tp_rank, "output features")
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 0)
+
+
+@dataclass(frozen=True)
+class Rows(_OneTensor):
+    """Input features (dim 1) in equal contiguous runs: a row-parallel linear layer."""
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        return _piece(whole, 1, tp_size, tp_rank, "input features")
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 1)
+
+
+@dataclass(frozen=True)
+class Qkv:
+    """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
+
+    merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
+    A shard is a contiguous run of whole kv groups.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        q, k, v = tensors
+        rest, g, d = q.shape[1:], self.num_kv_heads, self.head_dim
+        grouped = [q.reshape(g, -1, *rest), k.reshape(g, d, *rest), v.reshape(g, d, *rest)]
+        return torch.cat(grouped, 1).reshape(-1, *rest)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        rest, g, d = whole.shape[1:], self.num_kv_heads, self.head_dim
+        groups = whole.reshape(g, -1, *rest).split([self.num_heads // g * d, d, d], 1)
+        return tuple(piece.reshape(-1, *rest) for piece in groups)
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        if self.num_kv_heads % tp_size:
+            raise UserError(f"parallel.tp={tp_size} does not divide the model's {self.num_kv_heads} key/value heads; "
+                            "choose a divisor (more ranks can go to parallel.ulysses, ring or pp)")
+        return _piece(whole, 0, tp_size, tp_rank, "key/value heads")
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 0)
+
+
+@dataclass(frozen=True)
+class GateUp:
+    """The two inputs of SwiGLU: the whole is [gate; up], the shard of rank r is [gate_r; up_r]."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        gate, up = tensors
+        return torch.cat([gate, up], 0)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return whole.chunk(2, 0)
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        halves = whole.chunk(2, 0)
+        return torch.cat([_piece(half, 0, tp_size, tp_rank, "MLP features (intermediate_size)") for half in halves], 0)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        halves = [shard.chunk(2, 0) for shard in shards]
+        return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
+
+
+@dataclass(frozen=True)
+class Vocabulary(_OneTensor):
+    """One row a token (dim 0), padded with zero rows so that the ranks' contiguous runs are equal."""
+
+    vocab_size: int
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int, padded_vocab: int | None = None) -> Tensor:
+        """padded_vocab: rows in all shards together; `padded_vocab_size` unless told."""
+        padded = padded_vocab_size(self.vocab_size, tp_size) if padded_vocab is None else padded_vocab
+        # Only this rank's rows are copied: the embedding of a large model is gigabytes.
+        rows = padded // tp_size
+        if rows * tp_size != padded or padded < self.vocab_size:
+            raise ValueError(f"padded_vocab={padded} must be a multiple of {tp_size} and at least {self.vocab_size}")
+        own = whole[tp_rank * rows : (tp_rank + 1) * rows]
+        padding = whole.new_zeros(rows - own.shape[0], *whole.shape[1:])
+        return torch.cat([own, padding], 0)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 0)[: self.vocab_size]
+
+
+def _piece(whole: Tensor, dim: int, tp_size: int, tp_rank: int, what: str) -> Tensor:
+    size = whole.shape[dim]
+    if size % tp_size:
+        raise UserError(f"parallel.tp={tp_size} does not divide the model's {size} {what}; choose a divisor")
+    return whole.narrow(dim, tp_rank * (size // tp_size), size // tp_size).clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,60 @@
+"""The models that isoloss trains, by the name that config.json gives under `architectures`."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from isoloss.models import llama, qwen2, qwen3
+from isoloss.models.architecture import Architecture
+from isoloss.parallel.errors import UserError
+
+FAMILIES: Mapping[str, ModuleType] = {
+    "LlamaForCausalLM": llama,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+}
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """The architecture of the Hugging Face model in `folder`.
+
+    Raises UserError where folder or config.json is missing, or names an architecture or a field that is not understood.
+    """
+    folder = Path(folder)
+    config = read_config(folder)
+    try:
+        return FAMILIES[_architecture_name(config, folder)].architecture(config)
+    except UserError as error:
+        message = str(error)
+        raise UserError(f"{folder}/{message}" if message.startswith("config.json: ") else message) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, parsed and not interpreted."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors")
+    if not path.is_file():
+        raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); copy it again from the model's source") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    return config
+
+
+def _architecture_name(config: Mapping[str, Any], folder: Path) -> str:
+    names = config.get("architectures")
+    known = ", ".join(FAMILIES)
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"{folder}/config.json: architectures={names!r} must be a list of one name; known are {known}")
+    if names[0] not in FAMILIES:
+        nearest = difflib.get_close_matches(names[0], FAMILIES, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(f"{folder}/config.json: architectures={names[0]} is not supported; known are {known}{hint}")
+    return names[0]
