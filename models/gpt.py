@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, silu
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import padded_vocab_size
+from isoloss.models.forms import padded_vocab_size
 from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.attention import PackedAttention, PackedRow
 from isoloss.parallel.collectives import gather_rows, sum_gradient

@@ -1,0 +1,109 @@
+"""Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved. Whole or not there at all."""
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.optimizer import MegatronOptimizer
+from torch import nn
+
+from isoloss.models import checkpoint_hf
+from isoloss.models.architecture import Architecture
+from isoloss.models.gpt import unwrap
+from isoloss.models.parameters import hf_tensors
+from isoloss.parallel import Mesh, UserError
+
+STEP_FOLDER = "step_{:08d}"
+
+
+def save(
+    folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh, extra: Mapping[str, object]
+) -> None:
+    """Write `folder`: under a temporary name, synced to disk, then renamed in one step. An existing one is kept.
+
+    Nothing in training reads a global random state (dropout is 0, the data order is a function of seed and step), so
+    weights, optimizer state and `extra` are all that a run needs to go on exactly. Collective over the world.
+    """
+    if folder.exists():
+        return
+    partial = folder.with_name(f".{folder.name}.partial")
+    if dist.get_rank() == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in (*partial.iterdir(), partial):
+            _sync(path)
+        partial.rename(folder)
+        _sync(folder.parent)
+    dist.barrier()
+
+
+def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh) -> dict[str, object]:
+    """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
+    if not (folder / "metadata.json").exists():
+        raise UserError(f"checkpoint {folder} is not complete or does not exist; choose another step folder")
+    state = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
+    for index, chunk in enumerate(chunks):
+        unwrap(chunk).load_state_dict(state[f"model{index}"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["extra"]
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """The newest complete checkpoint below a run's `checkpoints` folder."""
+    complete = sorted(path for path in checkpoints.glob("step_*") if (path / "metadata.json").exists())
+    return complete[-1] if complete else None
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints. Rank 0 only."""
+    for path in sorted(checkpoints.glob("step_*"))[:-keep]:
+        doomed = path.with_name(f".{path.name}.old")
+        path.rename(doomed)  # a half-deleted folder must not look like a checkpoint
+        shutil.rmtree(doomed)
+
+
+def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh) -> None:
+    """Write safetensors with Hugging Face names; each pipeline stage writes its own. Collective over the world."""
+    entries = {}
+    if mesh.dp_context.rank() == 0:
+        tensors = hf_tensors(chunks, arch, mesh, arch.torch_dtype)
+        if mesh.tp.rank() == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}", tensors)
+        else:
+            for _ in tensors:  # take part in the gathers
+                pass
+    everyone = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, entries)
+    if dist.get_rank() == 0:
+        checkpoint_hf.finish(folder, [entry for entry in everyone if entry])
+    dist.barrier()
+
+
+def _state(chunks, optimizer, mesh: Mesh, extra, *, is_loading: bool) -> dict:
+    metadata = {
+        "distrib_optim_sharding_type": "fully_reshardable",
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mesh.dp_context,
+    }
+    state: dict[str, object] = {
+        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+    }
+    state["optimizer"] = optimizer.sharded_state_dict(state.copy(), is_loading, metadata=metadata)
+    return state if is_loading else {**state, "extra": dict(extra)}
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

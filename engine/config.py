@@ -1,0 +1,249 @@
+"""Every knob of a run: frozen dataclasses, checked once, before any process group exists.
+
+Hydra selects presets and overrides keys (recipes/launch.py); `build` turns the composed tree into these classes and
+refuses what it does not know, with the nearest name. Cross-field rules that need no model are in `__post_init__`.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from isoloss.parallel import Layout, UserError
+from isoloss.parallel.normalizer import MODES
+
+
+def _require(holds: bool, key: str, value: object, mend: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value!r} {mend}")
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """path: a Hugging Face folder (config.json, tokenizer, safetensors). tokenizer: another folder to take it from.
+    from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
+
+    path: str = ""
+    tokenizer: str | None = None
+    from_scratch: bool = False
+
+    def __post_init__(self):
+        _require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """train, eval: JSONL or Parquet files. max_length: tokens; overlong: what happens to a longer row.
+    cache_dir: where tokenized rows are kept; default `.cache` beside output_dir."""
+
+    train: tuple[str, ...] = ()
+    eval: tuple[str, ...] = ()
+    max_length: int = 2048
+    overlong: Literal["error", "drop", "truncate"] = "error"
+    cache_dir: str | None = None
+
+    def __post_init__(self):
+        _require(self.max_length >= 2, "data.max_length", self.max_length, "must be at least 2 tokens")
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """global_size: sequences in an optimizer step. max_tokens: token budget of a micro-batch on one model replica,
+    before it is sharded over ulysses x ring."""
+
+    global_size: int = 32
+    max_tokens: int = 8192
+
+    def __post_init__(self):
+        _require(self.global_size >= 1, "batch.global_size", self.global_size, "must be at least 1")
+        _require(self.max_tokens >= 2, "batch.max_tokens", self.max_tokens, "must be at least 2")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Degrees; what is left of the world is data parallelism. sequence_parallel: null means on with tp > 1.
+    distributed_optimizer: null means on, except in fp64. overlap_grad_reduce: reduce gradients during the backward of
+    the last micro-batch (`Engine.train_step` only)."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool | None = None
+    distributed_optimizer: bool | None = None
+    overlap_grad_reduce: bool = False
+
+    def __post_init__(self):
+        for key in ("ep", "etp"):
+            value = getattr(self, key)
+            _require(value == 1, f"parallel.{key}", value, "is for mixture-of-experts models, which this version does "
+                     "not train; set it to 1")
+        self.layout()
+
+    def layout(self) -> Layout:
+        """The layout of one model replica (dp = 1)."""
+        sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+        return Layout(self.tp, self.pp, self.vpp, self.ulysses, self.ring, sequence_parallel=sequence_parallel)
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """How the loss of a step is aggregated (docs/normalization.md)."""
+
+    aggregation: str = "token-mean"
+    norm_length: int | None = None
+    count_fully_masked: bool = False
+
+    def __post_init__(self):
+        _require(self.aggregation in MODES, "loss.aggregation", self.aggregation, f"is not one of {', '.join(MODES)}")
+        with_length = self.aggregation == "seq-mean-token-sum-norm"
+        _require(with_length == (self.norm_length is not None), "loss.norm_length", self.norm_length,
+                 "goes with loss.aggregation=seq-mean-token-sum-norm, and only with it")
+        _require(self.norm_length is None or self.norm_length > 0, "loss.norm_length", self.norm_length, "must be positive")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW. schedule runs from lr (after warmup_steps of linear warm-up) to min_lr at train.steps.
+    clip: global gradient norm; 0 switches clipping off."""
+
+    lr: float = 1e-5
+    min_lr: float = 0.0
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    clip: float = 1.0
+
+    def __post_init__(self):
+        _require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
+        _require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
+        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
+        _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both be in [0, 1)")
+        _require(self.clip >= 0, "optim.clip", self.clip, "must not be negative (0 switches clipping off)")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """steps wins over epochs and goes round the data, reshuffled by (seed, epoch).
+    eval_every: steps between evaluations, besides one before the first step and one after the last (0: only those).
+    max_bad_steps: consecutive steps with a non-finite loss or gradient (never applied) after which the run ends."""
+
+    steps: int | None = None
+    epochs: int = 1
+    seed: int = 0
+    precision: Literal["fp32", "bf16", "fp64"] = "bf16"
+    deterministic: bool = False
+    eval_every: int = 0
+    max_bad_steps: int = 3
+
+    def __post_init__(self):
+        _require(self.steps is None or self.steps >= 1, "train.steps", self.steps, "must be at least 1, or null")
+        _require(self.epochs >= 1, "train.epochs", self.epochs, "must be at least 1")
+        _require(self.eval_every >= 0, "train.eval_every", self.eval_every, "must not be negative (0 switches it off)")
+        _require(self.max_bad_steps >= 1, "train.max_bad_steps", self.max_bad_steps, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """every: steps between checkpoints, besides one after the last step (0: only that one). keep: how many stay.
+    resume: go on from the newest checkpoint of output_dir. export_hf: leave a Hugging Face folder after the last step."""
+
+    every: int = 0
+    keep: int = 2
+    resume: bool = False
+    export_hf: bool = True
+
+    def __post_init__(self):
+        _require(self.every >= 0, "checkpoint.every", self.every, "must not be negative (0: only after the last step)")
+        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `Engine` reads model, batch, parallel, optim and train; the recipes read the rest."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output_dir: str | None = None
+
+    def __post_init__(self):
+        if self.train.precision == "fp64" and self.parallel.distributed_optimizer:
+            raise UserError("parallel.distributed_optimizer=true does not work with train.precision=fp64 (Megatron's "
+                            "distributed optimizer holds fp32 state); leave it at null")
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        chosen = self.parallel.distributed_optimizer
+        return self.train.precision != "fp64" if chosen is None else chosen
+
+
+def build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
+    types_of = typing.get_type_hints(cls)
+    for key in values:
+        if key not in types_of:
+            raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
+    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a key that does not exist: the nearest one that does."""
+    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    tail = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    guess = near[0] if near else tail[0] if tail else None
+    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
+
+
+def known_keys(cls: type, prefix: str = "") -> list[str]:
+    """Every key of a configuration class, dotted."""
+    keys = []
+    for name, kind in typing.get_type_hints(cls).items():
+        keys += known_keys(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]
+    return keys
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value!r} must be a group of keys: {', '.join(known_keys(kind, key + '.'))}")
+        return build(kind, value, f"{key}.")
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, key)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{key}={value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin is tuple:
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
+            raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
+        return tuple(_convert(args[0], item, key) for item in items)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is float and isinstance(value, str):  # YAML reads 1e-5 as a string
+        try:
+            return float(value)
+        except ValueError:
+            raise UserError(f"{key}={value!r} must be a number") from None
+    if kind is str and isinstance(value, (int, float)):
+        return str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise UserError(f"{key}={value!r} must be of type {kind.__name__}")
+    return value

@@ -1,0 +1,208 @@
+"""Engine: forward_backward and optim_step, the two verbs at which SFT and RL meet."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from isoloss.engine import checkpoint
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config
+from isoloss.engine.losses import Loss
+from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
+from isoloss.engine.plan import CostModel, Plan, make_plan
+from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logprobs, run_step
+from isoloss.models.checkpoint_hf import HFReader, check, copy_sidecars
+from isoloss.models.gpt import build_model, check_layout
+from isoloss.models.parameters import load_weights, whole_tensors
+from isoloss.models.random_weights import RandomWeights
+from isoloss.models.registry import read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel import Mesh, UserError, launch
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class OptimResult:
+    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite, or nothing was valid."""
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Engine:
+    """A model on a mesh, with its optimizer.
+
+    Every rank calls every method with the same arguments: all samples of a step, on every rank. The plan then decides,
+    purely from their lengths, which rank sees which.
+    Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
+    """
+
+    def __init__(self, config: Config):
+        self.config = config
+        self.arch = read_architecture(config.model.path)
+        layout = config.parallel.layout().with_world(_world_size())
+        check_layout(self.arch, layout)
+        if config.model.from_scratch:
+            source = RandomWeights(self.arch, config.train.seed)
+        else:
+            source = HFReader(config.model.path)
+            check(source, weight_map(self.arch))
+        if config.train.deterministic:
+            torch.use_deterministic_algorithms(True)
+        launch.init_process_group()
+        self.mesh = Mesh.create(layout)
+        self.device = torch.device(torch.cuda.current_device())
+        self.dtype = DTYPES[config.train.precision]
+        chunks = build_model(self.arch, self.mesh, self.dtype)
+        load_weights(chunks, self.arch, source, self.mesh)
+        self.chunks = wrap_ddp(chunks, config, self.mesh)
+        self.optimizer = build_optimizer(self.chunks, config, self.dtype)
+        model_config = self.chunks[0].config
+        model_config.no_sync_func = self._no_sync
+        # The schedule must not reduce: several forward_backward calls can precede one optim_step.
+        model_config.finalize_model_grads_func = None
+        a = self.arch
+        self.cost_model = CostModel.from_shape(
+            a.hidden_size, a.num_layers, a.num_heads, a.head_dim, a.num_kv_heads, a.intermediate_size, a.vocab_size
+        )
+        self._reduced = False
+        self._finite = True
+        self._tokens = 0
+        self.zero_grad()
+
+    # ---- the two verbs ----------------------------------------------------------------------------------------------
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        """Accumulate the gradient of the samples' loss; nothing is reduced yet.
+
+        A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
+        `sum`. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics.
+        """
+        if self.config.parallel.overlap_grad_reduce:
+            raise UserError("parallel.overlap_grad_reduce=true belongs to Engine.train_step, which reduces during the last "
+                            "backward; switch it off to call forward_backward and optim_step yourself")
+        return self._forward_backward(samples, loss)
+
+    def optim_step(self, lr: float | None = None) -> OptimResult:
+        """Reduce the accumulated gradients (plain sums over dp x context), clip, and step.
+
+        lr: learning rate of this step; default the configured one. A non-finite loss or gradient, or a step without a
+        valid token, is reported and not applied. Collectives: the gradient reduction, one all-reduce of the norm.
+        """
+        lr = self.config.optim.lr if lr is None else lr
+        self.reduce_gradients()
+        self.optimizer.prepare_grads()
+        norm = global_grad_norm(self.optimizer)
+        applied = self._finite and math.isfinite(norm) and self._tokens > 0
+        if applied:
+            clip_gradients(self.optimizer, norm, self.config.optim.clip)
+            set_learning_rate(self.optimizer, lr)
+            self.optimizer.step_with_ready_grads()
+        self.zero_grad()
+        return OptimResult(norm, lr, applied)
+
+    def train_step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> tuple[StepMetrics, OptimResult]:
+        """forward_backward and optim_step in one, with the gradient reduction overlapped if the configuration says so."""
+        metrics = self._forward_backward(samples, loss)
+        return metrics, self.optim_step(lr)
+
+    # ---- more verbs -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        """The loss of the samples, without gradients; normalized like a training step."""
+        batch = self._prepare(samples, loss)
+        with torch.no_grad():
+            return run_step(self.mesh, self.chunks, self.arch, batch, loss, forward_only=True)
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
+
+        Every rank gets all of them. Collectives: those of the model, one all-reduce over dp x context, one broadcast
+        from the last pipeline stage.
+        """
+        batch = self._prepare(samples, Loss(per_token=lambda inputs: -inputs.logprobs_N, aggregation="sum"))
+        with torch.no_grad():
+            flat = run_logprobs(self.mesh, self.chunks, self.arch, batch, sum(len(s) for s in samples))
+        return list(flat.split([len(s) for s in samples]))
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._reduced, self._finite, self._tokens = False, True, 0
+
+    def reduce_gradients(self) -> None:
+        """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
+        if self._reduced:
+            return
+        # num_tokens would make Megatron divide: the weights already hold the only division.
+        finalize_model_grads(self.chunks, num_tokens=None, pg_collection=self.mesh.megatron)
+        self._reduced = True
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole gradients of this pipeline stage's weights, after `reduce_gradients`, one at a time.
+
+        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp.
+        """
+        if self.config.distributed_optimizer:
+            raise ValueError("gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them")
+        self.reduce_gradients()
+        for weight, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: p.main_grad):
+            yield weight.name, gradient
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole weights of this pipeline stage, one at a time. Collective over tp."""
+        for weight, whole in whole_tensors(self.chunks, self.arch, self.mesh):
+            yield weight.name, whole
+
+    def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint (weights, optimizer, RNG, `extra`) that any layout can load. Collective over the world."""
+        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, extra or {})
+
+    def load(self, folder: str | Path) -> dict[str, object]:
+        """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
+        return checkpoint.load(Path(folder), self.chunks, self.optimizer, self.mesh)
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
+        checkpoint.export_hf(Path(folder), self.chunks, self.arch, self.mesh)
+        if dist.get_rank() == 0:
+            copy_sidecars(self.config.model.path, folder, self.arch)
+        dist.barrier()
+
+    # ---- how --------------------------------------------------------------------------------------------------------
+
+    def plan(self, lengths: Sequence[int]) -> Plan:
+        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
+        layout = self.mesh.layout
+        return make_plan(lengths, layout.dp, self.config.batch.max_tokens, self.cost_model, layout.pp if layout.vpp > 1 else 1)
+
+    def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
+        return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
+
+    def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        metrics = run_step(self.mesh, self.chunks, self.arch, self._prepare(samples, loss), loss)
+        self._finite &= math.isfinite(metrics.loss)
+        self._tokens += metrics.valid_tokens
+        return metrics
+
+    @contextlib.contextmanager
+    def _no_sync(self):
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else launch.rank_and_world()[1]

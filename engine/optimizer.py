@@ -1,0 +1,92 @@
+"""Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from torch import nn
+
+from isoloss.engine.config import Config, OptimConfig
+from isoloss.models.gpt import unwrap
+from isoloss.parallel import Mesh
+
+
+def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
+    """Megatron's gradient buffers around each chunk; gradients are plain sums over DP x context, in fp32 (fp64)."""
+    ddp_config = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=config.train.precision != "fp64",
+        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        use_distributed_optimizer=config.distributed_optimizer,
+        average_in_collective=False,
+        check_for_nan_in_grad=False,
+    )
+    return [
+        DistributedDataParallel(unwrap(chunk).config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=mesh.megatron)
+        for index, chunk in enumerate(chunks)
+    ]
+
+
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype) -> MegatronOptimizer:
+    """AdamW over this rank's parameters. Megatron's own clipping is off: see `global_grad_norm`."""
+    optim = config.optim
+    settings = OptimizerConfig(
+        optimizer="adam",
+        lr=optim.lr,
+        min_lr=optim.min_lr,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.betas[0],
+        adam_beta2=optim.betas[1],
+        adam_eps=optim.eps,
+        clip_grad=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        use_distributed_optimizer=config.distributed_optimizer,
+    )
+    # Megatron's standard overrides: no weight decay on biases and norms.
+    overrides = get_standard_config_overrides(settings)
+    return get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+
+
+def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
+    """Learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to min_lr."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    done = min(1.0, (step - optim.warmup_steps) / max(1, total_steps - optim.warmup_steps))
+    shape = 1 - done if optim.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return optim.min_lr + (optim.lr - optim.min_lr) * shape
+
+
+def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+@torch.no_grad()
+def global_grad_norm(optimizer: MegatronOptimizer) -> float:
+    """Norm of the whole gradient, each parameter once, accumulated in fp64 (an fp32 norm is off by 5e-4 on a CPU).
+
+    After `optimizer.prepare_grads()`. Collectives: one all-reduce over tp x pp, or over the world with the
+    distributed optimizer, whose ranks each hold a piece of the gradient.
+    """
+    square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    for part in optimizer.chained_optimizers:
+        for grad in part.get_main_grads_for_grad_norm():
+            square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
+    return math.sqrt(square.item())
+
+
+@torch.no_grad()
+def clip_gradients(optimizer: MegatronOptimizer, norm: float, clip: float) -> None:
+    """Scale all gradients by clip / norm where the norm exceeds clip (0: never)."""
+    if clip == 0 or norm <= clip:
+        return
+    for part in optimizer.chained_optimizers:
+        for parameter in part.get_parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(clip / norm)

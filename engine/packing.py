@@ -1,0 +1,84 @@
+"""Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
+
+Shape suffixes: R tokens of this rank's slice, N labelled positions in it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from isoloss.parallel import Mesh
+from isoloss.parallel.sequence import padded_length, shard
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A micro-batch as one rank sees it.
+
+    tokens_R, positions_R: int64; positions restart in every document.
+    lengths: tokens of each document of the whole row, padding last.
+    labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
+    weights_N: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    origin_N: where each target stands in the concatenation of all samples of the step.
+    """
+
+    tokens_R: Tensor
+    positions_R: Tensor
+    lengths: tuple[int, ...]
+    labelled_N: Tensor
+    targets_N: Tensor
+    weights_N: Tensor
+    fields: Mapping[str, Tensor]
+    origin_N: Tensor
+
+
+def pack(
+    samples: Sequence[Sample], weights: Sequence[Tensor], offsets: Sequence[int], mesh: Mesh, device: torch.device
+) -> PackedBatch:
+    """Pack samples, in order, into one row and take this rank's slice.
+
+    weights: for each sample, a weight for every token as a target, [T]; offsets: its start in the step.
+    Targets are shifted here, on whole rows, before sharding. No samples make a row of dummy tokens without labels,
+    through which every parameter still gets a (zero) gradient.
+    """
+    lengths = [len(sample) for sample in samples]
+    used = sum(lengths)
+    total = padded_length(used, mesh)
+    tokens = torch.zeros(total, dtype=torch.int64)
+    positions = torch.arange(total) - used
+    label = torch.zeros(total, dtype=torch.bool)
+    target_weight = torch.zeros(total, dtype=torch.float64)
+    origin = torch.zeros(total, dtype=torch.int64)
+    names = sorted({name for sample in samples for name in sample.fields})
+    fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
+    start = 0
+    for sample, weight_T, offset in zip(samples, weights, offsets):
+        end = start + len(sample)
+        tokens[start:end] = sample.tokens_T
+        positions[start:end] = torch.arange(len(sample))
+        predicts = slice(start, end - 1)  # position t predicts token t + 1
+        label[predicts] = sample.mask_T[1:]
+        target_weight[predicts] = weight_T[1:]
+        origin[predicts] = torch.arange(offset + 1, offset + len(sample))
+        for name in names:
+            fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
+        start = end
+    targets = tokens.roll(-1)
+    labelled_N = shard(label, mesh).nonzero().squeeze(1)
+
+    def labelled(row: Tensor) -> Tensor:
+        return shard(row, mesh)[labelled_N].to(device)
+
+    return PackedBatch(
+        tokens_R=shard(tokens, mesh).to(device),
+        positions_R=shard(positions, mesh).to(device),
+        lengths=(*lengths, total - used) if total > used else tuple(lengths),
+        labelled_N=labelled_N.to(device),
+        targets_N=labelled(targets),
+        weights_N=labelled(target_weight),
+        fields={name: labelled(row) for name, row in fields.items()},
+        origin_N=labelled(origin),
+    )

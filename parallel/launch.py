@@ -1,0 +1,30 @@
+"""Starting and ending the process group of a rank. The environment that torchrun sets is read here, and nowhere else."""
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+def rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of ranks as torchrun announced them; (0, 1) without torchrun."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:
+    """Join the world if this process has not yet: NCCL on GPUs, gloo on CPUs; one rank needs no rendezvous."""
+    if dist.is_initialized():
+        return
+    backend = "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank())
+        backend = "nccl"
+    if rank_and_world()[1] == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    else:
+        dist.init_process_group(backend, timeout=timeout)
