@@ -1,0 +1,190 @@
+"""The balancing plan: which data-parallel rank computes which sample, and in which micro-batch.
+
+A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
+who works when; it never decides what the loss is (the weights are made before it, from whole samples).
+
+Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (any unit will do).
+"""
+
+import math
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush, heapreplace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from isoloss.parallel.errors import UserError
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Forward FLOPs of one causal sequence of n tokens: linear * n + quadratic * n**2.
+
+    ValueError where a coefficient is negative or both are 0: the plan relies on longer samples costing more.
+    """
+
+    linear: float
+    quadratic: float
+
+    def __post_init__(self):
+        if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < math.inf):
+            raise ValueError(f"coefficients must be finite, >= 0 and not both 0: got {self.linear}, {self.quadratic}")
+
+    def cost(self, lengths_S: ArrayLike) -> np.ndarray:
+        """Cost of each length, float64, of the shape of lengths_S."""
+        lengths_S = np.asarray(lengths_S, dtype=np.float64)
+        return self.linear * lengths_S + self.quadratic * lengths_S**2
+
+    @classmethod
+    def from_shape(cls, hidden_size: int, num_layers: int, num_heads: int, head_dim: int, num_kv_heads: int,
+                   intermediate_size: int, vocab_size: int, *, gated: bool = True) -> "CostModel":
+        """The FLOPs of a dense decoder, from its architecture.
+
+        linear: 2 FLOPs (multiply, add) per token and matrix parameter: q, k, v, o, the MLP (three matrices if `gated`,
+            else two) and the output projection. Looking up an embedding costs nothing.
+        quadratic: q k^T and probabilities x v take 2 * heads * head_dim * n^2 each and layer; causality leaves half.
+
+        Source: Chowdhery et al. 2022 (PaLM), appendix B, and Narayanan et al. 2021 (arXiv 2104.04473); both count the
+        whole attention square, here it is the causal half. The output projection is counted at every token, as is usual
+        for MFU, though only labelled positions compute it: masked prompts are a little cheaper than this says.
+        """
+        attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+        mlp = (3 if gated else 2) * hidden_size * intermediate_size
+        parameters = num_layers * (attention + mlp) + hidden_size * vocab_size
+        return cls(linear=2.0 * parameters, quadratic=num_layers * 2 * 2 * num_heads * head_dim / 2)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """micro_batches[dp_rank][m]: indices of the samples in micro-batch m of that rank; () where none are left.
+
+    Every rank has the same number of micro-batches, so that no schedule waits for a rank that has finished. On each
+    rank they run from the most to the least costly: the m-th are alike across ranks, and empty ones come last.
+    """
+
+    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+
+    def __post_init__(self):
+        assert len({len(rank) for rank in self.micro_batches}) == 1, "ranks with different numbers of micro-batches"
+
+    @property
+    def num_micro_batches(self) -> int:
+        return len(self.micro_batches[0])
+
+
+def make_plan(lengths_S: Sequence[int] | np.ndarray, dp_size: int, max_tokens: int, cost_model: CostModel,
+              multiple_of: int = 1) -> Plan:
+    """Place every sample once: ranks balanced by cost, micro-batches within `max_tokens` tokens and balanced by cost.
+
+    Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
+    numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
+    up to `multiple_of` (interleaved pipelines: the pipeline size), and spread their samples over all of them.
+
+    Depends on the multiset of lengths alone: permuting the samples permutes the indices, up to swaps of equal lengths.
+    UserError where a sample is longer than max_tokens (no sample is ever split); ValueError on other bad arguments.
+    """
+    lengths_S = _checked_lengths(lengths_S, max_tokens)
+    if dp_size < 1 or multiple_of < 1:
+        raise ValueError(f"dp_size and multiple_of must be at least 1, not {dp_size} and {multiple_of}")
+    # Stable, so equal lengths are taken by index. Cost grows with length: one order serves both.
+    order_S = np.argsort(-lengths_S, kind="stable").tolist()
+    costs, lengths = cost_model.cost(lengths_S).tolist(), lengths_S.tolist()
+
+    ranks = assign_ranks(order_S, costs, dp_size)
+    packed = [_pack(rank, lengths, max_tokens) for rank in ranks]
+    needed = max(1, max(len(bins) for bins in packed))
+    count = math.ceil(needed / multiple_of) * multiple_of
+    plan = []
+    for rank, bins in zip(ranks, packed):
+        # Balancing by cost wastes tokens where the budget is tight; the packing that was found always fits.
+        spread = _spread(rank, lengths, costs, count, max_tokens) or bins + [[]] * (count - len(bins))
+        spread.sort(key=lambda samples: -sum(costs[i] for i in samples))
+        plan.append(tuple(map(tuple, spread)))
+    return Plan(tuple(plan))
+
+
+def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:
+    """Heap greedy: each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
+
+    Source: Graham 1969, longest processing time first. No rank exceeds the mean by more than the last sample it got,
+    usually a short one. Karmarkar-Karp comes closer to the mean by less than 1e-4, for more than ten times the CPU:
+    benchmarks/balance.py measures both.
+    """
+    ranks: list[list[int]] = [[] for _ in range(dp_size)]
+    heap = [(0.0, rank) for rank in range(dp_size)]
+    for i in order_S:
+        load, rank = heap[0]
+        ranks[rank].append(i)
+        heapreplace(heap, (load + costs_S[i], rank))
+    return ranks
+
+
+def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
+    """Cost of the costliest rank over the mean of the ranks: 1.0 is perfect, and what a plan without samples has."""
+    costs_S = cost_model.cost(lengths_S).tolist()
+    loads = [sum(costs_S[i] for micro_batch in rank for i in micro_batch) for rank in plan.micro_batches]
+    total = sum(loads)
+    return float(max(loads) * len(loads) / total) if total > 0 else 1.0
+
+
+def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
+    """int64 vector of the lengths, each within 1..max_tokens."""
+    lengths_S = np.asarray(lengths_S)
+    if lengths_S.size == 0:
+        lengths_S = lengths_S.astype(np.int64)
+    if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer) or (lengths_S < 1).any():
+        raise ValueError(f"lengths must be a vector of integers of at least 1, got {lengths_S.dtype} {lengths_S.shape}")
+    if max_tokens < 1:
+        raise UserError(f"batch.max_tokens={max_tokens} holds no token: set it to at least data.max_length")
+    if lengths_S.size and lengths_S.max() > max_tokens:
+        longest = int(lengths_S.max())
+        raise UserError(f"batch.max_tokens={max_tokens} is less than the {longest} tokens of sample "
+                        f"{int(lengths_S.argmax())} of the step: set batch.max_tokens to at least {longest}, or "
+                        "shorten samples by data.max_length with data.overlong=truncate or drop")
+    return lengths_S.astype(np.int64)
+
+
+def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """Best-fit decreasing: each sample into the fullest bin that has room for it, else into a new one.
+
+    Never more than 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974).
+    """
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens left, bin), ascending, so that the first that fits is the fullest
+    for i in order:
+        at = bisect_left(room, (lengths[i], 0))
+        if at < len(room):
+            left, b = room.pop(at)
+        else:
+            left, b = max_tokens, len(bins)
+            bins.append([])
+        bins[b].append(i)
+        insort(room, (left - lengths[i], b))
+    return bins
+
+
+def _spread(order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int,
+            max_tokens: int) -> list[list[int]] | None:
+    """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    room = [max_tokens] * count
+    cheapest = [(0.0, b) for b in range(count)]  # (cost, bin)
+    # Bins without room for the sample at hand, by (-tokens left, cost, bin). Lengths only fall, so a bin that comes
+    # back stays until it is given a sample again: n log(count) in all, however tight the budget.
+    waiting: list[tuple[int, float, int]] = []
+    for i in order:
+        while waiting and -waiting[0][0] >= lengths[i]:
+            _, load, b = heappop(waiting)
+            heappush(cheapest, (load, b))
+        while cheapest and room[cheapest[0][1]] < lengths[i]:
+            load, b = heappop(cheapest)
+            heappush(waiting, (-room[b], load, b))
+        if not cheapest:
+            return None
+        load, b = cheapest[0]
+        heapreplace(cheapest, (load + costs[i], b))
+        bins[b].append(i)
+        room[b] -= lengths[i]
+    return bins
