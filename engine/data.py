@@ -1,0 +1,237 @@
+"""Files -> Samples: tokenized once, cached on disk, read back as memory maps; and which rows a step takes.
+
+Text becomes tokens in `chat`, files become rows in `rows`; here they become a data set. Nothing depends on the rank:
+every rank sees every row, and `step_indices` says which of them make up a step.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.chat import load_tokenizer, tokenize_row
+from isoloss.engine.rows import check_paths, read_rows
+from isoloss.parallel.errors import UserError
+
+FORMAT = 1  # of the cache folder and of the tokenization; a new number leaves old folders unread
+OVERLONG = ("error", "drop", "truncate")
+ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
+
+
+@dataclass(frozen=True)
+class DataStats:
+    """rows: sequences kept; dropped, truncated: rows over max_length; tokens, targets: of the rows kept."""
+
+    rows: int
+    dropped: int
+    truncated: int
+    tokens: int
+    targets: int
+
+
+class TokenDataset:
+    """A sequence of Samples over three arrays, with n sequences and T tokens in all.
+
+    tokens: int32 [T]; mask: bool [T], True at targets; offsets: int64 [n + 1], sequence i is offsets[i]:offsets[i + 1].
+    """
+
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, stats: DataStats):
+        self.tokens, self.mask, self.offsets, self.stats = tokens, mask, offsets, stats
+        self.lengths: np.ndarray = np.diff(offsets).astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Sample:
+        """Sequence `index` as int64 tokens and bool mask, copied out of the memory map."""
+        index = range(len(self))[index]  # negative indices, and IndexError past the end
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        tokens_T = torch.from_numpy(self.tokens[part].astype(np.int64))
+        return Sample(tokens_T, torch.from_numpy(np.array(self.mask[part])))
+
+
+def load_dataset(
+    paths: Sequence[str],
+    tokenizer_dir: str,
+    *,
+    max_length: int,
+    overlong: str,
+    vocab_size: int,
+    cache_dir: Path,
+    key: str = "data.train",
+) -> TokenDataset:
+    """Rows of JSON Lines or Parquet files as token sequences with loss masks (see `chat` for the forms of rows).
+
+    max_length: tokens; overlong: what happens to a longer row: "error", "drop" or "truncate" (its end is cut off).
+    cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
+        may call at once: one tokenizes, the others wait and load. key: how messages name the files.
+
+    Raises UserError, one line, for every mistake in files, rows, tokenizer or options. Enters no collective.
+    """
+    if overlong not in OVERLONG:
+        raise UserError(f"data.overlong={overlong}: choose one of {', '.join(OVERLONG)}")
+    check_paths(paths, key)
+    cache_dir = Path(cache_dir)
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    name = cache_key(paths, tokenizer_dir, max_length=max_length, overlong=overlong, vocab_size=vocab_size)
+    folder = cache_dir / name
+    dataset = load_cached(folder)
+    if dataset is None:
+        with open(cache_dir / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
+            dataset = load_cached(folder)
+            if dataset is None:
+                built = tokenize(paths, tokenizer_dir, max_length, overlong, vocab_size, key)
+                write_cache(folder, built)
+                dataset = load_cached(folder)
+    assert dataset is not None, f"{folder} cannot be read back"
+    return dataset
+
+
+def tokenize(
+    paths: Sequence[str], tokenizer_dir: str, max_length: int, overlong: str, vocab_size: int, key: str
+) -> TokenDataset:
+    """The data set, in memory."""
+    tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
+    tokens, mask, lengths = [], [], [0]
+    dropped = truncated = 0
+    for row in read_rows(paths, key):
+        tokens_T, mask_T = tokenize_row(row, tokenizer)
+        if (length := len(tokens_T)) > max_length:
+            if overlong == "error":
+                raise UserError(
+                    f"{row.place}: {length} tokens are more than data.max_length={max_length}: raise it, or set "
+                    f"data.overlong to drop (leave such rows out) or truncate (cut their end off); now it is error"
+                )
+            if overlong == "drop":
+                dropped += 1
+                continue
+            truncated += 1
+            tokens_T, mask_T = tokens_T[:max_length], mask_T[:max_length]
+            if not any(mask_T):
+                raise UserError(
+                    f"{row.place}: truncated from {length} tokens to data.max_length={max_length}, it has no target "
+                    f"left: raise data.max_length or set data.overlong=drop"
+                )
+        tokens.append(np.array(tokens_T, np.int32))
+        mask.append(np.array(mask_T, np.bool_))
+        lengths.append(len(tokens_T))
+    if not tokens:
+        files = ", ".join(paths)
+        if dropped:
+            raise UserError(
+                f"{key}: all {dropped} rows of {files} were dropped, being over data.max_length={max_length}: raise it"
+            )
+        raise UserError(f"{key}: no rows in {files}: give files with at least one row")
+    all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
+    stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
+    return TokenDataset(all_tokens, all_mask, np.cumsum(lengths, dtype=np.int64), stats)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
+    """Name of the cache folder: everything that the tokens depend on, file contents rather than names."""
+    tokenizer_files = tokenizer_configuration(Path(tokenizer_dir))
+    parts = {
+        "format": FORMAT,
+        "versions": [version("transformers"), version("tokenizers")],
+        # A row's kind of file matters, and so does the order of the files.
+        "data": [[Path(path).suffix.lower(), file_hash(Path(path))] for path in paths],
+        "tokenizer": {path.name: file_hash(path) for path in tokenizer_files},
+        "options": options,
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def tokenizer_configuration(folder: Path) -> list[Path]:
+    """The files of a model folder that a tokenizer may read: anything small, no weights and no weight index."""
+    suffixes = (".json", ".jinja", ".model", ".txt", ".tiktoken")
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.name.endswith(suffixes) and not p.name.endswith(".index.json"))
+
+
+def file_hash(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_cache(folder: Path, dataset: TokenDataset) -> None:
+    """Write under another name, then rename: a folder of the right name is complete. The caller holds the lock."""
+    temporary = folder.with_name(f".{folder.name}.partial")  # what a killed process left there is written over
+    for leftover in (temporary, folder):
+        shutil.rmtree(leftover, ignore_errors=True)
+    temporary.mkdir()
+    checksums = {}
+    for name, dtype in ARRAYS.items():
+        path = temporary / f"{name}.npy"
+        np.save(path, np.ascontiguousarray(getattr(dataset, name), dtype))
+        checksums[name] = checksum(path)
+    meta = {"format": FORMAT, "stats": asdict(dataset.stats), "crc32": checksums}
+    (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    os.rename(temporary, folder)
+
+
+def load_cached(folder: Path) -> TokenDataset | None:
+    """The data set of a cache folder, memory-mapped; None where it is missing, incomplete or damaged."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        for name in ARRAYS:
+            if checksum(folder / f"{name}.npy") != meta["crc32"][name]:
+                return None
+        arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
+        return TokenDataset(**arrays, stats=DataStats(**meta["stats"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def checksum(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            value = zlib.crc32(block, value)
+    return value
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+def step_indices(num_rows: int, step: int, global_size: int, seed: int) -> np.ndarray:
+    """The rows of optimizer step `step` (from 0): int64 [global_size]. The same on every rank and for every layout.
+
+    The stream of rows is epoch 0's permutation, epoch 1's, and so on; a step takes the next global_size of it, across
+    the border of two epochs if need be. A pure function, so resuming needs the step's number and nothing else.
+    """
+    if num_rows < 1 or global_size < 1:
+        raise ValueError(f"step_indices needs num_rows={num_rows} and global_size={global_size} of at least 1")
+    start, stop = step * global_size, (step + 1) * global_size
+    first, last = start // num_rows, (stop - 1) // num_rows
+    stream = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]
+    return np.concatenate(stream)[start - first * num_rows : stop - first * num_rows].astype(np.int64)
+
+
+def steps_for_epochs(num_rows: int, epochs: float, global_size: int) -> int:
+    """Steps after which every row has been taken at least `epochs` times; the last may go into the next epoch."""
+    return int(np.ceil(num_rows * epochs / global_size))
+
+
+def unigram_nats(train: TokenDataset, eval: TokenDataset, vocab_size: int) -> float:
+    """Loss on eval's targets, in nats per token, of train's token frequencies (add-one smoothed).
+
+    The best that a model can do without looking at the context: training that works ends below it.
+    """
+    counts = np.bincount(train.tokens[train.mask], minlength=vocab_size) + 1
+    log_probability = np.log(counts) - np.log(counts.sum())
+    return float(-log_probability[eval.tokens[eval.mask]].mean())

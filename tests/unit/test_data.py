@@ -1,0 +1,300 @@
+"""Data sets: files, cache, order of rows, and the shipped tiny set (masks are in test_chat)."""
+
+import json
+import multiprocessing
+import re
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isoloss.engine import data
+from isoloss.engine.batch import Sample
+from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.data import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
+from isoloss.parallel.errors import UserError
+
+TINY = str(files("isoloss.recipes") / "assets" / "tiny")
+ROWS = [
+    {"text": "One two three four five six."},
+    {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there, you."}]},
+    {"prompt": "One, two,", "completion": " three."},
+]
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(*paths, tokenizer=TINY, **options):
+        settings = {"max_length": 512, "overlong": "error", "vocab_size": 2048, "cache_dir": tmp_path / "cache"}
+        return load_dataset([str(path) for path in paths], tokenizer, **(settings | options))
+
+    return load
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="train.jsonl"):
+        path = tmp_path / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+def never(*_):
+    raise AssertionError("tokenized again")
+
+
+def same(a: TokenDataset, b: TokenDataset) -> bool:
+    return a.stats == b.stats and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in data.ARRAYS)
+
+
+# --------------------------------------------------------------------------------------------------------------- files
+
+
+def test_samples(load, write):
+    dataset = load(write(*ROWS))
+    tokenizer = load_tokenizer(TINY, 2048)
+    assert len(dataset) == 3 and dataset.lengths.dtype == np.int64
+    samples = list(dataset)
+    assert all(isinstance(s, Sample) and s.tokens_T.dtype == torch.int64 for s in samples)
+    assert [len(s) for s in samples] == dataset.lengths.tolist()
+    assert tokenizer.decode(samples[2].tokens_T[samples[2].mask_T]) == " three.<|im_end|>"
+    assert torch.equal(dataset[-1].tokens_T, samples[2].tokens_T)
+    targets = sum(int(s.mask_T.sum()) for s in samples)
+    assert dataset.stats == DataStats(3, 0, 0, sum(map(len, samples)), targets)
+    samples[0].tokens_T.fill_(0)  # a copy: the cache is not touched
+    assert dataset[0].tokens_T.any()
+
+
+def test_parquet_gives_the_same_tokens(load, write, tmp_path):
+    columns = {key: [row.get(key) for row in ROWS] for row in ROWS for key in row}  # with nulls, as Parquet has it
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    assert same(load(tmp_path / "rows.parquet"), load(write(*ROWS)))
+
+
+def test_several_files_blank_lines_and_null_values(load, write):
+    both = load(write("", ROWS[0], "  "), write(ROWS[1] | {"text": None, "id": 4}, name="more.json-lines"))
+    assert same(both, load(write(*ROWS[:2], name="one.jsonl")))
+
+
+def test_overlong(load, write):
+    path = write(*ROWS)
+    lengths = load(path).lengths
+    limit = int(lengths.max()) - 1
+    kept = load(path, max_length=limit, overlong="drop")
+    assert len(kept) == 2 and kept.stats.dropped == 1 and kept.lengths.max() <= limit
+    cut = load(path, max_length=limit, overlong="truncate")
+    assert cut.stats.truncated == 1 and cut.stats.rows == 3 and cut.lengths.max() == limit
+    with pytest.raises(UserError, match=rf"train.jsonl:2: {limit + 1} tokens.*data.max_length={limit}.*drop.*truncate"):
+        load(path, max_length=limit)
+    with pytest.raises(UserError, match=r"train.jsonl:1: truncated .*data.max_length=2, it has no target left"):
+        load(write({"prompt": "One two three", "completion": " four"}), max_length=2, overlong="truncate")
+    with pytest.raises(UserError, match=r"all 3 rows .*dropped.*data.max_length=2"):
+        load(path, max_length=2, overlong="drop")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "a b"', r"train.jsonl:2: not JSON \(.* column \d+\)"),
+        ("[1, 2]", r"train.jsonl:2: a row must be a JSON object, not list \[1, 2\]"),
+        ({"words": "x"}, r"train.jsonl:2: unknown kind of row \(keys: words\)"),
+        ({"messages": [{"role": "user", "content": "Hi"}]}, "train.jsonl:2: no assistant turn"),
+        ({"prompt": "x", "completion": ""}, "train.jsonl:2: no token of `completion`"),
+    ],
+)
+def test_bad_lines(load, write, line, said):
+    with pytest.raises(UserError, match=said) as error:
+        load(write(ROWS[0], line))
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files(load, write, tmp_path):
+    path = write(*ROWS)
+    bad = {
+        tmp_path / "trian.jsonl": r"data.train: no such file: .*trian.jsonl; did you mean .*train.jsonl",
+        tmp_path / "no" / "x.jsonl": "data.train: no such file: .*there is no folder",
+        tmp_path: "data.train: .* is a folder",
+        write("a,b", name="rows.csv"): r"data.train: .*rows.csv is of kind '.csv'.*\.jsonl.*\.parquet",
+        write("not parquet", name="rows.parquet"): "data.train: .*rows.parquet cannot be read as Parquet",
+        write("", name="empty.jsonl"): "data.train: no rows in .*empty.jsonl",
+    }
+    for name, said in bad.items():
+        with pytest.raises(UserError, match=said) as error:
+            load(name)
+        assert "\n" not in str(error.value)
+    (tmp_path / "latin.jsonl").write_bytes('{"text": "é"}\n'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.jsonl:1: not UTF-8"):
+        load(tmp_path / "latin.jsonl")
+    with pytest.raises(UserError, match=r"data.eval is empty"):
+        load(key="data.eval")
+    with pytest.raises(UserError, match=r"data.overlong=cut: choose one of error, drop, truncate"):
+        load(path, overlong="cut")
+    with pytest.raises(UserError, match="ids up to 2047, but the model's vocab_size is 100"):
+        load(path, vocab_size=100)
+    pq.write_table(pa.table({"text": ["One two", "three four"], "n": [1, 2]}), tmp_path / "ok.parquet")
+    with pytest.raises(UserError, match=r"ok.parquet: row 1: \d+ tokens"):
+        load(tmp_path / "ok.parquet", max_length=1)
+
+
+# --------------------------------------------------------------------------------------------------------------- cache
+
+
+def test_cache_hit_does_not_tokenize(load, write, monkeypatch, tmp_path):
+    path = write(*ROWS)
+    first = load(path)
+    monkeypatch.setattr(data, "load_tokenizer", never)
+    moved = tmp_path / "moved.jsonl"
+    shutil.copy(path, moved)  # the contents count, not the name
+    second = load(moved)
+    assert same(first, second) and isinstance(second.tokens, np.memmap)
+    for change in ({"max_length": 511}, {"overlong": "drop"}, {"vocab_size": 2049}):
+        with pytest.raises(AssertionError, match="tokenized again"):
+            load(path, **change)
+    with pytest.raises(AssertionError, match="tokenized again"):
+        load(write(*ROWS[:2]))
+
+
+def test_cache_follows_the_tokenizer_files(load, write, tmp_path):
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    path = write(*ROWS)
+    before = load(path, tokenizer=str(folder))
+    template = folder / "chat_template.jinja"
+    template.write_text("Talk:\n" + template.read_text())
+    after = load(path, tokenizer=str(folder))
+    assert after.stats.tokens > before.stats.tokens
+
+
+@pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "offsets.npy", "meta.json"])
+@pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
+def test_damaged_cache_is_rebuilt(load, write, tmp_path, name, damage):
+    path = write(*ROWS)
+    load(path)
+    (file,) = (tmp_path / "cache").glob(f"*/{name}")
+    whole = file.read_bytes()
+    if damage == "gone":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(whole[:-9])
+    else:
+        file.write_bytes(whole[:-9] + bytes(255 - byte for byte in whole[-9:]))
+    load(path)
+    assert file.read_bytes() == whole
+
+
+def test_leftovers_of_a_killed_process(load, write, tmp_path, monkeypatch):
+    path = write(*ROWS)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.os, "rename", never)
+        with pytest.raises(AssertionError):
+            load(path)
+    assert len(load(path)) == 3
+    assert [p.name for p in (tmp_path / "cache").iterdir() if "partial" in p.name] == []
+
+
+def test_one_of_many_processes_tokenizes(load, write, tmp_path, monkeypatch):
+    path, log = write(*ROWS), tmp_path / "log"
+
+    def logged(*arguments):
+        with open(log, "a") as file:
+            file.write("tokenized\n")
+        return load_tokenizer(*arguments)
+
+    monkeypatch.setattr(data, "load_tokenizer", logged)
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=load, args=(path,)) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert log.read_text() == "tokenized\n"
+
+
+# --------------------------------------------------------------------------------------------------------------- order
+
+
+@given(st.integers(1, 40), st.integers(1, 90), st.integers(0, 2**40), st.integers(1, 4))
+def test_every_row_once_an_epoch(num_rows, global_size, seed, epochs):
+    steps = steps_for_epochs(num_rows, epochs, global_size)
+    assert (steps - 1) * global_size < num_rows * epochs <= steps * global_size
+    stream = np.concatenate([step_indices(num_rows, step, global_size, seed) for step in range(steps)])
+    assert len(stream) == steps * global_size and stream.dtype == np.int64
+    for epoch in range(epochs):
+        part = stream[epoch * num_rows : (epoch + 1) * num_rows]
+        assert np.array_equal(np.sort(part), np.arange(num_rows))
+        assert np.array_equal(part, np.random.default_rng([seed, epoch]).permutation(num_rows))
+
+
+def test_order_depends_on_nothing_else():
+    first = step_indices(1000, 7, 16, 3)
+    np.random.seed(0)
+    step_indices(1000, 200, 16, 3)
+    assert np.array_equal(step_indices(1000, 7, 16, 3), first)
+    assert not np.array_equal(step_indices(1000, 7, 16, 4), first)
+    assert not np.array_equal(step_indices(1000, 8, 16, 3), first)
+    # Two steps of 8 are one of 16: the global size only cuts the stream.
+    halves = [step_indices(1000, 14, 8, 3), step_indices(1000, 15, 8, 3)]
+    assert np.array_equal(np.concatenate(halves), first)
+    with pytest.raises(ValueError, match="num_rows=0"):
+        step_indices(0, 0, 1, 0)
+
+
+# ------------------------------------------------------------------------------------------------------------ tiny set
+
+
+def read(name: str) -> list[list[dict]]:
+    return [json.loads(line)["messages"] for line in Path(TINY, name).read_text().splitlines()]
+
+
+def test_tiny_splits_share_nothing():
+    def keys(rows):
+        paragraphs = (part for row in rows for part in row[1]["content"].split("\n\n"))
+        found = (re.sub(r"[^a-z0-9]+", "", text.lower()) for text in paragraphs)
+        return {text for text in found if len(text) >= 60}
+
+    def documents(rows):
+        return {row[0]["content"].split(" (part")[0] for row in rows}
+
+    train, held_out = read("train.jsonl"), read("eval.jsonl")
+    assert 4000 <= len(train) <= 6000 and 150 <= len(held_out) <= 250
+    assert not keys(train) & keys(held_out)
+    assert not documents(train) & documents(held_out)
+    answers = [row[1]["content"] for row in train + held_out]
+    assert len(set(answers)) == len(answers) and all(text.isascii() for text in answers)
+    assert sum(path.stat().st_size for path in Path(TINY).iterdir()) < 3_000_000
+
+
+def test_tiny_files_load():
+    from transformers import AutoConfig
+
+    tokenizer, config = load_tokenizer(TINY, 2048), AutoConfig.from_pretrained(TINY, local_files_only=True)
+    assert len(tokenizer) == config.vocab_size == 2048
+    assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert tokenizer.convert_ids_to_tokens(config.bos_token_id) == "<|im_start|>"
+    for messages in read("eval.jsonl") + [[{"content": "naïve café ☕ 数据\t\x00 end"}]]:
+        text = messages[-1]["content"]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not set(tokenizer.encode("<|im_end|>")) - {2}
+
+
+def test_unigram_baseline(load):
+    tiny = {name: load(f"{TINY}/{name}.jsonl") for name in ("train", "eval")}
+    assert 6 < unigram_nats(tiny["train"], tiny["eval"], 2048) < np.log(2048)
+
+    def dataset(*tokens):
+        stats = DataStats(1, 0, 0, len(tokens), len(tokens) - 1)
+        mask = np.arange(len(tokens)) > 0
+        return TokenDataset(np.array(tokens, np.int32), mask, np.array([0, len(tokens)]), stats)
+
+    # Targets of train: 1, 1, 2; with one added to each of 4 ids, p(1) = 3/7 and p(3) = 1/7.
+    assert unigram_nats(dataset(0, 1, 1, 2), dataset(2, 1, 3), 4) == pytest.approx(-np.log(3 / 49) / 2)
