@@ -65,7 +65,8 @@ def test_names_are_those_of_megatron_core_in_model_order():
     layer = "decoder.layers.0."
     assert names == [
         "embedding.word_embeddings.weight", f"{layer}input_layernorm.weight",
-        f"{layer}self_attention.linear_qkv.weight", f"{layer}self_attention.linear_qkv.bias", f"{layer}self_attention.linear_proj.weight",
+        f"{layer}self_attention.linear_qkv.weight", f"{layer}self_attention.linear_qkv.bias",
+        f"{layer}self_attention.linear_proj.weight",
         f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.linear_fc1.weight", f"{layer}mlp.linear_fc2.weight",
         "decoder.final_layernorm.weight", "output_layer.weight",
     ]  # fmt: skip
