@@ -152,8 +152,8 @@ def write_shards(folder: str | Path, tag: str, tensors: Iterable[tuple[str, Tens
         twice = entries.keys() & shard.keys()
         if twice:
             raise ValueError(f"{min(twice)} was written twice by {tag}")
-        # Copies of views one by one: safetensors refuses tensors that share memory, and views of a larger storage.
-        save_file({name: _own(tensor) for name, tensor in shard.items()}, folder / file, metadata={"format": "pt"})
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        save_file(on_cpu, folder / file, metadata={"format": "pt"})  # transformers 4 refuses a file without the format
         entries |= {name: Entry(file, tensor.nbytes) for name, tensor in shard.items()}
     return entries
 
@@ -224,11 +224,6 @@ def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) ->
         nbytes += tensor.nbytes
     if shard:
         yield shard
-
-
-def _own(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu().contiguous()
-    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def _harmless(name: str, source: WeightSource) -> bool:

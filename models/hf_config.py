@@ -42,6 +42,11 @@ IRRELEVANT = frozenset({
 })  # fmt: skip
 
 DTYPES = ("float32", "bfloat16", "float16")
+ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
 DEFAULT_THETA = 10000.0  # what transformers takes where the file says nothing (Llama 1 and 2)
 
 
@@ -102,6 +107,8 @@ def _refuse_mixed_layers(config: Mapping[str, Any], num_layers: int) -> None:
     layer_types = config.get("layer_types")
     if layer_types is None:
         return
+    if not isinstance(layer_types, list):
+        refuse("layer_types", layer_types, "must be a list with an entry for each layer")
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other:
         refuse("layer_types", other[0], "is not supported; only 'full_attention' is")
@@ -113,12 +120,12 @@ def _missing(name: str) -> NoReturn:
     raise UserError(f"config.json: {name} is missing; add it, as the model's authors published it")
 
 
-def _positive_int(config: Mapping[str, Any], name: str) -> int:
+def _positive_int(config: Mapping[str, Any], name: str, inside: str = "") -> int:
     value = config.get(name)
     if value is None:
-        _missing(name)
+        _missing(inside + name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-        refuse(name, value, "must be a positive integer")
+        refuse(inside + name, value, "must be a positive integer")
     return value
 
 
@@ -187,22 +194,24 @@ def _rope(config: Mapping[str, Any]) -> Rope:
         refuse(inside + "type", given["type"], f"contradicts rope_type={kind!r}; keep one of them")
     if given.get("partial_rotary_factor", 1) not in (1, None):
         refuse(inside + "partial_rotary_factor", given["partial_rotary_factor"], "is not supported; only 1.0 is")
-    fields = {"default": (), "linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor",
-              "original_max_position_embeddings")}  # fmt: skip
-    if kind not in fields:
-        refuse(inside + "rope_type", kind, f"is not supported; one of {', '.join(fields)} is")
+    if kind not in tuple(ROPE_PARAMETERS):  # a tuple: the file may hold something unhashable
+        refuse(inside + "rope_type", kind, f"is not supported; one of {', '.join(ROPE_PARAMETERS)} is")
     for field, value in given.items():
-        if field not in (*fields[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor"):
+        if field not in (*ROPE_PARAMETERS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor"):
             refuse(inside + field, value, f"is not a parameter of rope_type {kind!r} that is supported; delete it")
-    values = {field: _positive_number(given, field, inside) for field in fields[kind]}
+    return Rope(theta, _rope_scaling(kind, given, inside))
+
+
+def _rope_scaling(kind: str, given: Mapping[str, Any], inside: str) -> Llama3Scaling | LinearScaling | None:
+    if kind == "default":
+        return None
+    factor = _positive_number(given, "factor", inside)
     if kind == "linear":
-        return Rope(theta, LinearScaling(**values))
-    if kind == "llama3":
-        if values["high_freq_factor"] <= values["low_freq_factor"]:
-            refuse(inside + "high_freq_factor", values["high_freq_factor"],
-                   f"must be greater than low_freq_factor={values['low_freq_factor']}")
-        return Rope(theta, Llama3Scaling(**values))
-    return Rope(theta)
+        return LinearScaling(factor)
+    low, high = (_positive_number(given, f"{end}_freq_factor", inside) for end in ("low", "high"))
+    if high <= low:
+        refuse(inside + "high_freq_factor", high, f"must be greater than low_freq_factor={low}")
+    return Llama3Scaling(factor, low, high, _positive_int(given, "original_max_position_embeddings", inside))
 
 
 def _rope_theta(config: Mapping[str, Any], given: Mapping[str, Any], inside: str) -> float:

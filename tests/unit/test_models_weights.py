@@ -1,0 +1,167 @@
+"""The weight map and its forms: against plain formulas, against transformers, and there and back again."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from isoloss.models import llama, qwen2, qwen3
+from isoloss.models.architecture import Architecture, Rope, num_parameters
+from isoloss.models.forms import Columns, GateUp, Qkv, Replicated, Rows, Vocabulary, padded_vocab_size
+from isoloss.models.weights import weight_map
+from isoloss.parallel.errors import UserError
+
+FAMILIES = {
+    "llama": (llama, LlamaConfig, LlamaForCausalLM),
+    "qwen2": (qwen2, Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (qwen3, Qwen3Config, Qwen3ForCausalLM),
+}
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])
+
+
+def tiny(family, tie=False):
+    sizes = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
+             "intermediate_size": 20, "vocab_size": 131, "max_position_embeddings": 64}  # fmt: skip
+    if family == "qwen3":
+        sizes["head_dim"] = 8  # not hidden_size / num_attention_heads
+    return FAMILIES[family][1](**sizes, tie_word_embeddings=tie)
+
+
+def numbered(shape, dtype=torch.float32):
+    return torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie):
+    module, _, model_class = FAMILIES[family]
+    config = tiny(family, tie)
+    model = model_class(config)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    if tie:
+        del expected["lm_head.weight"]  # the same memory as the embedding
+    arch = module.architecture(config.to_dict())
+    weights = weight_map(arch)
+    covered = [(name, shape) for weight in weights for name, shape in zip(weight.hf_names, weight.hf_shapes)]
+    assert len(covered) == len(dict(covered))
+    assert dict(covered) == expected
+    assert len({weight.name for weight in weights}) == len(weights)
+    assert sum(torch.Size(weight.shape).numel() for weight in weights) == num_parameters(arch) == model.num_parameters()
+    for weight in weights:
+        tensors = [model.state_dict()[name] for name in weight.hf_names]
+        whole = weight.form.merge(tensors)
+        assert tuple(whole.shape) == weight.shape
+        assert all(torch.equal(a, b) for a, b in zip(weight.form.split(whole), tensors))
+        for tp in (1, 2):
+            shards = [weight.form.shard(whole, tp, rank) for rank in range(tp)]
+            assert all(shard.is_contiguous() for shard in shards)
+            assert torch.equal(weight.form.unshard(shards), whole)
+
+
+def test_names_are_those_of_megatron_core_in_model_order():
+    one_layer = {**tiny("qwen2").to_dict(), "num_hidden_layers": 1, "layer_types": None}
+    names = [weight.name for weight in weight_map(qwen2.architecture(one_layer))]
+    layer = "decoder.layers.0."
+    assert names == [
+        "embedding.word_embeddings.weight", f"{layer}input_layernorm.weight",
+        f"{layer}self_attention.linear_qkv.weight", f"{layer}self_attention.linear_qkv.bias",
+        f"{layer}self_attention.linear_proj.weight",
+        f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.linear_fc1.weight", f"{layer}mlp.linear_fc2.weight",
+        "decoder.final_layernorm.weight", "output_layer.weight",
+    ]  # fmt: skip
+    names = [weight.name for weight in weight_map(qwen3.architecture(tiny("qwen3", tie=True).to_dict()))]
+    assert "output_layer.weight" not in names
+    assert f"{layer}self_attention.q_layernorm.weight" in names and f"{layer}self_attention.k_layernorm.weight" in names
+
+
+@pytest.mark.parametrize("rest", [(), (3,)])
+def test_qkv_is_the_queries_of_a_group_then_its_key_then_its_value(rest):
+    h, g, d = 6, 2, 4
+    q, k, v = numbered((h, d, *rest)), numbered((g, d, *rest)) + 1000, numbered((g, d, *rest)) + 2000
+    expected = torch.cat([q[0], q[1], q[2], k[0], v[0], q[3], q[4], q[5], k[1], v[1]])
+    whole = Qkv(h, g, d).merge([tensor.reshape(-1, *rest) for tensor in (q, k, v)])
+    assert torch.equal(whole, expected)
+    assert torch.equal(Qkv(h, g, d).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
+
+
+def test_gate_and_up_are_sharded_each_for_itself():
+    gate, up = numbered((4, 2)), numbered((4, 2)) + 100
+    whole = GateUp().merge([gate, up])
+    assert torch.equal(whole, torch.cat([gate, up]))
+    assert torch.equal(GateUp().shard(whole, 2, 1), torch.cat([gate[2:], up[2:]]))
+
+
+def test_columns_rows_and_replicated():
+    whole = numbered((4, 6))
+    assert torch.equal(Columns().shard(whole, 2, 1), whole[2:])
+    assert torch.equal(Rows().shard(whole, 2, 1), whole[:, 3:])
+    assert torch.equal(Replicated().shard(whole, 2, 1), whole)
+    assert Replicated().shard(whole, 2, 1).data_ptr() != whole.data_ptr()
+
+
+def test_vocabulary_is_padded_with_zero_rows_and_trimmed():
+    whole = numbered((131, 2)) + 1
+    shards = [Vocabulary(131).shard(whole, 4, rank) for rank in range(4)]
+    assert {tuple(shard.shape) for shard in shards} == {(64, 2)}
+    together = torch.cat(shards)
+    assert torch.equal(together[:131], whole) and not together[131:].any()
+    assert not shards[3].any()  # a rank of padding only
+    assert torch.equal(Vocabulary(131).unshard(shards), whole)
+    assert Vocabulary(131).shard(whole, 2, 0, padded_vocab=132).shape == (66, 2)
+    with pytest.raises(ValueError, match="padded_vocab=130"):
+        Vocabulary(131).shard(whole, 2, 0, padded_vocab=130)
+
+
+def test_padded_vocab_size():
+    assert [padded_vocab_size(n, 1) for n in (1, 128, 129, 151936)] == [128, 128, 256, 151936]
+    assert padded_vocab_size(151936, 4) == 151936  # does not depend on tp as long as tp divides 128
+    assert padded_vocab_size(100, 3) == 384
+    assert padded_vocab_size(100, 256) == 256
+
+
+@st.composite
+def forms(draw):
+    """(form, shapes of its Hugging Face tensors, tp) for sizes that tp divides."""
+    tp = draw(st.sampled_from([1, 2, 4]))
+    n, m, rest = (draw(st.integers(1, 5)) for _ in range(3))
+    kind = draw(st.sampled_from([Replicated, Columns, Rows, Qkv, GateUp, Vocabulary]))
+    if kind is Qkv:
+        g, d = tp * n, draw(st.integers(1, 4))
+        tail = draw(st.sampled_from([(), (rest,)]))
+        return Qkv(g * m, g, d), [(g * m * d, *tail), (g * d, *tail), (g * d, *tail)], tp
+    if kind is GateUp:
+        return GateUp(), [(tp * n, m), (tp * n, m)], tp
+    if kind is Vocabulary:
+        size = draw(st.integers(1, 600))
+        return Vocabulary(size), [(size, m)], tp
+    return kind(), [(tp * n, tp * m)], tp
+
+
+@settings(max_examples=200, deadline=None)
+@given(forms(), DTYPES)
+def test_there_and_back_again(case, dtype):
+    form, shapes, tp = case
+    tensors = [numbered(shape, dtype) + 1000 * i for i, shape in enumerate(shapes)]
+    whole = form.merge(tensors)
+    parts = form.split(whole)
+    assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(parts, tensors, strict=True))
+    shards = [form.shard(whole, tp, rank) for rank in range(tp)]
+    assert len({tuple(shard.shape) for shard in shards}) == 1
+    back = form.unshard(shards)
+    assert torch.equal(back, whole) and back.dtype == dtype
+
+
+def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
+    with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 2 key/value heads"):
+        Qkv(8, 2, 4).shard(numbered((48, 3)), 4, 0)
+    with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 MLP features"):
+        GateUp().shard(numbered((12, 3)), 4, 0)
+    with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 input features"):
+        Rows().shard(numbered((4, 6)), 4, 0)
+
+
+def test_a_plain_architecture_needs_no_config_file():
+    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16)
+    assert arch.torch_dtype == torch.float32
+    assert [weight.layer for weight in weight_map(arch)] == [None, 0, 0, 0, 0, 0, 0, None]
