@@ -31,13 +31,17 @@ class Sample:
         if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0:
             raise ValueError(f"tokens_T must be a non-empty vector, not of shape {tuple(self.tokens_T.shape)}")
         if self.mask_T.shape != self.tokens_T.shape or self.mask_T.dtype != torch.bool:
-            raise ValueError(f"mask_T must be bool of shape {tuple(self.tokens_T.shape)}, not {self.mask_T.dtype} "
-                             f"{tuple(self.mask_T.shape)}")
+            raise ValueError(
+                f"mask_T must be bool of shape {tuple(self.tokens_T.shape)}, not {self.mask_T.dtype} "
+                f"{tuple(self.mask_T.shape)}"
+            )
         if bool(self.mask_T[0]):
             raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
         for name, values in self.fields.items():
             if values.shape != self.tokens_T.shape:
-                raise ValueError(f"fields[{name!r}] must have shape {tuple(self.tokens_T.shape)}, not {tuple(values.shape)}")
+                raise ValueError(
+                    f"fields[{name!r}] must have shape {tuple(self.tokens_T.shape)}, not {tuple(values.shape)}"
+                )
 
     def __len__(self) -> int:
         return self.tokens_T.numel()

@@ -5,7 +5,6 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer

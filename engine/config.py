@@ -82,8 +82,12 @@ class ParallelConfig:
     def __post_init__(self):
         for key in ("ep", "etp"):
             value = getattr(self, key)
-            _require(value == 1, f"parallel.{key}", value, "is for mixture-of-experts models, which this version does "
-                     "not train; set it to 1")
+            _require(
+                value == 1,
+                f"parallel.{key}",
+                value,
+                "is for mixture-of-experts models, which this version does not train; set it to 1",
+            )
         self.layout()
 
     def layout(self) -> Layout:
@@ -103,9 +107,15 @@ class LossConfig:
     def __post_init__(self):
         _require(self.aggregation in MODES, "loss.aggregation", self.aggregation, f"is not one of {', '.join(MODES)}")
         with_length = self.aggregation == "seq-mean-token-sum-norm"
-        _require(with_length == (self.norm_length is not None), "loss.norm_length", self.norm_length,
-                 "goes with loss.aggregation=seq-mean-token-sum-norm, and only with it")
-        _require(self.norm_length is None or self.norm_length > 0, "loss.norm_length", self.norm_length, "must be positive")
+        _require(
+            with_length == (self.norm_length is not None),
+            "loss.norm_length",
+            self.norm_length,
+            "goes with loss.aggregation=seq-mean-token-sum-norm, and only with it",
+        )
+        _require(
+            self.norm_length is None or self.norm_length > 0, "loss.norm_length", self.norm_length, "must be positive"
+        )
 
 
 @dataclass(frozen=True)
@@ -182,8 +192,10 @@ class Config:
 
     def __post_init__(self):
         if self.train.precision == "fp64" and self.parallel.distributed_optimizer:
-            raise UserError("parallel.distributed_optimizer=true does not work with train.precision=fp64 (Megatron's "
-                            "distributed optimizer holds fp32 state); leave it at null")
+            raise UserError(
+                "parallel.distributed_optimizer=true does not work with train.precision=fp64 (Megatron's "
+                "distributed optimizer holds fp32 state); leave it at null"
+            )
 
     @property
     def distributed_optimizer(self) -> bool:

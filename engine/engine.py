@@ -88,8 +88,10 @@ class Engine:
         `sum`. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics.
         """
         if self.config.parallel.overlap_grad_reduce:
-            raise UserError("parallel.overlap_grad_reduce=true belongs to Engine.train_step, which reduces during the last "
-                            "backward; switch it off to call forward_backward and optim_step yourself")
+            raise UserError(
+                "parallel.overlap_grad_reduce=true belongs to Engine.train_step, which reduces during the last "
+                "backward; switch it off to call forward_backward and optim_step yourself"
+            )
         return self._forward_backward(samples, loss)
 
     def optim_step(self, lr: float | None = None) -> OptimResult:
@@ -110,7 +112,9 @@ class Engine:
         self.zero_grad()
         return OptimResult(norm, lr, applied)
 
-    def train_step(self, samples: Sequence[Sample], loss: Loss, lr: float | None = None) -> tuple[StepMetrics, OptimResult]:
+    def train_step(
+        self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
+    ) -> tuple[StepMetrics, OptimResult]:
         """forward_backward and optim_step in one, with the gradient reduction overlapped if the configuration says so."""
         metrics = self._forward_backward(samples, loss)
         return metrics, self.optim_step(lr)
@@ -131,7 +135,7 @@ class Engine:
         """
         batch = self._prepare(samples, Loss(per_token=lambda inputs: -inputs.logprobs_N, aggregation="sum"))
         with torch.no_grad():
-            flat = run_logprobs(self.mesh, self.chunks, self.arch, batch, sum(len(s) for s in samples))
+            flat = run_logprobs(self.mesh, self.chunks, self.arch, batch)
         return list(flat.split([len(s) for s in samples]))
 
     def zero_grad(self) -> None:
@@ -155,7 +159,9 @@ class Engine:
         Not with the distributed optimizer, whose ranks hold pieces. Collective over tp.
         """
         if self.config.distributed_optimizer:
-            raise ValueError("gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them")
+            raise ValueError(
+                "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
+            )
         self.reduce_gradients()
         for weight, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: p.main_grad):
             yield weight.name, gradient
@@ -185,7 +191,9 @@ class Engine:
     def plan(self, lengths: Sequence[int]) -> Plan:
         """Which dp rank runs which samples in which micro-batch; the same on every rank."""
         layout = self.mesh.layout
-        return make_plan(lengths, layout.dp, self.config.batch.max_tokens, self.cost_model, layout.pp if layout.vpp > 1 else 1)
+        return make_plan(
+            lengths, layout.dp, self.config.batch.max_tokens, self.cost_model, layout.pp if layout.vpp > 1 else 1
+        )
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)

@@ -6,7 +6,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from torch import nn
 
 from isoloss.engine.config import Config, OptimConfig
@@ -24,7 +29,9 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
         check_for_nan_in_grad=False,
     )
     return [
-        DistributedDataParallel(unwrap(chunk).config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=mesh.megatron)
+        DistributedDataParallel(
+            unwrap(chunk).config, ddp_config, chunk, disable_bucketing=index > 0, pg_collection=mesh.megatron
+        )
         for index, chunk in enumerate(chunks)
     ]
 

@@ -38,8 +38,18 @@ class CostModel:
         return self.linear * lengths_S + self.quadratic * lengths_S**2
 
     @classmethod
-    def from_shape(cls, hidden_size: int, num_layers: int, num_heads: int, head_dim: int, num_kv_heads: int,
-                   intermediate_size: int, vocab_size: int, *, gated: bool = True) -> "CostModel":
+    def from_shape(
+        cls,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        num_kv_heads: int,
+        intermediate_size: int,
+        vocab_size: int,
+        *,
+        gated: bool = True,
+    ) -> "CostModel":
         """The FLOPs of a dense decoder, from its architecture.
 
         linear: 2 FLOPs (multiply, add) per token and matrix parameter: q, k, v, o, the MLP (three matrices if `gated`,
@@ -74,8 +84,9 @@ class Plan:
         return len(self.micro_batches[0])
 
 
-def make_plan(lengths_S: Sequence[int] | np.ndarray, dp_size: int, max_tokens: int, cost_model: CostModel,
-              multiple_of: int = 1) -> Plan:
+def make_plan(
+    lengths_S: Sequence[int] | np.ndarray, dp_size: int, max_tokens: int, cost_model: CostModel, multiple_of: int = 1
+) -> Plan:
     """Place every sample once: ranks balanced by cost, micro-batches within `max_tokens` tokens and balanced by cost.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
@@ -140,9 +151,11 @@ def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> 
         raise UserError(f"batch.max_tokens={max_tokens} holds no token: set it to at least data.max_length")
     if lengths_S.size and lengths_S.max() > max_tokens:
         longest = int(lengths_S.max())
-        raise UserError(f"batch.max_tokens={max_tokens} is less than the {longest} tokens of sample "
-                        f"{int(lengths_S.argmax())} of the step: set batch.max_tokens to at least {longest}, or "
-                        "shorten samples by data.max_length with data.overlong=truncate or drop")
+        raise UserError(
+            f"batch.max_tokens={max_tokens} is less than the {longest} tokens of sample "
+            f"{int(lengths_S.argmax())} of the step: set batch.max_tokens to at least {longest}, or "
+            "shorten samples by data.max_length with data.overlong=truncate or drop"
+        )
     return lengths_S.astype(np.int64)
 
 
@@ -165,8 +178,9 @@ def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list
     return bins
 
 
-def _spread(order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int,
-            max_tokens: int) -> list[list[int]] | None:
+def _spread(
+    order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
+) -> list[list[int]] | None:
     """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [max_tokens] * count

@@ -80,7 +80,13 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
 
 def run_step(
-    mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, loss: Loss, *, forward_only: bool = False
+    mesh: Mesh,
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    batch: StepBatch,
+    loss: Loss,
+    *,
+    forward_only: bool = False,
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
@@ -112,9 +118,7 @@ def run_step(
     )
 
 
-def run_logprobs(
-    mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch
-) -> Tensor:
+def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
     """log-probabilities of all targets of the step, [total tokens] fp64 in the order of the samples, on every rank.
 
     Collectives: the model's; one all-reduce over dp x context and one over pp of the result.

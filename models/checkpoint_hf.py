@@ -94,14 +94,18 @@ class HFReader:
         files = set(file_of.values())
         missing = sorted(file for file in files if not (self.folder / file).is_file())
         if missing:
-            raise UserError(f"{self.folder} lacks {missing[0]} ({len(missing)} of the {len(files)} files that {INDEX} "
-                            "names are missing); finish the download")
+            raise UserError(
+                f"{self.folder} lacks {missing[0]} ({len(missing)} of the {len(files)} files that {INDEX} "
+                "names are missing); finish the download"
+            )
         return file_of
 
     def _from_single(self) -> dict[str, str]:
         if not (self.folder / SINGLE).is_file():
-            raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, "
-                            "or set model.from_scratch=true for random ones")
+            raise UserError(
+                f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, "
+                "or set model.from_scratch=true for random ones"
+            )
         return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
 
 
@@ -115,15 +119,21 @@ def check(source: WeightSource, weights: Sequence[Weight]) -> None:
     present = set(source.names)
     for name, shape in wanted.items():
         if name not in present:
-            raise UserError(f"the model's weights lack {name} of shape {list(shape)}, which its config.json calls for; "
-                            "the two do not belong together")
+            raise UserError(
+                f"the model's weights lack {name} of shape {list(shape)}, which its config.json calls for; "
+                "the two do not belong together"
+            )
         if source.shape(name) != shape:
-            raise UserError(f"{name} has shape {list(source.shape(name))} where config.json calls for {list(shape)}; "
-                            "the weights and config.json do not belong together")
+            raise UserError(
+                f"{name} has shape {list(source.shape(name))} where config.json calls for {list(shape)}; "
+                "the weights and config.json do not belong together"
+            )
     left_over = sorted(name for name in present - set(wanted) if not _harmless(name, source))
     if left_over:
-        raise UserError(f"{left_over[0]} is a tensor that this architecture does not have ({len(left_over)} such); the "
-                        "weights belong to another model than config.json describes")
+        raise UserError(
+            f"{left_over[0]} is a tensor that this architecture does not have ({len(left_over)} such); the "
+            "weights belong to another model than config.json describes"
+        )
 
 
 @dataclass(frozen=True)
@@ -134,8 +144,9 @@ class Entry:
     nbytes: int
 
 
-def write_shards(folder: str | Path, tag: str, tensors: Iterable[tuple[str, Tensor]],
-                 max_shard_bytes: int = MAX_SHARD_BYTES) -> dict[str, Entry]:
+def write_shards(
+    folder: str | Path, tag: str, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, Entry]:
     """Write Hugging Face-named tensors under temporary names; returns where each one went, for `finish`.
 
     tag: tells the writers of one folder apart (one a pipeline stage, say); they may run at the same time.
@@ -231,8 +242,10 @@ def _harmless(name: str, source: WeightSource) -> bool:
     if name == LM_HEAD:
         # transformers leaves the two untied where a file holds different ones, whatever config.json says.
         if not torch.equal(source.get(LM_HEAD), source.get(EMBEDDING)):
-            raise UserError(f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
-                            f"{EMBEDDING}; set it to false in config.json, or delete {LM_HEAD}")
+            raise UserError(
+                f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
+                f"{EMBEDDING}; set it to false in config.json, or delete {LM_HEAD}"
+            )
         return True
     return name.endswith("rotary_emb.inv_freq")
 

@@ -113,8 +113,10 @@ class Qkv:
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         if self.num_kv_heads % tp_size:
-            raise UserError(f"parallel.tp={tp_size} does not divide the model's {self.num_kv_heads} key/value heads; "
-                            "choose a divisor (more ranks can go to parallel.ulysses, ring or pp)")
+            raise UserError(
+                f"parallel.tp={tp_size} does not divide the model's {self.num_kv_heads} key/value heads; "
+                "choose a divisor (more ranks can go to parallel.ulysses, ring or pp)"
+            )
         return _piece(whole, 0, tp_size, tp_rank, "key/value heads")
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:

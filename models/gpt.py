@@ -35,7 +35,9 @@ class RMSNorm(nn.Module):
         super().__init__()
         del unused
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device()))
+        self.weight = nn.Parameter(
+            torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
+        )
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,12 +70,22 @@ class PackedGPT(GPTModel):
 def forward_row(chunk: nn.Module, tokens_R: Tensor, positions_R: Tensor, lengths: tuple[int, ...]) -> Tensor:
     """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden]."""
     return chunk(
-        input_ids=tokens_R[None], position_ids=positions_R[None], attention_mask=None, packed_seq_params=PackedRow(lengths=lengths)
+        input_ids=tokens_R[None],
+        position_ids=positions_R[None],
+        attention_mask=None,
+        packed_seq_params=PackedRow(lengths=lengths),
     )
 
 
 def labelled_logprobs(
-    chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, targets_N: Tensor, arch: Architecture, mesh: Mesh, *, with_entropy: bool
+    chunk: nn.Module,
+    hidden: Tensor,
+    labelled_N: Tensor,
+    targets_N: Tensor,
+    arch: Architecture,
+    mesh: Mesh,
+    *,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the targets (and the entropy) at the labelled positions of this rank's slice, [N].
 
@@ -100,17 +112,27 @@ def check_layout(arch: Architecture, mesh_layout) -> None:
     layout = mesh_layout
     heads, kv_heads = arch.num_heads, arch.num_kv_heads
     if heads % layout.tp:
-        raise UserError(f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of {_divisors(heads)}")
+        raise UserError(
+            f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of {_divisors(heads)}"
+        )
     if kv_heads % layout.tp and layout.tp % kv_heads:
-        raise UserError(f"parallel.tp={layout.tp} neither divides nor is a multiple of the model's {kv_heads} key/value heads")
+        raise UserError(
+            f"parallel.tp={layout.tp} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
+        )
     if arch.intermediate_size % layout.tp:
-        raise UserError(f"parallel.tp={layout.tp} does not divide the model's intermediate_size {arch.intermediate_size}")
+        raise UserError(
+            f"parallel.tp={layout.tp} does not divide the model's intermediate_size {arch.intermediate_size}"
+        )
     if heads // layout.tp % layout.ulysses:
-        raise UserError(f"parallel.ulysses={layout.ulysses} does not divide the {heads // layout.tp} attention heads of a TP rank "
-                        f"({heads} heads / tp {layout.tp}); use one of {_divisors(heads // layout.tp)}")
+        raise UserError(
+            f"parallel.ulysses={layout.ulysses} does not divide the {heads // layout.tp} attention heads of a TP rank "
+            f"({heads} heads / tp {layout.tp}); use one of {_divisors(heads // layout.tp)}"
+        )
     if arch.num_layers % (layout.pp * layout.vpp):
-        raise UserError(f"parallel.pp={layout.pp} x vpp={layout.vpp} does not divide the model's {arch.num_layers} layers; "
-                        f"use a product out of {_divisors(arch.num_layers)}")
+        raise UserError(
+            f"parallel.pp={layout.pp} x vpp={layout.vpp} does not divide the model's {arch.num_layers} layers; "
+            f"use a product out of {_divisors(arch.num_layers)}"
+        )
 
 
 def _divisors(n: int) -> list[int]:

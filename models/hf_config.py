@@ -50,9 +50,17 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 DEFAULT_THETA = 10000.0  # what transformers takes where the file says nothing (Llama 1 and 2)
 
 
-def read(config: Mapping[str, Any], family: str, *, pinned: Mapping[str, Any], irrelevant: Set[str] = frozenset(),
-         qkv_bias: bool, qk_norm: bool, kv_heads_default: bool = False,
-         head_dim_default: int | None = None) -> Architecture:
+def read(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    pinned: Mapping[str, Any],
+    irrelevant: Set[str] = frozenset(),
+    qkv_bias: bool,
+    qk_norm: bool,
+    kv_heads_default: bool = False,
+    head_dim_default: int | None = None,
+) -> Architecture:
     """The architecture of `config`, the parsed config.json of a model of this family.
 
     pinned: fields of this family with the only value that is supported.
@@ -99,8 +107,12 @@ def refuse(name: str, value: object, why: str) -> NoReturn:
 def _refuse_unknown(config: Mapping[str, Any], family: str, known: Set[str]) -> None:
     for name, value in config.items():
         if name not in known:
-            refuse(name, value, f"is a field that the {family} family does not know, so the model may be a different "
-                                "one; delete it from config.json if it does not change what the model computes")
+            refuse(
+                name,
+                value,
+                f"is a field that the {family} family does not know, so the model may be a different "
+                "one; delete it from config.json if it does not change what the model computes",
+            )
 
 
 def _refuse_mixed_layers(config: Mapping[str, Any], num_layers: int) -> None:

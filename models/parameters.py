@@ -74,7 +74,9 @@ def whole_tensors(
             yield owned.weight, gather(of(owned.parameter), owned.weight, mesh)
 
 
-def hf_tensors(chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def hf_tensors(
+    chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and tensors of this pipeline stage, one weight in memory at a time. Collective over tp."""
     for weight, whole in whole_tensors(chunks, arch, mesh):
         yield from zip(weight.hf_names, (t.to(dtype).cpu() for t in weight.form.split(whole)))

@@ -16,5 +16,6 @@ IRRELEVANT = frozenset({"sliding_window", "max_window_layers"})
 
 def architecture(config: Mapping[str, Any]) -> Architecture:
     """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
-    return read(config, "qwen3", pinned=PINNED, irrelevant=IRRELEVANT, qkv_bias=False, qk_norm=True,
-                head_dim_default=128)
+    return read(
+        config, "qwen3", pinned=PINNED, irrelevant=IRRELEVANT, qkv_bias=False, qk_norm=True, head_dim_default=128
+    )

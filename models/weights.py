@@ -64,17 +64,28 @@ def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
         )
     if arch.qk_norm:
         for part in "qk":
-            yield _whole(f"{mcore}self_attention.{part}_layernorm.weight", f"{hf}self_attn.{part}_norm.weight", (d,),
-                         Replicated(), layer)
-    yield _whole(f"{mcore}self_attention.linear_proj.weight", f"{hf}self_attn.o_proj.weight",
-                 (hidden, arch.num_heads * d), Rows(), layer)
+            yield _whole(
+                f"{mcore}self_attention.{part}_layernorm.weight",
+                f"{hf}self_attn.{part}_norm.weight",
+                (d,),
+                Replicated(),
+                layer,
+            )
+    yield _whole(
+        f"{mcore}self_attention.linear_proj.weight",
+        f"{hf}self_attn.o_proj.weight",
+        (hidden, arch.num_heads * d),
+        Rows(),
+        layer,
+    )
 
 
 def _mlp(arch: Architecture, layer: int) -> Iterator[Weight]:
     mcore, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
     hidden, wide = arch.hidden_size, arch.intermediate_size
-    yield _whole(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), Replicated(),
-                 layer)
+    yield _whole(
+        f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", (hidden,), Replicated(), layer
+    )
     yield Weight(
         name=f"{mcore}mlp.linear_fc1.weight",
         shape=(2 * wide, hidden),

@@ -18,4 +18,3 @@ def shard(row: Tensor, mesh: Mesh) -> Tensor:
     """
     group = mesh.context
     return row if group.size() == 1 else row.chunk(group.size())[group.rank()].contiguous()
-
