@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -203,6 +204,8 @@ def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[
 
     Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
     """
+    # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     config = transformer_config(arch, mesh, dtype)
     spec = layer_spec(arch, mesh)
     chunks = []
