@@ -1,0 +1,215 @@
+"""What a run reports: metrics.jsonl, TensorBoard scalars, a progress bar; and model FLOPs utilisation (MFU)."""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Mapping
+from functools import cache
+from numbers import Integral
+from pathlib import Path
+from time import monotonic, perf_counter
+from typing import TextIO
+
+import torch
+from numpy.typing import ArrayLike
+
+from isoloss.engine.plan import CostModel
+
+# Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
+# pattern found in torch.cuda.get_device_name() counts, so variants come before the plain name.
+PEAK_FLOPS = (
+    (r"GB200", 2500e12),
+    (r"B200", 2250e12),
+    (r"H200 NVL", 835e12),
+    (r"H200", 989e12),
+    (r"H100 NVL", 835e12),
+    (r"H100 PCIe", 756e12),
+    (r"H100", 989e12),
+    (r"A100", 312e12),
+)
+PLAIN_LINE_SECONDS = 10.0  # between progress lines where stderr is a file
+
+
+class MetricsLog:
+    """Writes a run's metrics; a context manager, closed at the end of the block however it ends.
+
+    output_dir/metrics.jsonl: a JSON object per optimizer step, in the file when `log` returns. output_dir/eval.jsonl:
+    one per evaluation. output_dir/tensorboard: the same scalars as train/<key> and eval/<key>. Progress goes to stderr:
+    a bar on a terminal, else a line at the first and last step and at most every 10 seconds between.
+
+    enabled: True on the one rank that writes; on the others every method does nothing. No collective is entered.
+    start_step: optimizer steps already done, 0 for a new run. What an earlier run wrote about later steps, which this
+        run does again, is taken out of both files and hidden in TensorBoard, so every step is told once.
+    total_steps: the step at which the run ends.
+    """
+
+    def __init__(self, output_dir: str | Path, *, enabled: bool, total_steps: int, start_step: int = 0):
+        self.enabled = enabled
+        if not enabled:
+            return
+        from torch.utils.tensorboard import SummaryWriter  # takes a second, which only this rank has to spend
+
+        output_dir = Path(output_dir)
+        output_dir.mkdir(parents=True, exist_ok=True)
+        self._train = _open_after(output_dir / "metrics.jsonl", start_step)
+        self._eval = _open_after(output_dir / "eval.jsonl", start_step)
+        first_step = start_step + 1 if start_step else 0
+        self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step, flush_secs=10)
+        progress = _Bar if sys.stderr.isatty() else _Lines
+        self._progress = progress(start_step, total_steps, sys.stderr)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them."""
+        if not self.enabled:
+            return
+        row = {key: _number(value) for key, value in values.items()}
+        _write(self._train, step, row)
+        for key, value in row.items():
+            self._tensorboard.add_scalar(f"train/{key}", value, step)
+        self._progress.show(step, row)
+
+    def log_eval(self, step: int, values: Mapping[str, float]) -> None:
+        """Report an evaluation after optimizer step `step`, 0 for one before training."""
+        if not self.enabled:
+            return
+        row = {key: _number(value) for key, value in values.items()}
+        _write(self._eval, step, row)
+        for key, value in row.items():
+            self._tensorboard.add_scalar(f"eval/{key}", value, step)
+
+    def close(self) -> None:
+        """Flush and close everything. Twice does no harm."""
+        if not self.enabled:
+            return
+        for stream in (self._train, self._eval, self._tensorboard, self._progress):
+            stream.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def _number(value: float) -> int | float:
+    """A plain int or float of a Python, numpy or 0-d torch number; counts stay integers."""
+    if isinstance(value, torch.Tensor):
+        value = value.item()
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
+def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
+    """One line. JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf"."""
+    assert "step" not in row, "the step is an argument of its own"
+    told = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+    file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
+    file.flush()
+
+
+def _open_after(path: Path, start_step: int) -> TextIO:
+    """The file opened for appending, holding the rows up to start_step; of a new run (0), none.
+
+    A last line without its newline was cut short by a crash and is dropped. The new file replaces the old one at once,
+    so that a crash in here loses no row.
+    """
+    kept = []
+    if start_step and path.exists():
+        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
+        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= start_step]
+    if path.exists():
+        shorter = path.with_suffix(".jsonl.new")
+        shorter.write_text("".join(kept), encoding="utf-8")
+        os.replace(shorter, path)
+    return path.open("a", encoding="utf-8")
+
+
+class _Bar:
+    """Progress on a terminal."""
+
+    def __init__(self, start_step: int, total_steps: int, stream: TextIO):
+        from tqdm import tqdm
+
+        self._bar = tqdm(total=total_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True)
+
+    def show(self, step: int, row: Mapping[str, float]) -> None:
+        self._bar.set_postfix_str(_summary(row), refresh=False)
+        self._bar.update(step - self._bar.n)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines:
+    """Progress in a log file: few lines, each whole."""
+
+    def __init__(self, start_step: int, total_steps: int, stream: TextIO):
+        self._start_step, self._total_steps, self._stream = start_step, total_steps, stream
+        self._started, self._last = monotonic(), -math.inf
+
+    def show(self, step: int, row: Mapping[str, float]) -> None:
+        now = monotonic()
+        if now - self._last < PLAIN_LINE_SECONDS and step < self._total_steps:
+            return
+        self._last = now
+        left = round((now - self._started) / max(1, step - self._start_step) * (self._total_steps - step))
+        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
+        print(f"step {step}/{self._total_steps}  {_summary(row)}  ETA {eta}", file=self._stream, flush=True)
+
+    def close(self) -> None:
+        pass
+
+
+def _summary(row: Mapping[str, float]) -> str:
+    parts = []
+    if "loss" in row:
+        parts.append(f"loss {row['loss']:.4f}")
+    if "tokens_per_second" in row:
+        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
+
+
+def flops_per_step(cost_model: CostModel, lengths_S: ArrayLike) -> float:
+    """Training FLOPs of all samples of a step: three times forward, as backward makes two products for each it made.
+
+    `cost_model` must be in FLOPs (`CostModel.from_shape`). Recomputing activations does not count as work of the model.
+    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    """
+    return 3.0 * float(cost_model.cost(lengths_S).sum())
+
+
+def mfu(flops: float, seconds: float, peak_flops_per_device: float, num_devices: int) -> float:
+    """Model FLOPs utilisation, 0..1: FLOPs the model needs, over what the devices could have done in that time."""
+    return flops / (seconds * peak_flops_per_device * num_devices)
+
+
+def peak_flops(device: torch.device | str) -> float:
+    """FLOPs per second of one device, the yardstick of `mfu`.
+
+    A GPU in PEAK_FLOPS: its dense bf16 figure, whatever the precision of the run. Any other device, the CPU above all:
+    the best of three square matrix products (CPU: 1024, fp32, with the threads this process has; GPU: 8192, bf16),
+    measured once per process. A measured figure shifts with the load of the machine, and processes that
+    share cores share the peak: compare such MFU within a run only.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        listed = [peak for pattern, peak in PEAK_FLOPS if re.search(pattern, name)]
+        return listed[0] if listed else _measured_peak(str(device), 8192, torch.bfloat16)
+    return _measured_peak(str(device), 1024, torch.float32)
+
+
+@cache
+def _measured_peak(device: str, size: int, dtype: torch.dtype) -> float:
+    """FLOPs per second of [size, size] x [size, size], 2 * size^3 FLOPs; one product first to warm up."""
+    # Random, as GPUs run constant matrices at higher clocks; a generator of its own, as the run's must not be advanced.
+    a = torch.randn(size, size, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
+    out = a @ a
+    best = math.inf
+    for _ in range(3):
+        start = perf_counter()
+        torch.mm(a, a, out=out)
+        out[0, 0].item()  # waits for a GPU
+        best = min(best, perf_counter() - start)
+    return 2 * size**3 / best
