@@ -11,6 +11,8 @@ from functools import partial
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -224,5 +226,15 @@ def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[
             pg_collection=mesh.megatron,
             vp_stage=stage,
         )
+        _mark_sharded_parameters(chunk)
         chunks.append(chunk.to(dtype))
     return chunks
+
+
+def _mark_sharded_parameters(chunk: PackedGPT) -> None:
+    """Say which parameters are TP shards. Megatron does so only where it also initialises them; without it the
+    gradient norm takes every shard but the first for a duplicate."""
+    for module in chunk.modules():
+        dim = {ColumnParallelLinear: 0, VocabParallelEmbedding: 0, RowParallelLinear: 1}.get(type(module))
+        if dim is not None and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(module.weight, True, dim, 1)

@@ -75,10 +75,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if with_entropy:
                 part[2, rows] = torch.einsum("cv,cv->c", torch.exp(logits_CV - part[0, rows, None]), logits_CV)
             kept = logits_CV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
-        parts = part[None]
-        if group.size() > 1:
-            parts = part.new_empty((group.size(), 3, n))
-            dist.all_gather_into_tensor(parts, part, group=group)
+        parts = part.new_empty((group.size() * 3, n))
+        dist.all_gather_into_tensor(parts, part, group=group)
+        parts = parts.unflatten(0, (-1, 3))
         lse_N = torch.logsumexp(parts[:, 0], dim=0)
         mean_logit_N = (torch.exp(parts[:, 0] - lse_N) * parts[:, 2]).sum(0)
         entropy_N = lse_N - mean_logit_N

@@ -1,0 +1,118 @@
+"""A pool of ranks on this machine: many layouts, one start-up. `prove` and the test suite run on it.
+
+Importing Megatron costs seconds a process; re-creating a process group costs tenths. So the workers stay, and each
+`run` forms a fresh world of as many of them as the layout needs.
+"""
+
+import contextlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isoloss.parallel import UserError, mesh
+
+# Everything that a worker would otherwise import for itself: the fork server imports it once.
+PRELOAD = ["isoloss.engine.engine"]
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message is its traceback. The pool has been restarted."""
+
+
+class WorkerPool:
+    """`size` worker processes; rank i of every world is worker i. Use as a context manager."""
+
+    def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)):
+        self.size = size
+        self.timeout = timeout
+        # A fork server cannot hold a CUDA context, so GPU ranks are spawned.
+        self._context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
+        if self._context.get_start_method() == "forkserver":
+            self._context.set_forkserver_preload(PRELOAD)
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+    def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """function(*args) on ranks 0..world-1 of a fresh world; returns their results in rank order.
+
+        function: importable by name; it may create a Mesh and an Engine. Raises UserError if a rank did, WorkerError
+        for anything else (the other ranks, which may hang in a collective, are killed and replaced).
+        """
+        if world > self.size:
+            raise ValueError(f"a world of {world} ranks does not fit a pool of {self.size}")
+        while len(self._workers) < world:
+            self._start_worker()
+        connections = [connection for _, connection in self._workers[:world]]
+        results: dict[Connection, Any] = {}
+        with tempfile.TemporaryDirectory(prefix="isoloss-world-") as folder:
+            for rank, connection in enumerate(connections):
+                connection.send((rank, world, str(Path(folder) / "store"), self.timeout, function, args))
+            while len(results) < world:
+                for ready in wait([c for c in connections if c not in results]):
+                    assert isinstance(ready, Connection)
+                    results[ready] = self._receive(ready)
+        return [results[connection] for connection in connections]
+
+    def close(self) -> None:
+        for process, connection in self._workers:
+            connection.close()
+            process.kill()
+            process.join()
+        self._workers.clear()
+
+    def _start_worker(self) -> None:
+        here, there = self._context.Pipe()
+        # Not a daemon: Megatron's checkpoint writer starts processes of its own.
+        process = self._context.Process(target=_serve, args=(there, len(self._workers)))
+        process.start()
+        there.close()
+        self._workers.append((process, here))
+
+    def _receive(self, connection: Connection) -> Any:
+        try:
+            status, value = connection.recv()
+        except EOFError:
+            status, value = "crash", "a worker process died"
+        if status == "ok":
+            return value
+        self.close()
+        raise UserError(value) if status == "mistake" else WorkerError(value)
+
+
+def _serve(connection: Connection, index: int) -> None:
+    """A worker's life: join a world, run, leave it, until the parent hangs up."""
+    torch.set_num_threads(1)
+    if torch.cuda.is_available():
+        torch.cuda.set_device(index)
+    while True:
+        try:
+            rank, world, store, timeout, function, args = connection.recv()
+        except EOFError:
+            return
+        try:
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(
+                backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
+            )
+            answer = ("ok", function(*args))
+            mesh.destroy()
+            dist.destroy_process_group()
+        except UserError as error:
+            answer = ("mistake", str(error))
+        except Exception:
+            answer = ("crash", f"rank {rank} of {world}:\n{traceback.format_exc()}")
+        with contextlib.suppress(BrokenPipeError):  # the parent may be gone
+            connection.send(answer)
