@@ -95,8 +95,12 @@ def test_overlong(load, write):
     assert cut.stats.truncated == 1 and cut.stats.rows == 3 and cut.lengths.max() == limit
     with pytest.raises(UserError, match=rf"train.jsonl:2: {limit + 1} tokens.*data.max_length={limit}.*drop.*truncate"):
         load(path, max_length=limit)
-    with pytest.raises(UserError, match=r"train.jsonl:1: truncated .*data.max_length=2, it has no target left"):
-        load(write({"prompt": "One two three", "completion": " four"}), max_length=2, overlong="truncate")
+    with pytest.raises(UserError, match=r"long_train.jsonl:1: truncated .*data.max_length=2, it has no target left"):
+        load(
+            write({"prompt": "One two three", "completion": " four"}, name="long_train.jsonl"),
+            max_length=2,
+            overlong="truncate",
+        )
     with pytest.raises(UserError, match=r"all 3 rows .*dropped.*data.max_length=2"):
         load(path, max_length=2, overlong="drop")
 
@@ -270,8 +274,18 @@ def test_tiny_splits_share_nothing():
     assert not keys(train) & keys(held_out)
     assert not documents(train) & documents(held_out)
     answers = [row[1]["content"] for row in train + held_out]
+    assert all(text == text.strip() and len(text) >= 60 for text in answers)
     assert len(set(answers)) == len(answers) and all(text.isascii() for text in answers)
     assert sum(path.stat().st_size for path in Path(TINY).iterdir()) < 3_000_000
+
+
+def test_tiny_with_and_without_marks(load, tmp_path):
+    """On real rows too, comparing renderings finds the targets that the template marks."""
+    shutil.copytree(TINY, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jsonl"))
+    template = tmp_path / "plain" / "chat_template.jinja"
+    template.write_text(re.sub(r"\{% (end)?generation %\}", "", template.read_text()))
+    marked, plain = (load(f"{TINY}/eval.jsonl", tokenizer=str(folder)) for folder in (TINY, tmp_path / "plain"))
+    assert "generation %}" not in template.read_text() and same(marked, plain)
 
 
 def test_tiny_files_load():
