@@ -194,18 +194,18 @@ def marked_turns(messages: Messages, first: int, tokenizer, place: str) -> Token
 def turns_by_prefix(messages: Messages, turns: Sequence[int], tokenizer, place: str) -> TokensAndMask:
     """Targets by comparing renderings, for templates without marks."""
     text, tokens_T = render(messages, tokenizer, place)
-    mask_T, last_end = [False] * len(tokens_T), 0
+    mask_T = [False] * len(tokens_T)
     for turn in turns:
         head_text, head = render(messages[:turn], tokenizer, place, prompt=True)
-        if tokens_T[: len(head)] != head or len(head) < last_end:
+        if tokens_T[: len(head)] != head:
             if text.startswith(head_text):
                 raise UserError(
                     f"{place}: messages[{turn}] merges with the generation prompt before it into one token: take the "
                     f"white space off its start, or mark the turns in chat_template.jinja with {{% generation %}}"
                 )
             raise not_prefix_stable(place, turn)
-        last_end = end_of_turn(messages, turn, tokens_T, head, tokenizer, place)
-        mask_T[len(head) : last_end] = [True] * (last_end - len(head))
+        end = end_of_turn(messages, turn, tokens_T, head, tokenizer, place)
+        mask_T[len(head) : end] = [True] * (end - len(head))
     return tokens_T, mask_T
 
 
@@ -213,8 +213,9 @@ def end_of_turn(messages: Messages, turn: int, tokens_T: list[int], head: list[i
     """Where messages[turn] ends in `tokens_T`: one past its end-of-turn token.
 
     The conversation up to and with the turn, rendered, ends with that token and often a line break, which belongs to
-    the template: generation stops before it. Some templates (Qwen3) render a turn with empty thoughts only while it is
-    the last one; then the turn of the whole conversation ends at the first token of that kind.
+    the template: generation stops before it. Some templates (Qwen3) render a turn otherwise, with its thoughts or empty
+    ones, while it is the last one. Then the turn of the whole conversation ends at the first token of that kind, if
+    what comes before the token is the message, or the end of it, and not a part of the next message as well.
     """
     _, so_far = render(messages[: turn + 1], tokenizer, place)
     if so_far[: len(head)] != head:
@@ -227,7 +228,10 @@ def end_of_turn(messages: Messages, turn: int, tokens_T: list[int], head: list[i
     if tokens_T[:end] == so_far[:end]:
         return end
     if has_end_token and so_far[end - 1] in tokens_T[len(head) :]:
-        return tokens_T.index(so_far[end - 1], len(head)) + 1
+        end = tokens_T.index(so_far[end - 1], len(head)) + 1
+        rendered = tokenizer.decode(tokens_T[len(head) : end - 1], clean_up_tokenization_spaces=False).strip()
+        if messages[turn].get("content", "").strip().endswith(rendered):
+            return end
     raise not_prefix_stable(place, turn)
 
 

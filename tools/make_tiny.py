@@ -151,7 +151,7 @@ def passages(text: str) -> list[str]:
             pieces[-1] += "\n\n" + paragraph
         else:
             pieces.append(paragraph.strip("\n"))
-    return [textwrap.dedent(piece).rstrip() for piece in pieces]
+    return [textwrap.dedent(piece).strip() for piece in pieces]
 
 
 def make_rows() -> list[Row]:

@@ -21,7 +21,13 @@ THINKING = (
     "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
     "{% endif %}{% endfor %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
     "{% if m['role'] == 'assistant' and loop.index0 > ns.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{{ (m['content'] if loop.index0 > ns.last else m['content'].split('</think>')[-1].lstrip()) + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The end-of-turn token only after users and at the very end.
+END_TOKEN_LAST = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] }}"
+    "{% if loop.last or m['role'] != 'assistant' %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 NO_END_TOKEN = (
@@ -73,6 +79,8 @@ def test_template_that_renders_the_last_turn_otherwise(tokenizer):
     tokenizer.chat_template = THINKING
     found = targets(tokenizer, {"messages": CHAT})
     assert found == ["Four.<|im_end|>", "<think>\n\n</think>\n\nSix,\nit is.\n<|im_end|>"]
+    thinking = [*CHAT[:2], {"role": "assistant", "content": "<think>2 + 2</think>\n\nFour."}, *CHAT[3:]]
+    assert targets(tokenizer, {"messages": thinking}) == found
 
 
 def test_template_without_end_token(tokenizer):
@@ -159,6 +167,7 @@ def test_bad_rows(tokenizer, values, said):
     [
         (None, CHAT, ["chat template", "chat_template.jinja", TINY]),
         (COUNTING, CHAT, ["not prefix-stable", "messages[2]", "{% generation %}"]),
+        (END_TOKEN_LAST, CHAT, ["not prefix-stable", "messages[2]"]),
         (CHATML, [CHAT[1], {"role": "assistant", "content": "\n\nFour"}], ["messages[1] merges", "white space"]),
         (REFUSES_SYSTEM, CHAT, ["no system role"]),
     ],

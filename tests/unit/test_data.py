@@ -1,11 +1,9 @@
-"""Data sets: files, cache, order of rows, and the shipped tiny set (masks are in test_chat)."""
+"""Data sets: files, cache and order of rows (masks are in test_chat)."""
 
 import json
 import multiprocessing
-import re
 import shutil
 from importlib.resources import files
-from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +16,7 @@ from hypothesis import strategies as st
 from isoloss.engine import data
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.data import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
+from isoloss.engine.data import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs
 from isoloss.parallel.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -95,8 +93,12 @@ def test_overlong(load, write):
     assert cut.stats.truncated == 1 and cut.stats.rows == 3 and cut.lengths.max() == limit
     with pytest.raises(UserError, match=rf"train.jsonl:2: {limit + 1} tokens.*data.max_length={limit}.*drop.*truncate"):
         load(path, max_length=limit)
-    with pytest.raises(UserError, match=r"train.jsonl:1: truncated .*data.max_length=2, it has no target left"):
-        load(write({"prompt": "One two three", "completion": " four"}), max_length=2, overlong="truncate")
+    with pytest.raises(UserError, match=r"long_train.jsonl:1: truncated .*data.max_length=2, it has no target left"):
+        load(
+            write({"prompt": "One two three", "completion": " four"}, name="long_train.jsonl"),
+            max_length=2,
+            overlong="truncate",
+        )
     with pytest.raises(UserError, match=r"all 3 rows .*dropped.*data.max_length=2"):
         load(path, max_length=2, overlong="drop")
 
@@ -247,54 +249,3 @@ def test_order_depends_on_nothing_else():
     assert np.array_equal(np.concatenate(halves), first)
     with pytest.raises(ValueError, match="num_rows=0"):
         step_indices(0, 0, 1, 0)
-
-
-# ------------------------------------------------------------------------------------------------------------ tiny set
-
-
-def read(name: str) -> list[list[dict]]:
-    return [json.loads(line)["messages"] for line in Path(TINY, name).read_text().splitlines()]
-
-
-def test_tiny_splits_share_nothing():
-    def keys(rows):
-        paragraphs = (part for row in rows for part in row[1]["content"].split("\n\n"))
-        found = (re.sub(r"[^a-z0-9]+", "", text.lower()) for text in paragraphs)
-        return {text for text in found if len(text) >= 60}
-
-    def documents(rows):
-        return {row[0]["content"].split(" (part")[0] for row in rows}
-
-    train, held_out = read("train.jsonl"), read("eval.jsonl")
-    assert 4000 <= len(train) <= 6000 and 150 <= len(held_out) <= 250
-    assert not keys(train) & keys(held_out)
-    assert not documents(train) & documents(held_out)
-    answers = [row[1]["content"] for row in train + held_out]
-    assert len(set(answers)) == len(answers) and all(text.isascii() for text in answers)
-    assert sum(path.stat().st_size for path in Path(TINY).iterdir()) < 3_000_000
-
-
-def test_tiny_files_load():
-    from transformers import AutoConfig
-
-    tokenizer, config = load_tokenizer(TINY, 2048), AutoConfig.from_pretrained(TINY, local_files_only=True)
-    assert len(tokenizer) == config.vocab_size == 2048
-    assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
-    assert tokenizer.convert_ids_to_tokens(config.bos_token_id) == "<|im_start|>"
-    for messages in read("eval.jsonl") + [[{"content": "naïve café ☕ 数据\t\x00 end"}]]:
-        text = messages[-1]["content"]
-        assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert not set(tokenizer.encode("<|im_end|>")) - {2}
-
-
-def test_unigram_baseline(load):
-    tiny = {name: load(f"{TINY}/{name}.jsonl") for name in ("train", "eval")}
-    assert 6 < unigram_nats(tiny["train"], tiny["eval"], 2048) < np.log(2048)
-
-    def dataset(*tokens):
-        stats = DataStats(1, 0, 0, len(tokens), len(tokens) - 1)
-        mask = np.arange(len(tokens)) > 0
-        return TokenDataset(np.array(tokens, np.int32), mask, np.array([0, len(tokens)]), stats)
-
-    # Targets of train: 1, 1, 2; with one added to each of 4 ids, p(1) = 3/7 and p(3) = 1/7.
-    assert unigram_nats(dataset(0, 1, 1, 2), dataset(2, 1, 3), 4) == pytest.approx(-np.log(3 / 49) / 2)

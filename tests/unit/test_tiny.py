@@ -1,0 +1,79 @@
+"""The shipped tiny set: its splits, its tokenizer, and the loss that training on it must beat."""
+
+import json
+import re
+import shutil
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.data import DataStats, TokenDataset, load_dataset, unigram_nats
+
+TINY = str(files("isoloss.recipes") / "assets" / "tiny")
+
+
+def load(name: str, tokenizer, tmp_path) -> TokenDataset:
+    options = {"max_length": 512, "overlong": "error", "vocab_size": 2048, "cache_dir": tmp_path / "cache"}
+    return load_dataset([f"{TINY}/{name}.jsonl"], str(tokenizer), **options)
+
+
+def read(name: str) -> list[list[dict]]:
+    return [json.loads(line)["messages"] for line in Path(TINY, name).read_text().splitlines()]
+
+
+def test_tiny_splits_share_nothing():
+    def keys(rows):
+        paragraphs = (part for row in rows for part in row[1]["content"].split("\n\n"))
+        found = (re.sub(r"[^a-z0-9]+", "", text.lower()) for text in paragraphs)
+        return {text for text in found if len(text) >= 60}
+
+    def documents(rows):
+        return {row[0]["content"].split(" (part")[0] for row in rows}
+
+    train, held_out = read("train.jsonl"), read("eval.jsonl")
+    assert 4000 <= len(train) <= 6000 and 150 <= len(held_out) <= 250
+    assert not keys(train) & keys(held_out)
+    assert not documents(train) & documents(held_out)
+    answers = [row[1]["content"] for row in train + held_out]
+    assert all(text == text.strip() and len(text) >= 60 for text in answers)
+    assert len(set(answers)) == len(answers) and all(text.isascii() for text in answers)
+    assert sum(path.stat().st_size for path in Path(TINY).iterdir()) < 3_000_000
+
+
+def test_tiny_with_and_without_marks(tmp_path):
+    """On real rows too, comparing renderings finds the targets that the template marks."""
+    shutil.copytree(TINY, tmp_path / "plain", ignore=shutil.ignore_patterns("*.jsonl"))
+    template = tmp_path / "plain" / "chat_template.jinja"
+    template.write_text(re.sub(r"\{% (end)?generation %\}", "", template.read_text()))
+    marked, plain = (load("eval", folder, tmp_path) for folder in (TINY, tmp_path / "plain"))
+    assert "generation %}" not in template.read_text()
+    assert np.array_equal(marked.tokens, plain.tokens) and np.array_equal(marked.mask, plain.mask)
+
+
+def test_tiny_files_load():
+    from transformers import AutoConfig
+
+    tokenizer, config = load_tokenizer(TINY, 2048), AutoConfig.from_pretrained(TINY, local_files_only=True)
+    assert len(tokenizer) == config.vocab_size == 2048
+    assert (config.pad_token_id, config.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert tokenizer.convert_ids_to_tokens(config.bos_token_id) == "<|im_start|>"
+    for messages in read("eval.jsonl") + [[{"content": "naïve café ☕ 数据\t\x00 end"}]]:
+        text = messages[-1]["content"]
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert not set(tokenizer.encode("<|im_end|>")) - {2}
+
+
+def test_unigram_baseline(tmp_path):
+    tiny = {name: load(name, TINY, tmp_path) for name in ("train", "eval")}
+    assert 6 < unigram_nats(tiny["train"], tiny["eval"], 2048) < np.log(2048)
+
+    def dataset(*tokens):
+        stats = DataStats(1, 0, 0, len(tokens), len(tokens) - 1)
+        mask = np.arange(len(tokens)) > 0
+        return TokenDataset(np.array(tokens, np.int32), mask, np.array([0, len(tokens)]), stats)
+
+    # Targets of train: 1, 1, 2; with one added to each of 4 ids, p(1) = 3/7 and p(3) = 1/7.
+    assert unigram_nats(dataset(0, 1, 1, 2), dataset(2, 1, 3), 4) == pytest.approx(-np.log(3 / 49) / 2)
