@@ -212,6 +212,18 @@ def build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
+def defaults(cls: type) -> dict[str, Any]:
+    """Every key of a configuration class with its default, as plain nested values."""
+    values = {}
+    for f in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(kind):
+            values[f.name] = defaults(kind)
+        else:
+            values[f.name] = list(f.default) if isinstance(f.default, tuple) else f.default
+    return values
+
+
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that does not exist: the nearest one that does."""
     near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)

@@ -1,0 +1,58 @@
+# One verb each. Every target starts from a fresh machine: it makes .venv and installs what the project's files name.
+
+PYTHON ?= python3
+# The build of PyTorch to install: the default is what was tested. On a machine without a GPU give pip the CPU build,
+# for instance with PIP_EXTRA_INDEX_URL set to PyTorch's CPU wheel index; a plain install fetches gigabytes of CUDA.
+TORCH ?= torch==2.13.0
+# Ranks of a local run: one a GPU, two on a CPU.
+NPROC ?= $(shell nvidia-smi -L 2>/dev/null | wc -l | sed 's/^0$$/2/')
+ARGS ?=
+
+BIN := .venv/bin
+# One thread a rank on a CPU: ranks already use the cores.
+RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node $(NPROC)
+
+.PHONY: help install sft test prove-all bench lint types clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
+	@echo "make test       the whole CPU test suite"
+	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (an hour or more)"
+	@echo "make bench      side-by-side measurements"
+	@echo "make lint       ruff;  make types: pyright"
+
+install: .venv/.ready
+
+# torch goes first: a dependency that asks for it would otherwise choose the build.
+.venv/.ready: setup.py pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoloss needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(BIN)/pip install --quiet $(TORCH) -c constraints.txt
+	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	touch $@
+
+sft: install
+	$(RUN) -m isoloss.recipes.sft $(ARGS)
+
+test: install
+	$(BIN)/pytest $(ARGS)
+
+prove-all: install
+	$(BIN)/pytest -m slow $(ARGS)
+
+bench: install
+	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+# Type checkers do not see through the editable install's import hook: give them a folder of links.
+types: install
+	mkdir -p .links/isoloss
+	for folder in engine models parallel recipes tools; do ln -sfn ../../$$folder .links/isoloss/$$folder; done
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf .venv .links build *.egg-info

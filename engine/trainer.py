@@ -1,0 +1,290 @@
+"""The SFT loop, and what surrounds a step: data, output folder, evaluation, checkpoints, the guard against bad steps."""
+
+import dataclasses
+import json
+import math
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import yaml
+
+from isoloss.engine import checkpoint
+from isoloss.engine.config import Config
+from isoloss.engine.data import TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
+from isoloss.engine.engine import Engine, OptimResult
+from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
+from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.step import StepMetrics
+from isoloss.models.registry import read_architecture
+from isoloss.parallel import UserError
+
+# Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
+EVAL_LOSS = Loss(negative_log_likelihood)
+
+
+@dataclass(frozen=True)
+class RunData:
+    """Tokenized rows and the length of the run. unigram: eval loss of a unigram model of the training targets."""
+
+    train: TokenDataset
+    eval: TokenDataset | None
+    total_steps: int
+    unigram: float | None
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run ended. eval losses in nats per target token; None without data.eval."""
+
+    output_dir: Path
+    checkpoint: Path
+    export: Path | None
+    first_eval: float | None
+    last_eval: float | None
+    unigram: float | None
+
+
+def train_sft(config: Config, run_name: str) -> RunResult:
+    """Supervised fine-tuning, from data files to an exported model.
+
+    run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
+    Raises UserError for what the user can mend; nothing has been written by then unless training had started.
+    """
+    data = load_data(config, run_name)
+    engine = Engine(config)
+    output_dir = open_output(config, run_name)
+    loss = cross_entropy(config.loss)
+    step = resume(engine, config, output_dir)
+    guard = BadStepGuard(config.train.max_bad_steps)
+    first_eval = last_eval = None
+
+    with MetricsLog(output_dir, enabled=is_main(), total_steps=data.total_steps, start_step=step) as log:
+        peak = peak_flops(engine.device)
+        first_eval = last_eval = evaluate(engine, data.eval, log, step)
+        while step < data.total_steps:
+            started = time.perf_counter()
+            rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
+            samples = [data.train[int(row)] for row in rows]
+            lr = learning_rate(step, config.optim, data.total_steps)
+
+            metrics, result = engine.train_step(samples, loss, lr)
+
+            step += 1
+            seconds = time.perf_counter() - started
+            flops = flops_per_step(engine.cost_model, [len(sample) for sample in samples])
+            log.log(step, report(metrics, result, seconds, mfu(flops, seconds, peak, dist.get_world_size())))
+            guard.check(step, metrics, result)
+            if due(step, config.train.eval_every, data.total_steps):
+                last_eval = evaluate(engine, data.eval, log, step)
+            if due(step, config.checkpoint.every, data.total_steps):
+                save(engine, config, output_dir, step)
+    return finish(engine, config, output_dir, step, data, first_eval, last_eval)
+
+
+def load_data(config: Config, run_name: str) -> RunData:
+    """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
+    arch = read_architecture(config.model.path)
+    if not config.data.train:
+        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
+    parent = Path(config.output_dir).parent if config.output_dir else Path("runs")
+    options = {
+        "max_length": min(config.data.max_length, config.batch.max_tokens),
+        "overlong": config.data.overlong,
+        "vocab_size": arch.vocab_size,
+        "cache_dir": Path(config.data.cache_dir) if config.data.cache_dir else parent / ".cache",
+    }
+    tokenizer = config.model.tokenizer or config.model.path
+    del run_name
+    train = load_dataset(config.data.train, tokenizer, **options)
+    evaluation = load_dataset(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
+    steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
+    unigram = unigram_nats(train, evaluation, arch.vocab_size) if evaluation is not None else None
+    return RunData(train, evaluation, steps, unigram)
+
+
+def open_output(config: Config, run_name: str) -> Path:
+    """The run's folder, created by rank 0 with config.yaml and run.json in it. One broadcast over the world.
+
+    The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off; a folder that the user named
+    and that holds another run is refused.
+    """
+    answer: list[str | None] = [None, None]
+    if is_main():
+        try:
+            answer[0] = str(_create_output(config, run_name))
+        except UserError as error:
+            answer[1] = str(error)
+    dist.broadcast_object_list(answer, src=0)
+    if answer[1] is not None:
+        raise UserError(answer[1])
+    return Path(str(answer[0]))
+
+
+def _create_output(config: Config, run_name: str) -> Path:
+    folder = Path(config.output_dir or f"runs/{run_name}")
+    if not config.checkpoint.resume and (folder / "metrics.jsonl").exists():
+        if config.output_dir:
+            raise UserError(
+                f"output_dir={folder} holds a run already; choose another folder, or checkpoint.resume=true to go on with it"
+            )
+        number = 2
+        while Path(f"{folder}-{number}").exists():
+            number += 1
+        folder = Path(f"{folder}-{number}")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+    (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
+    return folder
+
+
+def _plain(config: Config) -> dict:
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def _provenance(config: Config) -> dict:
+    packages = ("isoloss", "torch", "megatron-core", "transformers", "numpy")
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    layout = config.parallel.layout().with_world(dist.get_world_size())
+    return {
+        "command": sys.argv,
+        "layout": str(layout),
+        "world_size": layout.world_size,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in packages},
+        "git_revision": git.stdout.strip() or None,
+    }
+
+
+def is_main() -> bool:
+    """Whether this rank writes files and speaks to the user."""
+    return dist.get_rank() == 0
+
+
+def due(step: int, every: int, total_steps: int) -> bool:
+    """Whether something that happens every `every` steps, and after the last one, happens after `step`."""
+    return step == total_steps or (every > 0 and step % every == 0)
+
+
+def resume(engine: Engine, config: Config, output_dir: Path) -> int:
+    """Go on from the newest checkpoint of the folder, if asked and if there is one. Returns the steps already done."""
+    newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
+    if newest is None:
+        return 0
+    extra = engine.load(newest)
+    for key, now in _data_order(config).items():
+        if extra[key] != now:
+            raise UserError(
+                f"{key}={now!r} differs from the {extra[key]!r} of {newest}: the order of the data would change; "
+                "set it back, or start a new run"
+            )
+    return int(str(extra["step"]))
+
+
+def _data_order(config: Config) -> dict[str, object]:
+    """What, besides the step, decides which rows a step sees."""
+    return {
+        "train.seed": config.train.seed,
+        "batch.global_size": config.batch.global_size,
+        "data.train": list(config.data.train),
+    }
+
+
+def save(engine: Engine, config: Config, output_dir: Path, step: int) -> Path:
+    """Write a checkpoint after `step` and delete the oldest ones. Collective over the world."""
+    folder = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
+    engine.save(folder, {"step": step, **_data_order(config)})
+    if is_main():
+        checkpoint.prune(folder.parent, config.checkpoint.keep)
+    return folder
+
+
+def evaluate(engine: Engine, data: TokenDataset | None, log: MetricsLog, step: int) -> float | None:
+    """Loss over all of data.eval, in nats per target token."""
+    if data is None:
+        return None
+    metrics = engine.evaluate([data[index] for index in range(len(data))], EVAL_LOSS)
+    log.log_eval(step, {"loss": metrics.loss, "valid_tokens": metrics.valid_tokens, "sequences": metrics.sequences})
+    return metrics.loss
+
+
+def report(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
+    """The row of metrics.jsonl of one optimizer step."""
+    return {
+        "loss": metrics.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "valid_tokens": metrics.valid_tokens,
+        "total_tokens": metrics.total_tokens,
+        "sequences": metrics.sequences,
+        "micro_batches": metrics.micro_batches,
+        "weight_sum": metrics.weight_sum,
+        "applied": int(result.applied),
+        "seconds": seconds,
+        "tokens_per_second": metrics.total_tokens / seconds,
+        "mfu": utilization,
+    }
+
+
+class BadStepGuard:
+    """Ends a run whose loss or gradient stays non-finite. Every rank sees the same numbers, so all end together."""
+
+    def __init__(self, max_bad_steps: int):
+        self.max_bad_steps = max_bad_steps
+        self.bad_steps = 0
+
+    def check(self, step: int, metrics: StepMetrics, result: OptimResult) -> None:
+        finite = math.isfinite(metrics.loss) and math.isfinite(result.grad_norm)
+        self.bad_steps = 0 if finite else self.bad_steps + 1
+        if not finite and is_main():
+            print(f"step {step}: loss {metrics.loss}, gradient norm {result.grad_norm}: not applied", file=sys.stderr)
+        if self.bad_steps >= self.max_bad_steps:
+            raise UserError(
+                f"the loss or gradient was not finite for train.max_bad_steps={self.max_bad_steps} steps in a row, up to "
+                f"step {step} (loss {metrics.loss}); lower optim.lr, or look at the data of these steps"
+            )
+
+
+def finish(
+    engine: Engine,
+    config: Config,
+    output_dir: Path,
+    step: int,
+    data: RunData,
+    first_eval: float | None,
+    last_eval: float | None,
+) -> RunResult:
+    """Export, if asked, and say where everything is."""
+    last = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
+    export = output_dir / "hf" if config.checkpoint.export_hf else None
+    if export is not None and not export.exists():
+        engine.export_hf(export)
+    return RunResult(output_dir, last, export, first_eval, last_eval, data.unigram)
+
+
+def summary(result: RunResult) -> Sequence[str]:
+    """What a finished run tells its user; the last line says where everything is and what to do next."""
+    lines = []
+    if result.last_eval is not None and result.unigram is not None:
+        before = "" if result.first_eval is None else f" (before training {result.first_eval:.3f})"
+        lines.append(
+            f"eval loss {result.last_eval:.3f} nats/token{before}; unigram baseline {result.unigram:.3f}; "
+            f"better by {result.unigram - result.last_eval:.3f}"
+        )
+    model = f"model for transformers in {result.export}; " if result.export else ""
+    lines.append(
+        f"done: {model}checkpoint in {result.checkpoint}; metrics in {result.output_dir}/metrics.jsonl; "
+        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
+    )
+    return lines

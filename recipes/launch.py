@@ -1,0 +1,109 @@
+"""From a command line to a checked configuration, and from a mistake to one line and exit status 2."""
+
+import argparse
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+import torch.distributed as dist
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from isoloss.engine.config import build, defaults, known_keys, unknown_key
+from isoloss.parallel import UserError, launch
+
+CONF = Path(__file__).parent / "conf"
+ASSETS = Path(__file__).parent / "assets"
+DEFAULT_PRESET = "tiny"
+ConfigT = TypeVar("ConfigT")
+
+OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
+
+
+def main(
+    recipe: str, config_class: type[ConfigT], run: Callable[[ConfigT, str], None], argv: Sequence[str] | None = None
+) -> int:
+    """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
+
+    Returns the exit status: 0 done, 2 a mistake of the user (told once on standard error); anything else is a crash,
+    which keeps its traceback.
+    """
+    parser = argparse.ArgumentParser(
+        prog=f"python -m isoloss.recipes.{recipe}",
+        description=f"Run the {recipe} recipe. Launch several ranks with: torchrun --nproc_per_node N -m isoloss.recipes.{recipe} ...",
+        epilog=f"presets: {', '.join(presets(recipe))}. keys: {', '.join(known_keys(config_class))}",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="preset=NAME, and any key of the configuration"
+    )
+    parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
+    arguments = parser.parse_args(argv)
+    try:
+        config, values, preset = compose_config(recipe, config_class, arguments.overrides)
+        if arguments.cfg:
+            print(yaml.safe_dump(values, sort_keys=False), end="")
+            return 0
+        run(config, f"{recipe}-{preset}")
+        return 0
+    except UserError as error:
+        tell_once(str(error))
+        return 2
+    finally:
+        with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+def presets(recipe: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / recipe / "preset").glob("*.yaml"))
+
+
+def compose_config(
+    recipe: str, config_class: type[ConfigT], overrides: Sequence[str]
+) -> tuple[ConfigT, dict[str, Any], str]:
+    """Preset and overrides -> (checked configuration, the same as plain values, name of the preset)."""
+    preset = DEFAULT_PRESET
+    keys = known_keys(config_class)
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            raise UserError(f"cannot read {override!r}; write overrides as key=value")
+        if key == "preset":
+            preset = value
+        elif key not in keys:
+            raise UserError(unknown_key(key, [*keys, "preset"]))
+    if preset not in presets(recipe):
+        raise UserError(f"preset={preset!r} does not exist; choose one of {', '.join(presets(recipe))}")
+    ConfigStore.instance().store(name="schema", node=defaults(config_class))
+    try:
+        with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
+            values = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(" ".join(str(error).split())) from None
+    assert isinstance(values, dict)
+    return build(config_class, values), values, preset
+
+
+def tell_once(message: str) -> None:
+    """Print a mistake once for all ranks of this node: the first one to fail says it.
+
+    Every rank finds the same mistake, but torchrun stops the others as soon as one has ended, rank 0 perhaps among
+    them. A file that only one of them can create decides.
+    """
+    if launch.rank_and_world()[1] > 1:
+        parent = psutil.Process(os.getppid())
+        marker = Path(tempfile.gettempdir()) / f"isoloss-mistake-{parent.pid}-{parent.create_time()}"
+        try:
+            marker.touch(exist_ok=False)
+        except FileExistsError:
+            return
+    print(f"isoloss: error: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,22 @@
+"""Supervised fine-tuning.
+
+python -m isoloss.recipes.sft                                    # preset tiny: one rank
+torchrun --nproc_per_node 4 -m isoloss.recipes.sft parallel.tp=2 parallel.ulysses=2 model.path=DIR data.train=FILE
+python -m isoloss.recipes.sft --help                             # presets and keys
+"""
+
+import sys
+
+from isoloss.engine.config import Config
+from isoloss.engine.trainer import is_main, summary, train_sft
+from isoloss.recipes import launch
+
+
+def run(config: Config, run_name: str) -> None:
+    result = train_sft(config, run_name)
+    if is_main():
+        print(*summary(result), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(launch.main("sft", Config, run))
