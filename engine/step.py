@@ -107,7 +107,7 @@ def run_step(
     dist.all_reduce(totals, group=mesh.dp_context)
     dist.all_reduce(totals, group=mesh.pp)  # only the last stage has something to add
     loss_value, weight_sum = totals.tolist()
-    _check_canary(weight_sum, batch.counts, chunks)
+    check_canary(weight_sum, batch.counts, chunks)
     return StepMetrics(
         loss=loss_value,
         weight_sum=weight_sum,
@@ -148,7 +148,7 @@ def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, 
     return TokenInputs(logprobs_N, entropy_N, fields)
 
 
-def _check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:
+def check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:
     dtype = next(chunks[-1].parameters()).dtype
     tolerance = CANARY_TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
     if not abs(weight_sum - counts.weight_sum) <= tolerance * max(abs(counts.weight_sum), tolerance):

@@ -1,0 +1,206 @@
+"""Measure one global batch under a layout and compare it, parameter by parameter, with a reference. Runs on every rank.
+
+`prove` and the test suite's invariance grid share it. A measurement is a whole step up to the reduced gradient; norms
+and differences are accumulated in fp64.
+"""
+
+import contextlib
+import dataclasses
+import io
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from unittest import mock
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isoloss.engine import step as step_module
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import cross_entropy
+from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.step import CanaryError
+from isoloss.tools.plants import NONE, Plant
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative errors that rounding may cause."""
+
+    loss: float
+    gradient: float
+
+
+TOLERANCE = {"fp64": Tolerance(1e-12, 1e-10), "fp32": Tolerance(1e-6, 1e-5)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to run the batch: a token budget (0: everything in one micro-batch) and an aggregation."""
+
+    max_tokens: int
+    loss: LossConfig
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Squared fp64 norms of a parameter's gradient, of the reference's, and of their difference."""
+
+    gradient: float
+    reference: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A step as one layout ran it. parameters: by weight name; only norms, and only where there was a reference."""
+
+    loss: float
+    grad_norm: float
+    weight_sum: float
+    micro_batches: int
+    canary: str | None
+    parameters: Mapping[str, Norms]
+
+
+def freeze(samples: Sequence[Sample]) -> bytes:
+    """Samples as bytes that any process can read (tensors sent through a pipe would share file descriptors)."""
+    buffer = io.BytesIO()
+    torch.save([(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in samples], buffer)
+    return buffer.getvalue()
+
+
+def thaw(frozen: bytes) -> list[Sample]:
+    return [Sample(*values) for values in torch.load(io.BytesIO(frozen), weights_only=True)]
+
+
+def measure(
+    config: Config,
+    frozen: bytes,
+    cases: Sequence[Case],
+    references: Sequence[str],
+    plant: Plant = NONE,
+    write: bool = False,
+) -> list[Measurement]:
+    """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
+
+    Returns this rank's measurements: parameters of its pipeline stage on one rank of each stage, none on the others.
+    """
+    engine = Engine(config)
+    samples = thaw(frozen)
+    results = []
+    with plant.planted(), _canary_recorded() as canary:
+        for case, reference in zip(cases, references, strict=True):
+            canary.clear()
+            _set_budget(engine, case, samples)
+            engine.zero_grad()
+            metrics = engine.forward_backward(samples, cross_entropy(case.loss))
+            gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in engine.gradients()}
+            if write:
+                save_file({name: g.contiguous() for name, g in gradients.items()}, reference)
+            leader = engine.mesh.dp_context.rank() == 0 and engine.mesh.tp.rank() == 0
+            norms = _compare(gradients, reference) if leader else {}
+            engine.optimizer.prepare_grads()
+            grad_norm = global_grad_norm(engine.optimizer)
+            results.append(
+                Measurement(
+                    metrics.loss,
+                    grad_norm,
+                    metrics.weight_sum,
+                    metrics.micro_batches,
+                    canary[0] if canary else None,
+                    norms,
+                )
+            )
+    return results
+
+
+def merge(of_ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+    """The measurements of a world: rank 0's numbers with the parameters of all pipeline stages."""
+    merged = []
+    for measurements in zip(*of_ranks):
+        parameters = {name: norms for m in measurements for name, norms in m.parameters.items()}
+        merged.append(dataclasses.replace(measurements[0], parameters=parameters))
+    return merged
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A measurement against its reference. errors are relative; worst: the parameter with the largest gradient error."""
+
+    loss_error: float
+    norm_error: float
+    gradient_error: float
+    worst: str
+    passed: bool
+    reason: str
+
+
+def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
+    """Whether loss and every parameter's gradient agree. A comparison in which some gradient is 0 proves nothing."""
+    loss_error = _relative(found.loss, reference.loss)
+    norm_error = _relative(found.grad_norm, reference.grad_norm)
+    errors = {
+        name: math.sqrt(norms.difference / norms.reference) if norms.reference > 0 else math.inf
+        for name, norms in found.parameters.items()
+    }
+    worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
+    reasons = []
+    missing = sorted(reference.parameters.keys() - found.parameters.keys())
+    vacuous = sorted(name for name, norms in reference.parameters.items() if norms.gradient == 0)
+    if missing:
+        reasons.append(f"no gradient for {missing[0]}")
+    if vacuous:
+        reasons.append(f"the reference gradient of {vacuous[0]} is zero: nothing is proved")
+    if found.canary:
+        reasons.append(f"canary: {found.canary}")
+    if not loss_error <= tolerance.loss:
+        reasons.append(f"loss off by {loss_error:.1e}")
+    if not errors[worst] <= tolerance.gradient:
+        reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
+    return Comparison(loss_error, norm_error, errors[worst], worst, not reasons, "; ".join(reasons))
+
+
+def _relative(found: float, reference: float) -> float:
+    return abs(found - reference) / abs(reference) if reference else math.inf
+
+
+def _set_budget(engine: Engine, case: Case, samples: Sequence[Sample]) -> None:
+    budget = case.max_tokens or sum(len(sample) for sample in samples)
+    batch = dataclasses.replace(engine.config.batch, max_tokens=budget)
+    engine.config = dataclasses.replace(engine.config, batch=batch)
+
+
+def _compare(gradients: Mapping[str, Tensor], reference: str) -> dict[str, Norms]:
+    norms = {}
+    with safe_open(reference, "pt") as file:
+        for name, gradient in gradients.items():
+            expected = file.get_tensor(name).to(gradient.device)
+            squares = (gradient, expected, gradient - expected)
+            norms[name] = Norms(*(float(t.square().sum()) for t in squares))
+    return norms
+
+
+@contextlib.contextmanager
+def _canary_recorded() -> Iterator[list[str]]:
+    """Within it a failing canary is written down instead of ending the step: a proof wants the gradients as well."""
+    original = step_module.check_canary
+    messages: list[str] = []
+
+    def check_canary(*args) -> None:
+        try:
+            original(*args)
+        except CanaryError as error:
+            messages.append(str(error))
+
+    with mock.patch.object(step_module, "check_canary", check_canary):
+        yield messages
+
+
+def reference_file(folder: str | Path, index: int) -> str:
+    return str(Path(folder) / f"reference-{index}.safetensors")

@@ -1,0 +1,200 @@
+"""Known bugs, to be planted into the production code: what a proof has to catch before it may be believed.
+
+Each patches the function that the engine really calls, says which runs it spoils, and leaves all others as they were.
+They are the normalization and sharding mistakes that trainers have shipped (docs/normalization.md).
+"""
+
+import contextlib
+import dataclasses
+import types
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from isoloss.engine import engine as engine_module
+from isoloss.engine import step as step_module
+from isoloss.parallel import Layout
+from isoloss.parallel import attention as attention_module
+from isoloss.parallel import normalizer as normalizer_module
+from isoloss.parallel.normalizer import GlobalLossNormalizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What decides whether a plant shows: the layout, the micro-batches of each rank, the aggregation."""
+
+    layout: Layout
+    micro_batches: int
+    aggregation: str
+
+
+@dataclass(frozen=True)
+class Plant:
+    """patch: a context manager in which the bug is there. spoils: the runs whose loss or gradient must come out wrong."""
+
+    name: str
+    patch: Callable[[], contextlib.AbstractContextManager]
+    spoils: Callable[[Run], bool]
+
+    def planted(self) -> contextlib.AbstractContextManager:
+        return self.patch()
+
+    def __reduce__(self):
+        return (_by_name, (self.name,))  # functions made here do not pickle; the name does
+
+
+def _by_name(name: str) -> Plant:
+    return PLANTS[name] if name in PLANTS else NONE
+
+
+def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:
+    """Patch the step's preparation: change(batch, samples, plan, mesh) -> batch."""
+    original = step_module.prepare_step
+
+    def prepare_step(samples, loss, plan, mesh, device):
+        return change(original(samples, loss, plan, mesh, device), samples, plan, mesh)
+
+    return mock.patch.object(engine_module, "prepare_step", prepare_step)
+
+
+def _with_weights(batch, scale: Callable[[int, torch.Tensor], torch.Tensor]):
+    micro_batches = tuple(
+        dataclasses.replace(m, weights_N=scale(index, m.weights_N)) for index, m in enumerate(batch.micro_batches)
+    )
+    return dataclasses.replace(batch, micro_batches=micro_batches)
+
+
+def _mean_of_micro_batch_means():
+    def change(batch, samples, plan, mesh):
+        mine = plan.micro_batches[mesh.dp.rank()]
+        tokens = [sum(int(samples[i].mask_T.sum()) for i in micro_batch) for micro_batch in mine]
+        share = len(mine) * mesh.dp.size()
+        return _with_weights(batch, lambda i, w: torch.full_like(w, 1 / (max(tokens[i], 1) * share)))
+
+    return _patch_prepare(change)
+
+
+def _dropped_micro_batch():
+    def change(batch, samples, plan, mesh):
+        del samples
+        filled = [i for i, micro_batch in enumerate(plan.micro_batches[mesh.dp.rank()]) if micro_batch]
+        dropped = filled[-1] if len(filled) > 1 else None
+        return _with_weights(batch, lambda i, w: torch.zeros_like(w) if i == dropped else w)
+
+    return _patch_prepare(change)
+
+
+def _context_factor_twice():
+    def change(batch, samples, plan, mesh):
+        del samples, plan
+        return _with_weights(batch, lambda i, w: w * mesh.layout.context)
+
+    return _patch_prepare(change)
+
+
+@contextlib.contextmanager
+def _counts_over_dp_and_sp() -> Iterator[None]:
+    def normalizer(mode, dp_group, **kwargs):
+        del dp_group
+        return GlobalLossNormalizer(mode, everyone.dp_context, **kwargs)
+
+    original = step_module.prepare_step
+
+    def prepare_step(samples, loss, plan, mesh, device):
+        nonlocal everyone
+        everyone = mesh
+        return original(samples, loss, plan, mesh, device)
+
+    everyone = None
+    with (
+        mock.patch.object(step_module, "GlobalLossNormalizer", normalizer),
+        mock.patch.object(engine_module, "prepare_step", prepare_step),
+    ):
+        yield
+
+
+def _gradients_averaged_over_dp():
+    original = engine_module.finalize_model_grads
+
+    def finalize_model_grads(chunks, **kwargs):
+        original(chunks, **kwargs)
+        dp = kwargs["pg_collection"].dp.size()
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.main_grad.div_(dp)
+
+    return mock.patch.object(engine_module, "finalize_model_grads", finalize_model_grads)
+
+
+def _rank_local_denominators():
+    deaf = types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, get_backend=dist.get_backend)
+    return mock.patch.object(normalizer_module, "dist", deaf)
+
+
+def _targets_shifted_after_sharding():
+    original = step_module.pack
+
+    def pack(*args, **kwargs):
+        packed = original(*args, **kwargs)
+        last = packed.labelled_N == packed.tokens_R.shape[0] - 1
+        return dataclasses.replace(packed, targets_N=torch.where(last, packed.tokens_R[0], packed.targets_N))
+
+    return mock.patch.object(step_module, "pack", pack)
+
+
+def _fully_masked_sequence_counted():
+    def normalizer(mode, dp_group, *, count_fully_masked, **kwargs):
+        return GlobalLossNormalizer(mode, dp_group, count_fully_masked=not count_fully_masked, **kwargs)
+
+    return mock.patch.object(step_module, "GlobalLossNormalizer", normalizer)
+
+
+def _attention_sees_its_own_shard():
+    def ulysses_attention(query, key, value, lengths, group, scale):
+        local = query.shape[0]
+        first = group.rank() * local
+        own, start = [], 0
+        for length in lengths:  # the part of each document that lies in this rank's slice
+            inside = min(start + length, first + local) - max(start, first)
+            own += [inside] if inside > 0 else []
+            start += length
+        return attention_module.document_attention(query, key, value, tuple(own), scale)
+
+    return mock.patch.object(attention_module, "ulysses_attention", ulysses_attention)
+
+
+NONE = Plant("none", contextlib.nullcontext, lambda run: False)
+
+PLANTS = {
+    plant.name: plant
+    for plant in (
+        Plant(
+            "mean-of-micro-batch-means",
+            _mean_of_micro_batch_means,
+            lambda run: run.micro_batches > 1 or run.layout.dp > 1 or run.aggregation != "token-mean",
+        ),
+        Plant(
+            "counts-over-dp-and-sp",
+            _counts_over_dp_and_sp,
+            lambda run: run.layout.context > 1 and run.aggregation != "sum",
+        ),
+        Plant("gradients-averaged-over-dp", _gradients_averaged_over_dp, lambda run: run.layout.dp > 1),
+        Plant("context-factor-twice", _context_factor_twice, lambda run: run.layout.context > 1),
+        Plant(
+            "rank-local-denominators",
+            _rank_local_denominators,
+            lambda run: run.layout.dp > 1 and run.aggregation != "sum",
+        ),
+        Plant("targets-shifted-after-sharding", _targets_shifted_after_sharding, lambda run: run.layout.context > 1),
+        Plant("dropped-micro-batch", _dropped_micro_batch, lambda run: run.micro_batches > 1),
+        Plant(
+            "fully-masked-sequence-counted",
+            _fully_masked_sequence_counted,
+            lambda run: run.aggregation.startswith("seq-mean"),
+        ),
+        Plant("attention-sees-its-own-shard", _attention_sees_its_own_shard, lambda run: run.layout.context > 1),
+    )
+}
