@@ -10,7 +10,7 @@ ARGS ?=
 
 BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
-RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 $(BIN)/torchrun --nproc_per_node $(NPROC)
+RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $(NPROC)
 
 .PHONY: help install sft test prove-all bench lint types clean
 .DEFAULT_GOAL := help

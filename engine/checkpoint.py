@@ -1,4 +1,4 @@
-"""Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved. Whole or not there at all."""
+"""Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
 import os
 import shutil

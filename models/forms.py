@@ -67,17 +67,6 @@ class Replicated(_OneTensor):
 
 
 @dataclass(frozen=True)
-class Columns(_OneTensor):
-    """Output features (dim 0) in equal contiguous runs: a column-parallel linear layer with one output, or its bias."""
-
-    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-        return _piece(whole, 0, tp_size, tp_rank, "output features")
-
-    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        return torch.cat(list(shards), 0)
-
-
-@dataclass(frozen=True)
 class Rows(_OneTensor):
     """Input features (dim 1) in equal contiguous runs: a row-parallel linear layer."""
 
@@ -93,7 +82,8 @@ class Qkv:
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
     merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
-    A shard is a contiguous run of whole kv groups.
+    A shard is a contiguous run of rows: of whole kv groups, or with more ranks than kv heads of a part of one (Megatron
+    then gathers the projection over TP and picks each rank's query heads).
     """
 
     num_heads: int
@@ -112,12 +102,12 @@ class Qkv:
         return tuple(piece.reshape(-1, *rest) for piece in groups)
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
-        if self.num_kv_heads % tp_size:
+        if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             raise UserError(
-                f"parallel.tp={tp_size} does not divide the model's {self.num_kv_heads} key/value heads; "
-                "choose a divisor (more ranks can go to parallel.ulysses, ring or pp)"
+                f"parallel.tp={tp_size} neither divides nor is a multiple of the model's {self.num_kv_heads} key/value heads; "
+                "choose a divisor (more ranks can go to parallel.ulysses or pp)"
             )
-        return _piece(whole, 0, tp_size, tp_rank, "key/value heads")
+        return _piece(whole, 0, tp_size, tp_rank, "rows of q, k and v")
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         return torch.cat(list(shards), 0)

@@ -202,5 +202,5 @@ def _canary_recorded() -> Iterator[list[str]]:
         yield messages
 
 
-def reference_file(folder: str | Path, index: int) -> str:
+def reference_file(folder: str | Path, index: int | str) -> str:
     return str(Path(folder) / f"reference-{index}.safetensors")

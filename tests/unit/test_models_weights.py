@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from isoloss.models import llama, qwen2, qwen3
 from isoloss.models.architecture import Architecture, Rope, num_parameters
-from isoloss.models.forms import Columns, GateUp, Qkv, Replicated, Rows, Vocabulary, padded_vocab_size
+from isoloss.models.forms import GateUp, Qkv, Replicated, Rows, Vocabulary, padded_vocab_size
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 
@@ -85,6 +85,12 @@ def test_qkv_is_the_queries_of_a_group_then_its_key_then_its_value(rest):
     assert torch.equal(Qkv(h, g, d).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
 
 
+def test_more_ranks_than_kv_heads_take_runs_of_rows():
+    whole = numbered((48, 3))
+    shards = [Qkv(8, 2, 4).shard(whole, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(shards), whole) and torch.equal(Qkv(8, 2, 4).unshard(shards), whole)
+
+
 def test_gate_and_up_are_sharded_each_for_itself():
     gate, up = numbered((4, 2)), numbered((4, 2)) + 100
     whole = GateUp().merge([gate, up])
@@ -92,9 +98,8 @@ def test_gate_and_up_are_sharded_each_for_itself():
     assert torch.equal(GateUp().shard(whole, 2, 1), torch.cat([gate[2:], up[2:]]))
 
 
-def test_columns_rows_and_replicated():
+def test_rows_and_replicated():
     whole = numbered((4, 6))
-    assert torch.equal(Columns().shard(whole, 2, 1), whole[2:])
     assert torch.equal(Rows().shard(whole, 2, 1), whole[:, 3:])
     assert torch.equal(Replicated().shard(whole, 2, 1), whole)
     assert Replicated().shard(whole, 2, 1).data_ptr() != whole.data_ptr()
@@ -125,7 +130,7 @@ def forms(draw):
     """(form, shapes of its Hugging Face tensors, tp) for sizes that tp divides."""
     tp = draw(st.sampled_from([1, 2, 4]))
     n, m, rest = (draw(st.integers(1, 5)) for _ in range(3))
-    kind = draw(st.sampled_from([Replicated, Columns, Rows, Qkv, GateUp, Vocabulary]))
+    kind = draw(st.sampled_from([Replicated, Rows, Qkv, GateUp, Vocabulary]))
     if kind is Qkv:
         g, d = tp * n, draw(st.integers(1, 4))
         tail = draw(st.sampled_from([(), (rest,)]))
@@ -153,8 +158,8 @@ def test_there_and_back_again(case, dtype):
 
 
 def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 2 key/value heads"):
-        Qkv(8, 2, 4).shard(numbered((48, 3)), 4, 0)
+    with pytest.raises(UserError, match=r"parallel.tp=4 neither divides nor is a multiple of the model's 3 key/value heads"):
+        Qkv(12, 3, 4).shard(numbered((72, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 MLP features"):
         GateUp().shard(numbered((12, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 input features"):

@@ -1,0 +1,222 @@
+"""The promise: loss and gradients are the same on every layout, token budget and aggregation mode.
+
+Every layout of at most eight ranks is compared, parameter by parameter in fp64, with one rank and one micro-batch. The
+batch has log-normal lengths, a sequence without a valid token, one with a single valid token and one of maximum length.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from worlds import invariance as world
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from isoloss.models.gpt import check_layout
+from isoloss.models.registry import read_architecture
+from isoloss.parallel import Layout, UserError
+from isoloss.parallel.normalizer import MODES
+from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
+from isoloss.tools.plants import NONE
+from isoloss.tools.prove import on_layout
+
+VOCAB = 307
+MAX_LENGTH = 96
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 8,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+# Two more shapes of the same problem: tied embeddings and biases; and fewer key/value heads than TP ranks.
+QWEN2 = {k: v for k, v in QWEN3.items() if k != "head_dim"} | {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 48,  # 8 heads of 6
+    "tie_word_embeddings": True,
+    "num_key_value_heads": 2,
+}
+
+
+def batch() -> list[Sample]:
+    """14 sequences of 7 prompts."""
+    rng = np.random.default_rng(5)
+    lengths = np.clip(rng.lognormal(math.log(24), 0.9, 11).astype(int), 4, MAX_LENGTH).tolist()
+    samples = []
+    for index, length in enumerate([*lengths, MAX_LENGTH, 17, 9]):
+        tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
+        mask = torch.from_numpy(rng.random(length) < 0.7)
+        mask[0] = False
+        samples.append(Sample(tokens, mask, group=index // 2))
+    samples[11].mask_T[1:] = True  # of maximum length, every token a target
+    samples[12].mask_T[:] = False  # fully masked
+    samples[13].mask_T[:] = False
+    samples[13].mask_T[5] = True  # one valid token
+    return samples
+
+
+TOTAL = sum(len(sample) for sample in batch())
+BUDGETS = (MAX_LENGTH, 160, 0)  # about one sequence a micro-batch, several, all in one
+
+
+def all_layouts(arch) -> Iterator[Layout]:
+    """Every layout of 2 to 8 ranks that the model admits, with TP sequence parallelism on and off."""
+    for tp, pp, vpp, ulysses, dp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2, 4)):
+        if not 2 <= tp * pp * ulysses * dp <= 8 or (vpp > 1 and pp == 1):
+            continue
+        for sequence_parallel in (True, False) if tp > 1 else (False,):
+            layout = Layout(tp, pp, vpp, ulysses, 1, dp, sequence_parallel)
+            try:
+                check_layout(arch, layout)
+            except UserError:
+                continue
+            yield layout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("invariance")
+    for name, values in (("qwen3", QWEN3), ("qwen2", QWEN2)):
+        (path / name).mkdir()
+        (path / name / "config.json").write_text(json.dumps(values))
+    return path
+
+
+def config_of(path, **train) -> Config:
+    return Config(
+        ModelConfig(path=str(path), from_scratch=True),
+        batch=BatchConfig(max_tokens=TOTAL),
+        optim=OptimConfig(lr=1e-3, clip=1.0),
+        train=TrainConfig(**{"precision": "fp64", "seed": 3} | train),
+    )
+
+
+def loss_of(mode: str) -> LossConfig:
+    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
+
+
+class Grid:
+    """References of one rank for every mode, and comparisons of other layouts with them."""
+
+    def __init__(self, pool, folder, family: str):
+        self.pool, self.family = pool, family
+        self.config = config_of(folder / family)
+        self.arch = read_architecture(folder / family)
+        self.frozen = freeze(batch())
+        self.files = {mode: reference_file(folder, f"{family}-{mode}") for mode in MODES}
+        cases = [Case(0, loss_of(mode)) for mode in MODES]
+        run = pool.run(1, measure, self.on(Layout()), self.frozen, cases, list(self.files.values()), NONE, True)
+        self.references = dict(zip(MODES, merge(run)))
+
+    def on(self, layout: Layout, precision: str = "fp64") -> Config:
+        return on_layout(self.config, layout, precision)
+
+    def check(self, layout: Layout, pairs) -> None:
+        cases = [Case(budget, loss_of(mode)) for mode, budget in pairs]
+        files = [self.files[mode] for mode, _ in pairs]
+        run = self.pool.run(layout.world_size, measure, self.on(layout), self.frozen, cases, files)
+        for (mode, budget), found in zip(pairs, merge(run), strict=True):
+            against = compare(found, self.references[mode], TOLERANCE["fp64"])
+            assert against.passed, f"{layout} {mode} budget {budget}: {against.reason}"
+            assert found.canary is None
+            assert found.parameters.keys() == self.references[mode].parameters.keys()
+
+
+@pytest.fixture(scope="module")
+def grid(pool, folder) -> Grid:
+    return Grid(pool, folder, "qwen3")
+
+
+PAIRS = list(itertools.product(MODES, BUDGETS))
+LAYOUTS = list(all_layouts(type("Shape", (), {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 72, "num_layers": 8})))
+FULL_PRODUCT = ("tp2", "pp2+vpp2", "ulysses4", "dp4", "tp2+pp2+ulysses2", "tp2+ulysses2+dp2+nosp")
+
+
+def test_the_grid_is_what_it_says(grid):
+    """Every combination that the model admits is in the list, and the covering array uses every mode and budget."""
+    assert [str(layout) for layout in LAYOUTS] == [str(layout) for layout in all_layouts(grid.arch)]
+    assert {pair for index, _ in enumerate(LAYOUTS) for pair in covering(index)} == set(PAIRS)
+    assert {layout.ulysses for layout in LAYOUTS} == {1, 2, 4, 8}
+    assert {layout.tp for layout in LAYOUTS} == {layout.pp for layout in LAYOUTS} == {1, 2, 4}
+
+
+def covering(index: int):
+    """One mode and budget for layout number `index`; 5 is coprime to 18, so 18 layouts in a row see every pair."""
+    return [PAIRS[5 * index % len(PAIRS)]]
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=[str(layout) for layout in LAYOUTS])
+def test_every_layout(grid, index):
+    grid.check(LAYOUTS[index], covering(index))
+
+
+@pytest.mark.parametrize("layout", FULL_PRODUCT)
+def test_every_mode_and_budget(grid, layout):
+    grid.check(Layout.parse(layout), PAIRS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_whole_product(grid, layout):
+    grid.check(layout, PAIRS)
+
+
+@pytest.mark.parametrize("layout", ("tp2+pp2", "tp4+nosp", "tp4+ulysses2", "pp2+ulysses2+dp2", "tp2+pp2+vpp2+dp2"))
+def test_tied_embeddings_biases_and_few_kv_heads(pool, folder, layout):
+    Grid(pool, folder, "qwen2").check(Layout.parse(layout), [("token-mean", 0), ("seq-mean-token-mean", 160)])
+
+
+@pytest.mark.parametrize("ulysses", (2, 8))
+def test_sequence_parallel_1_2_and_8_give_the_same_numbers(pool, folder, grid, ulysses):
+    """SP = 1, 2 and 8, as its own statement: fp64 loss, gradient norm and every gradient; fp32 loss."""
+    layout = Layout(ulysses=ulysses)
+    grid.check(layout, [(mode, 0) for mode in MODES])
+    one, many = (
+        pool.run(size.world_size, world.losses, grid.on(size, "fp32"), grid.frozen, 1)[0] for size in (Layout(), layout)
+    )
+    assert many == pytest.approx(one, rel=1e-6)
+
+
+LONG_RUNS = ("tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "ulysses8", "dp2", "tp2+pp2+ulysses2")
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(pool, grid):
+    return pool.run(1, world.losses, grid.on(Layout(), "fp32"), grid.frozen, 20)[0]
+
+
+@pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
+@pytest.mark.parametrize("layout", LONG_RUNS)
+def test_twenty_fp32_steps(pool, grid, twenty_steps, layout, distributed_optimizer):
+    config = grid.on(Layout.parse(layout), "fp32")
+    parallel = dataclasses.replace(config.parallel, distributed_optimizer=distributed_optimizer)
+    config = dataclasses.replace(config, parallel=parallel, batch=BatchConfig(max_tokens=160))
+    found = pool.run(Layout.parse(layout).world_size, world.losses, config, grid.frozen, 20)[0]
+    assert found[0] == pytest.approx(twenty_steps[0], rel=1e-6)
+    assert found[-1] == pytest.approx(twenty_steps[-1], rel=1e-4)
+    assert twenty_steps[-1] < 0.9 * twenty_steps[0]  # the weights did move
+
+
+@pytest.mark.parametrize("layout", ("1", "dp4", "ulysses2+dp2", "tp2+pp2+vpp2"))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_one_all_reduce_of_counts_a_step(pool, grid, layout, budget):
+    config = dataclasses.replace(grid.on(Layout.parse(layout)), batch=BatchConfig(max_tokens=budget or TOTAL))
+    world_size = Layout.parse(layout).world_size
+    for calls, micro_batches in pool.run(world_size, world.count_reductions, config, grid.frozen):
+        assert calls == 1
+        assert micro_batches > 1 or budget != MAX_LENGTH
