@@ -9,7 +9,7 @@ from setuptools import find_packages, setup
 FOLDERS = ("engine", "models", "parallel", "recipes", "tools")
 
 setup(
-    packages=[f"isoloss.{name}" for folder in FOLDERS for name in [folder, *(f"{folder}.{sub}" for sub in find_packages(folder))]],
+    packages=[f"isoloss.{p}" for f in FOLDERS for p in (f, *(f"{f}.{sub}" for sub in find_packages(f)))],
     package_dir={f"isoloss.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed"], "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"]},
 )

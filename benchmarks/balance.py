@@ -106,9 +106,12 @@ def measure(samples: int, ranks: int, repeats: int) -> dict:
     costs = COST.cost(lengths)
     row: dict = {"samples": samples, "ranks": ranks, "floor": max(1.0, float(costs.max() * ranks / costs.sum()))}
     ms, plan = cpu_ms(lambda: make_plan(lengths, ranks, MAX_TOKENS, COST), repeats)
-    row["plan"] = {"max_over_mean": imbalance(plan, lengths, COST), "cpu_ms": ms,
-                   "micro_batches": plan.num_micro_batches,
-                   "fewest_micro_batches": -(-int(lengths.sum()) // (ranks * MAX_TOKENS))}
+    row["plan"] = {
+        "max_over_mean": imbalance(plan, lengths, COST),
+        "cpu_ms": ms,
+        "micro_batches": plan.num_micro_batches,
+        "fewest_micro_batches": -(-int(lengths.sum()) // (ranks * MAX_TOKENS)),
+    }
     for name, method in (("greedy", greedy), ("round_robin", round_robin), ("karmarkar_karp", karmarkar_karp)):
         ms, parts = cpu_ms(lambda method=method: method(lengths, ranks), repeats)
         row[name] = {"max_over_mean": max_over_mean(parts, lengths), "cpu_ms": ms}
@@ -117,8 +120,12 @@ def measure(samples: int, ranks: int, repeats: int) -> dict:
 
 
 def print_table(rows: list[dict]) -> None:
-    labels = {"plan": "isoloss plan, whole", "greedy": "isoloss, ranks only", "round_robin": "round robin",
-              "karmarkar_karp": "Karmarkar-Karp (own)"}
+    labels = {
+        "plan": "isoloss plan, whole",
+        "greedy": "isoloss, ranks only",
+        "round_robin": "round robin",
+        "karmarkar_karp": "Karmarkar-Karp (own)",
+    }
     print(f"{'samples/ranks':<16}{'method':<24}{'max/mean cost':>14}{'CPU ms':>12}")
     for row in rows:
         size = f"{row['samples']}/{row['ranks']}"
@@ -127,8 +134,10 @@ def print_table(rows: list[dict]) -> None:
             result = row[key]
             print(f"{size:<16}{label:<24}{result['max_over_mean']:>14.6f}{result['cpu_ms']:>12.2f}")
         print(f"{size:<16}Karmarkar-Karp takes {row['karmarkar_karp_ms_over_greedy_ms']:.0f} times the CPU of greedy")
-        print(f"{size:<16}{row['plan']['micro_batches']} micro-batches a rank; total tokens need at least "
-              f"{row['plan']['fewest_micro_batches']}")
+        print(
+            f"{size:<16}{row['plan']['micro_batches']} micro-batches a rank; total tokens need at least "
+            f"{row['plan']['fewest_micro_batches']}"
+        )
 
 
 def main() -> None:
@@ -137,8 +146,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="best of this many")
     args = parser.parse_args()
     versions = {"python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine()}
-    print(f"python {versions['python']}, numpy {versions['numpy']}, {versions['machine']}, one core, "
-          f"micro-batches of at most {MAX_TOKENS} tokens")
+    print(
+        f"python {versions['python']}, numpy {versions['numpy']}, {versions['machine']}, one core, "
+        f"micro-batches of at most {MAX_TOKENS} tokens"
+    )
     rows = [measure(samples, ranks, args.repeats) for samples, ranks in SIZES]
     print_table(rows)
     if args.out:

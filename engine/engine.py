@@ -31,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class OptimResult:
-    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite, or nothing was valid."""
+    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite or nothing was valid."""
 
     grad_norm: float
     lr: float
@@ -115,7 +115,7 @@ class Engine:
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
     ) -> tuple[StepMetrics, OptimResult]:
-        """forward_backward and optim_step in one, with the gradient reduction overlapped if the configuration says so."""
+        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured."""
         metrics = self._forward_backward(samples, loss)
         return metrics, self.optim_step(lr)
 

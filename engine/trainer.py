@@ -1,4 +1,4 @@
-"""The SFT loop, and what surrounds a step: data, output folder, evaluation, checkpoints, the guard against bad steps."""
+"""The SFT loop, and what surrounds a step: data, output folder, evaluation, checkpoints, guard against bad steps."""
 
 import dataclasses
 import json
@@ -134,7 +134,7 @@ def _create_output(config: Config, run_name: str) -> Path:
     if not config.checkpoint.resume and (folder / "metrics.jsonl").exists():
         if config.output_dir:
             raise UserError(
-                f"output_dir={folder} holds a run already; choose another folder, or checkpoint.resume=true to go on with it"
+                f"output_dir={folder} holds a run already; choose another, or checkpoint.resume=true to go on with it"
             )
         number = 2
         while Path(f"{folder}-{number}").exists():
@@ -251,7 +251,7 @@ class BadStepGuard:
             print(f"step {step}: loss {metrics.loss}, gradient norm {result.grad_norm}: not applied", file=sys.stderr)
         if self.bad_steps >= self.max_bad_steps:
             raise UserError(
-                f"the loss or gradient was not finite for train.max_bad_steps={self.max_bad_steps} steps in a row, up to "
+                f"loss or gradient not finite for train.max_bad_steps={self.max_bad_steps} steps in a row, up to "
                 f"step {step} (loss {metrics.loss}); lower optim.lr, or look at the data of these steps"
             )
 

@@ -104,8 +104,8 @@ class Qkv:
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         if self.num_kv_heads % tp_size and tp_size % self.num_kv_heads:
             raise UserError(
-                f"parallel.tp={tp_size} neither divides nor is a multiple of the model's {self.num_kv_heads} key/value heads; "
-                "choose a divisor (more ranks can go to parallel.ulysses or pp)"
+                f"parallel.tp={tp_size} neither divides nor is a multiple of the model's {self.num_kv_heads} "
+                "key/value heads; choose a divisor (more ranks can go to parallel.ulysses or pp)"
             )
         return _piece(whole, 0, tp_size, tp_rank, "rows of q, k and v")
 

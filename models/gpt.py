@@ -116,7 +116,8 @@ def check_layout(arch: Architecture, mesh_layout) -> None:
     heads, kv_heads = arch.num_heads, arch.num_kv_heads
     if heads % layout.tp:
         raise UserError(
-            f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of {_divisors(heads)}"
+            f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of "
+            f"{_divisors(heads)}"
         )
     if kv_heads % layout.tp and layout.tp % kv_heads:
         raise UserError(

@@ -54,7 +54,7 @@ def load_weights(chunks: Sequence[nn.Module], arch: Architecture, source: Weight
 
 
 def gather(shard: Tensor, weight: Weight, mesh: Mesh) -> Tensor:
-    """The whole of a TP-sharded tensor (a weight, a gradient), on every TP rank. Collectives: one all-gather over tp."""
+    """The whole of a TP-sharded tensor (a weight, a gradient), on every TP rank. One all-gather over tp."""
     if mesh.layout.tp == 1:
         return weight.form.unshard([shard])
     shards = [torch.empty_like(shard) for _ in range(mesh.layout.tp)]

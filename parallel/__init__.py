@@ -1,4 +1,4 @@
-"""Process groups, sharding and the loss normalizer. Importing it makes Megatron-Core importable on a CPU-only machine."""
+"""Process groups, sharding and the loss normalizer. Importing it lets Megatron-Core run without a GPU."""
 
 import warnings
 

@@ -44,7 +44,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity whose gradient is summed over `group`: the entry of a region where each rank adds a part (Megatron's f)."""
+    """Identity whose gradient is summed over `group`: entry of a region where each rank adds a part (Megatron's f)."""
     return x if group.size() == 1 else _SumGradient.apply(x, group)
 
 
@@ -64,5 +64,5 @@ class _GatherRows(torch.autograd.Function):
 
 
 def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate dim 0 over `group`; the gradient is summed over it and scattered (the exit of TP sequence parallelism)."""
+    """Concatenate dim 0 over `group`; the gradient is summed and scattered (the exit of TP sequence parallelism)."""
     return x if group.size() == 1 else _GatherRows.apply(x, group)

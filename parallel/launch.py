@@ -1,4 +1,4 @@
-"""Starting and ending the process group of a rank. The environment that torchrun sets is read here, and nowhere else."""
+"""Starting and ending the process group of a rank. torchrun's environment is read here and nowhere else."""
 
 import os
 from datetime import timedelta

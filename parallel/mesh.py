@@ -84,7 +84,7 @@ class Layout:
         if world_size % self.replica_size:
             raise UserError(
                 f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "
-                f"ring {self.ring} = {self.replica_size}; start a multiple of {self.replica_size} ranks or lower a degree"
+                f"ring {self.ring} = {self.replica_size}; start a multiple of it, or lower a degree"
             )
         values = {f.name: getattr(self, f.name) for f in fields(self)} | {"dp": world_size // self.replica_size}
         return Layout(**values)

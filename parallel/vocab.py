@@ -1,8 +1,8 @@
 """Log-probabilities and entropy over a vocabulary split over TP, in chunks, at labelled positions only.
 
 Logits of a whole micro-batch never exist: the forward visits `chunk` positions at a time and keeps one log-sum-exp
-each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix product, so
-padding, hence TP, cannot reach the loss.
+each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix
+product, so padding, hence TP, cannot reach the loss.
 
 Shape suffixes: N labelled positions, D hidden size, V vocabulary columns of this TP rank, C positions of a chunk.
 """

@@ -18,6 +18,7 @@ from isoloss.engine.plan import CostModel
 def rows(path: Path) -> list[dict]:
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
+
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
@@ -38,13 +39,20 @@ def test_a_row_per_step_flushed_and_the_same_scalars_in_tensorboard(tmp_path):
         assert len(rows(tmp_path / "new/run/metrics.jsonl")) == 1  # before the log is closed
         log.log(2, {"loss": 1.5, "valid_tokens": np.int64(2**53 + 1), "lr": 0.25})
     assert (tmp_path / "new/run/metrics.jsonl").read_text().splitlines()[1] == (
-        '{"step": 2, "loss": 1.5, "valid_tokens": 9007199254740993, "lr": 0.25}')
+        '{"step": 2, "loss": 1.5, "valid_tokens": 9007199254740993, "lr": 0.25}'
+    )
     assert rows(tmp_path / "new/run/metrics.jsonl")[0] == {"step": 1, "loss": 2.5, "valid_tokens": 7, "lr": 0.5}
     assert rows(tmp_path / "new/run/eval.jsonl") == [{"step": 0, "loss": 4.0}]
     (file,) = events(tmp_path / "new/run")
     assert scalars(file) == [
-        ("eval/loss", 0, 4.0), ("train/loss", 1, 2.5), ("train/valid_tokens", 1, 7.0), ("train/lr", 1, 0.5),
-        ("train/loss", 2, 1.5), ("train/valid_tokens", 2, float(2**53)), ("train/lr", 2, 0.25)]
+        ("eval/loss", 0, 4.0),
+        ("train/loss", 1, 2.5),
+        ("train/valid_tokens", 1, 7.0),
+        ("train/lr", 1, 0.5),
+        ("train/loss", 2, 1.5),
+        ("train/valid_tokens", 2, float(2**53)),
+        ("train/lr", 2, 0.25),
+    ]
 
 
 def test_what_is_not_finite_is_a_string_and_the_file_strict_json(tmp_path):
@@ -111,7 +119,8 @@ def test_plain_lines_are_few_and_include_the_first_and_the_last(tmp_path, capsys
     assert err.splitlines() == [
         "step 5/10  loss 1.2500  12,346 tokens/s  ETA 0:00:20",
         "step 8/10  loss 2.0000  12,346 tokens/s  ETA 0:00:08",
-        "step 10/10  loss 2.5000  12,346 tokens/s  ETA 0:00:00"]
+        "step 10/10  loss 2.5000  12,346 tokens/s  ETA 0:00:00",
+    ]
 
 
 def test_bar_on_a_terminal(tmp_path, monkeypatch):
@@ -143,11 +152,18 @@ def test_mfu_is_work_over_capacity():
     assert mfu(flops=8e15, seconds=2.0, peak_flops_per_device=1e15, num_devices=8) == 0.5
 
 
-@pytest.mark.parametrize(("name", "peak"), [
-    ("NVIDIA H100 80GB HBM3", 989e12), ("NVIDIA H100 PCIe", 756e12), ("NVIDIA H200", 989e12),
-    ("NVIDIA GH200 480GB", 989e12), ("NVIDIA A100-SXM4-80GB", 312e12), ("NVIDIA B200", 2250e12),
-    ("NVIDIA GB200", 2500e12),
-])
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+    ],
+)
 def test_peak_of_known_devices(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops("cuda:0") == peak

@@ -18,8 +18,16 @@ from isoloss.parallel.errors import UserError
 
 def tiny_folder(path, tie=False, dtype=torch.float32):
     torch.manual_seed(0)
-    config = LlamaConfig(num_hidden_layers=3, hidden_size=16, num_attention_heads=4, num_key_value_heads=2,
-                         intermediate_size=20, vocab_size=67, max_position_embeddings=64, tie_word_embeddings=tie)
+    config = LlamaConfig(
+        num_hidden_layers=3,
+        hidden_size=16,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=20,
+        vocab_size=67,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie,
+    )
     model = LlamaForCausalLM(config).to(dtype)
     model.save_pretrained(path)
     return model
@@ -27,6 +35,7 @@ def tiny_folder(path, tie=False, dtype=torch.float32):
 
 def export(source, target, weights, stages=1, max_shard_bytes=4000):
     """As an engine exports: through whole Megatron-Core weights, one writer a pipeline stage."""
+
     def stream(part):
         for weight in part:
             whole = weight.form.merge([source.get(name) for name in weight.hf_names])
@@ -38,8 +47,10 @@ def export(source, target, weights, stages=1, max_shard_bytes=4000):
 
 
 @pytest.mark.parametrize("tie", [False, True])
-@pytest.mark.parametrize(("stages", "max_shard_bytes", "dtype"), [(1, 10**9, torch.float32), (1, 4000, torch.bfloat16),
-                                                                  (2, 4000, torch.float32), (2, 10**9, torch.float32)])
+@pytest.mark.parametrize(
+    ("stages", "max_shard_bytes", "dtype"),
+    [(1, 10**9, torch.float32), (1, 4000, torch.bfloat16), (2, 4000, torch.float32), (2, 10**9, torch.float32)],
+)
 def test_round_trip_loads_in_transformers(tmp_path, tie, stages, max_shard_bytes, dtype):
     model = tiny_folder(tmp_path / "in", tie, dtype)
     arch = read_architecture(tmp_path / "in")

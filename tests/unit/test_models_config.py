@@ -144,8 +144,11 @@ REFUSED = [
     (LLAMA_31_8B, {"dtype": "float32"}, "dtype='float32' contradicts torch_dtype='bfloat16'"),
     (LLAMA_31_8B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),
     (LLAMA_31_8B, {"rope_scaling": {"rope_type": ["linear"]}}, "rope_scaling.rope_type="),
-    (LLAMA_31_8B, {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8.5, "rope_theta": None}},
-     "rope_scaling.original_max_position_embeddings=8.5 must be a positive integer"),
+    (
+        LLAMA_31_8B,
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8.5, "rope_theta": None}},
+        "rope_scaling.original_max_position_embeddings=8.5 must be a positive integer",
+    ),
     (LLAMA_31_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
     (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "rope_type": "default"}}, "type='linear' contradicts"),
     (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "rope_scaling.beta_fast=1"),

@@ -158,7 +158,9 @@ def test_there_and_back_again(case, dtype):
 
 
 def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
-    with pytest.raises(UserError, match=r"parallel.tp=4 neither divides nor is a multiple of the model's 3 key/value heads"):
+    with pytest.raises(
+        UserError, match=r"parallel.tp=4 neither divides nor is a multiple of the model's 3 key/value heads"
+    ):
         Qkv(12, 3, 4).shard(numbered((72, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 MLP features"):
         GateUp().shard(numbered((12, 3)), 4, 0)

@@ -16,7 +16,8 @@ DECODER_7B = CostModel.from_shape(3584, 28, 28, 128, 4, 18944, 152064)
 
 cost_models = st.sampled_from([TOKENS, SQUARES, DECODER_7B, CostModel(24576.0, 1.0)])
 lengths_and_budget = st.integers(1, 300).flatmap(
-    lambda budget: st.tuples(st.lists(st.integers(1, budget), max_size=60), st.just(budget)))
+    lambda budget: st.tuples(st.lists(st.integers(1, budget), max_size=60), st.just(budget))
+)
 
 
 def indices(plan: Plan) -> list[int]:
@@ -182,9 +183,11 @@ def test_cost_model_refuses_coefficients_that_do_not_grow(coefficients):
 
 def test_cost_from_shape_counts_every_matrix():
     # Two layers: q 8x8, k and v 8x4 each, o 8x8, three 8x16 of the MLP; the head 8x32. Attention: 2 heads of 4.
-    model = CostModel.from_shape(hidden_size=8, num_layers=2, num_heads=2, head_dim=4, num_kv_heads=1,
-                                 intermediate_size=16, vocab_size=32)
+    model = CostModel.from_shape(
+        hidden_size=8, num_layers=2, num_heads=2, head_dim=4, num_kv_heads=1, intermediate_size=16, vocab_size=32
+    )
     assert model.linear == 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 256)
     assert model.quadratic == 2 * (2 * 2 * 2 * 4) / 2
     assert model.cost([[1, 10]]).tolist() == [
-        [model.linear + model.quadratic, 10 * model.linear + 100 * model.quadratic]]
+        [model.linear + model.quadratic, 10 * model.linear + 100 * model.quadratic]
+    ]
