@@ -164,7 +164,7 @@ class TrainConfig:
 @dataclass(frozen=True)
 class CheckpointConfig:
     """every: steps between checkpoints, besides one after the last step (0: only that one). keep: how many stay.
-    resume: go on from the newest checkpoint of output_dir. export_hf: leave a Hugging Face folder after the last one."""
+    resume: go on from the newest checkpoint of output_dir. export_hf: leave a Hugging Face folder at the end."""
 
     every: int = 0
     keep: int = 2

@@ -31,7 +31,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class OptimResult:
-    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite or nothing was valid."""
+    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite, or N = 0."""
 
     grad_norm: float
     lr: float

@@ -39,7 +39,7 @@ def main(
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
-        description=f"Run the {recipe} recipe; several ranks with torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
+        description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
         epilog=f"presets: {', '.join(presets(recipe))}. keys: {', '.join(known_keys(config_class))}",
     )
     parser.add_argument(

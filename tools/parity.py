@@ -131,7 +131,7 @@ def merge(of_ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measurement against its reference. errors are relative; worst: the parameter with the largest gradient error."""
+    """A measurement against its reference, in relative errors. worst: the parameter with the largest gradient error."""
 
     loss_error: float
     norm_error: float
@@ -142,7 +142,7 @@ class Comparison:
 
 
 def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
-    """Whether loss and every parameter's gradient agree. A comparison in which some gradient is 0 proves nothing."""
+    """Whether loss and every parameter's gradient agree. With some gradient 0 it proves nothing."""
     loss_error = _relative(found.loss, reference.loss)
     norm_error = _relative(found.grad_norm, reference.grad_norm)
     errors = {

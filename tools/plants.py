@@ -33,7 +33,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plant:
-    """patch: a context manager in which the bug is there. spoils: the runs whose loss or gradient must come out wrong."""
+    """patch: a context manager in which the bug is there. spoils: the runs whose loss or gradient must be wrong."""
 
     name: str
     patch: Callable[[], contextlib.AbstractContextManager]
@@ -47,7 +47,7 @@ class Plant:
 
 
 def _by_name(name: str) -> Plant:
-    return PLANTS[name] if name in PLANTS else NONE
+    return PLANTS.get(name, NONE)
 
 
 def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:

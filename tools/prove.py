@@ -158,15 +158,13 @@ def on_layout(config: Config, layout: Layout, precision: str) -> Config:
 
 
 def line(row: Row) -> str:
-    budget = row.case.max_tokens or "all"
-    verdict = "pass" if row.against.passed else "FAIL"
-    expected = (
-        "" if row.as_expected else "  (the plant shows here)" if row.against.passed else "  (nothing is planted here)"
-    )
+    budget = str(row.case.max_tokens or "all")
+    against = row.against
+    expected = "" if row.as_expected else "  (the plant shows here)" if against.passed else "  (nothing planted here)"
     return (
-        f"{verdict}  {row.layout:24} {row.case.loss.aggregation:24} budget {budget!s:>6} "
-        f"{row.found.micro_batches:3} micro-batches  loss {row.against.loss_error:.1e}  norm {row.against.norm_error:.1e}  "
-        f"worst gradient {row.against.gradient_error:.1e} {row.against.worst}{expected}"
+        f"{'pass' if against.passed else 'FAIL'}  {row.layout:24} {row.case.loss.aggregation:24} budget {budget:>6} "
+        f"{row.found.micro_batches:3} micro-batches  loss {against.loss_error:.1e}  norm {against.norm_error:.1e}  "
+        f"worst gradient {against.gradient_error:.1e} {against.worst}{expected}"
     )
 
 
@@ -206,13 +204,13 @@ def report(
         detected = sum(not row.against.passed for row in spoiled)
         untouched = len(rows) - len(spoiled)
         passed = sum(row.against.passed for row in rows if not row.spoiled)
-        print(
-            f"plant {plant.name}: detected in {detected} of {len(spoiled)} runs it spoils; {passed} of {untouched} others pass"
-        )
+        found = f"detected in {detected} of {len(spoiled)} spoiled runs"
+        print(f"plant {plant.name}: {found}; {passed} of {untouched} others pass")
     for row in failed if plant is NONE else ():
         print(f"not proved on {row.layout}: {row.against.reason}")
     print(
-        f"{'proved' if proved else 'NOT proved'}: {len(rows) - len(failed)} of {len(rows)} runs agree; certificate in {folder}"
+        f"{'proved' if proved else 'NOT proved'}: {len(rows) - len(failed)} of {len(rows)} runs agree; "
+        f"certificate in {folder}"
     )
     return 0 if proved else 1
 
