@@ -1,0 +1,8 @@
+"""A training step and the run around it. These names are the ones a training loop of your own needs."""
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
+
+__all__ = ["Config", "Engine", "Loss", "Sample", "TokenInputs", "negative_log_likelihood"]

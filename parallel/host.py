@@ -105,7 +105,3 @@ def install() -> bool:
     torch.Tensor.type = _tensor_type(torch.Tensor.type)
     return True
 
-
-def device() -> torch.device:
-    """The device of this rank: its CUDA device, or the CPU where there is none."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# One torchrun agent on every node; run the same line on each (or through srun, see sft.slurm):
+#
+#     HEAD=node0 NODES=2 GPUS=8 recipes/scripts/multi_node.sh sft preset=32b_h100 model.path=DIR data.train=FILE
+#
+# HEAD is the host name of one of the nodes, reachable from all; PORT any free port on it.
+set -euo pipefail
+: "${HEAD:?set HEAD to the host name of one node}" "${NODES:?set NODES to the number of nodes}"
+recipe=${1:?usage: multi_node.sh RECIPE [key=value ...]}
+shift
+# Without this, ranks that are restarted can read the addresses of their dead predecessors from the agent's store.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+# Megatron orders communication and compute by the order of launches when TP overlaps them.
+export CUDA_DEVICE_MAX_CONNECTIONS=1
+exec torchrun --nnodes "$NODES" --nproc_per_node "${GPUS:-8}" --rdzv_backend c10d \
+    --rdzv_endpoint "$HEAD:${PORT:-29500}" --rdzv_id "${JOB:-isoloss}" --max_restarts "${RESTARTS:-0}" \
+    -m "isoloss.recipes.$recipe" "$@"
