@@ -104,4 +104,3 @@ def install() -> bool:
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.type = _tensor_type(torch.Tensor.type)
     return True
-

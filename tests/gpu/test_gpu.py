@@ -1,0 +1,70 @@
+"""The same claims on real devices over NCCL: run with `pytest tests/gpu` on a machine with GPUs.
+
+On one GPU the token budgets are compared; on several every layout of their number joins in.
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from worlds import invariance as world
+
+from isoloss.engine.config import Config
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import compose_config
+from isoloss.tools import prove
+from isoloss.tools.parity import Case, freeze
+from isoloss.tools.plants import NONE, PLANTS
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
+LAYOUTS = [
+    layout
+    for layout in ("1", "tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "dp2", "tp2+pp2", "tp2+pp2+dp2")
+    if Layout.parse(layout).world_size <= GPUS
+]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    cache = tmp_path_factory.mktemp("gpu")
+    return compose_config("sft", Config, ["batch.global_size=16", f"data.cache_dir={cache}"])[0]
+
+
+@pytest.fixture(scope="module")
+def samples(config):
+    return prove.first_batch(config, NONE)
+
+
+@pytest.mark.parametrize("precision", ("fp64", "fp32"))
+def test_every_layout_agrees(config, samples, precision):
+    cases = [
+        Case(budget, prove.loss_config(mode, config))
+        for mode in ("token-mean", "seq-mean-token-mean")
+        for budget in (600, 0)
+    ]
+    rows = prove.prove(config, samples, [Layout.parse(layout) for layout in LAYOUTS], cases, precision)
+    assert all(row.against.passed for row in rows), [row.against.reason for row in rows]
+
+
+@pytest.mark.parametrize("plant", ("mean-of-micro-batch-means", "dropped-micro-batch"))
+def test_planted_bugs_show(config, plant):
+    samples = prove.first_batch(config, PLANTS[plant])
+    cases = [Case(budget, prove.loss_config("token-mean", config)) for budget in (600, 0)]
+    rows = prove.prove(config, samples, [Layout()], cases, "fp64", PLANTS[plant])
+    assert [row.against.passed for row in rows] == [False, True]
+
+
+def test_bf16_trains_like_fp32(pool, config, samples):
+    runs = {}
+    for precision in ("fp32", "bf16"):
+        train = dataclasses.replace(config.train, precision=precision)
+        optim = dataclasses.replace(config.optim, warmup_steps=0, lr=1e-3)
+        runs[precision] = pool.run(
+            1, world.losses, dataclasses.replace(config, train=train, optim=optim), freeze(samples), 20
+        )[0]
+    assert all(math.isfinite(loss) for loss in runs["bf16"])
+    assert runs["bf16"][0] == pytest.approx(runs["fp32"][0], rel=2e-3)
+    assert runs["bf16"][-1] == pytest.approx(runs["fp32"][-1], rel=2e-2)
+    assert runs["bf16"][-1] < 0.9 * runs["bf16"][0]
