@@ -10,6 +10,7 @@ import contextlib
 import functools
 
 import torch
+from torch.utils._device import _device_constructors
 
 CPU = torch.device("cpu")
 # Every factory function to which Megatron-Core passes device="cuda" or a CUDA device object.
@@ -97,6 +98,10 @@ def install() -> bool:
     for module in (cuda, cuda.random):
         module.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
         module.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    # `with torch.device(...)` knows the factories by identity and lists them when it is first used: it must list the
+    # originals, which still do the work. Else transformers, which builds models on the meta device, leaves some buffers
+    # (rotary frequencies) uninitialised.
+    _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     torch.Tensor.cuda = lambda self, *args, **kwargs: self

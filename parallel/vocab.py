@@ -62,7 +62,9 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         n = hidden_ND.shape[0]
         weight = weight_VD[:columns]
-        # Rows of `part`: log-sum-exp of this rank's columns, the target's logit, sum of softmax_here * logit.
+        # Rows of `part`: log-sum-exp of this rank's columns, the target's logit, minus the entropy of softmax_here.
+        # (A sum of softmax * logit would cancel in the end: an error of rounding * logit^2, here rounding * logit. The
+        # softmax is divided by its sum, because a rounded log-sum-exp leaves it off 1 by rounding * logit.)
         part = hidden_ND.new_zeros((3, n), dtype=dtype)
         part[0] = -torch.inf
         kept = None
@@ -73,14 +75,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             own, column = _own_targets(targets_N[rows], first, columns)
             part[1, start + own] = logits_CV[own, column]
             if with_entropy:
-                part[2, rows] = torch.einsum("cv,cv->c", torch.exp(logits_CV - part[0, rows, None]), logits_CV)
+                logp_CV = logits_CV - part[0, rows, None]
+                p_CV = torch.exp(logp_CV)
+                # `sum` adds pairwise; a dot product (einsum) of V equal terms in fp32 loses 5e-5 of it.
+                total_C = p_CV.sum(1)
+                part[2, rows] = p_CV.mul_(logp_CV).sum(1) / total_C
             kept = logits_CV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
         parts = part.new_empty((group.size() * 3, n))
         dist.all_gather_into_tensor(parts, part, group=group)
         parts = parts.unflatten(0, (-1, 3))
         lse_N = torch.logsumexp(parts[:, 0], dim=0)
-        mean_logit_N = (torch.exp(parts[:, 0] - lse_N) * parts[:, 2]).sum(0)
-        entropy_N = lse_N - mean_logit_N
+        # log of each rank's share of the probability; finite, since 0 * inf of a rank with padding only would be NaN.
+        share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
+        entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, entropy_N, kept)
         ctx.first, ctx.columns, ctx.chunk, ctx.with_entropy = first, columns, chunk, with_entropy
         return parts[:, 1].sum(0) - lse_N, entropy_N

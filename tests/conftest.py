@@ -3,7 +3,9 @@
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
 
+from isoloss.parallel import launch, mesh
 from isoloss.tools.pool import WorkerPool
 
 
@@ -15,3 +17,13 @@ def pool() -> Iterator[WorkerPool]:
     """
     with WorkerPool(8) as workers:
         yield workers
+
+
+@pytest.fixture
+def one_rank() -> Iterator[dist.ProcessGroup]:
+    """A world of this process alone, left again after the test."""
+    launch.init_process_group()
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    mesh.destroy()
+    dist.destroy_process_group()

@@ -1,0 +1,99 @@
+"""Imports go one way (recipes, tools -> engine -> models -> parallel), read from the source of every module."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What each folder may import besides itself.
+ALLOWED = {
+    "parallel": set(),
+    "models": {"parallel"},
+    "engine": {"parallel", "models"},
+    "tools": {"parallel", "models", "engine"},
+    "recipes": {"parallel", "models", "engine"},
+}
+TESTS = ("tests", "benchmarks")
+PARALLEL_STATE = "megatron.core.parallel_state"
+
+
+def modules(folder: str) -> list[Path]:
+    return sorted(p for p in (ROOT / folder).rglob("*.py") if not any(part.startswith(".") for part in p.parts))
+
+
+def imported(source: str, package: str) -> Iterator[str]:
+    """Absolute dotted names of everything that a module of `package` imports, anywhere in it; `from a import b` gives
+    a.b."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*parents, *([node.module] if node.module else [])])
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def package_of(path: Path) -> str:
+    return ".".join(["isoloss", *path.relative_to(ROOT).parent.parts])
+
+
+def faults(path: str, source: str, package: str) -> list[str]:
+    """What the module breaks, one line each."""
+    folder = package.split(".")[1]
+    found = []
+    for name in imported(source, package):
+        top, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if top in ALLOWED:
+            found.append(f"{path}: import isoloss.{top}, not {name}, which is a second copy of the module")
+        if top == "isoloss" and folder in ALLOWED and target not in {folder} | ALLOWED[folder]:
+            found.append(f"{path}: {folder} must not import {name}")
+        if (name + ".").startswith(PARALLEL_STATE + ".") and path != "parallel/mesh.py":
+            found.append(f"{path}: only parallel/mesh.py touches {PARALLEL_STATE}")
+    return found
+
+
+@pytest.mark.parametrize("folder", [*ALLOWED, *TESTS])
+def test_imports_go_one_way(folder):
+    paths = modules(folder)
+    assert paths or folder == "benchmarks"
+    found = [f for p in paths for f in faults(str(p.relative_to(ROOT)), p.read_text(), package_of(p))]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("parallel/x.py", "from isoloss.models import gpt"),
+        ("parallel/x.py", "def f():\n    import isoloss.engine.step"),
+        ("models/x.py", "from isoloss import engine"),
+        ("models/x.py", "from ..engine import step"),
+        ("engine/rl/x.py", "from ...recipes import sft"),
+        ("engine/x.py", "from isoloss.tools.pool import WorkerPool"),
+        ("recipes/x.py", "from isoloss.tools import pool"),
+        ("tools/x.py", "from isoloss.recipes import sft"),
+        ("engine/x.py", "import models.gpt"),
+        ("tests/unit/x.py", "from engine.step import run_step"),
+        ("engine/x.py", "from megatron.core import parallel_state as mpu"),
+        ("models/x.py", "import megatron.core.parallel_state"),
+        ("tests/unit/x.py", "from megatron.core.parallel_state import get_data_parallel_group"),
+    ],
+)
+def test_the_rule_finds(path, source):
+    assert faults(path, source, package_of(ROOT / path))
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("parallel/mesh.py", "from megatron.core import parallel_state"),
+        ("engine/x.py", "from isoloss.parallel.mesh import Mesh\nfrom isoloss.models import gpt\nfrom . import step"),
+        ("engine/rl/x.py", "from ..step import run_step"),
+        ("tools/x.py", "import isoloss.engine.engine, toolshed"),
+        ("tests/unit/x.py", "from isoloss.tools import pool\nimport worlds.vocab"),
+    ],
+)
+def test_the_rule_lets_pass(path, source):
+    assert not faults(path, source, package_of(ROOT / path))

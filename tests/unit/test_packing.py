@@ -1,0 +1,133 @@
+"""Packing: targets are shifted inside documents, nothing else moves, and shards are slices of the whole row."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.packing import PackedBatch, pack
+
+CPU = torch.device("cpu")
+
+
+def mesh(context: int = 1, rank: int = 0, tp: int = 1) -> Any:
+    """As much of a mesh as packing looks at."""
+    group = SimpleNamespace(size=lambda: context, rank=lambda: rank)
+    return SimpleNamespace(context=group, row_multiple=context * tp)
+
+
+def make_samples(lengths, seed=0):
+    """Tokens are unique over all samples, so that a target tells where it came from. Weights and fields likewise."""
+    random = torch.Generator().manual_seed(seed)
+    samples, weights, start = [], [], 0
+    for length in lengths:
+        place = torch.arange(start, start + length)
+        mask = torch.rand(length, generator=random) < 0.6
+        mask[0] = False
+        samples.append(Sample(1000 + place, mask, fields={"advantages": 0.5 * place, "old": -1.0 * place}))
+        weights.append(mask * (place + 0.25).double())
+        start += length
+    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+    return samples, weights, offsets
+
+
+def concatenated(shards: list[PackedBatch]) -> PackedBatch:
+    """The whole row from the slices of all context ranks."""
+    size = shards[0].tokens_R.numel()
+
+    def join(name):
+        return torch.cat([getattr(shard, name) for shard in shards])
+
+    return PackedBatch(
+        tokens_R=join("tokens_R"),
+        positions_R=join("positions_R"),
+        lengths=shards[0].lengths,
+        labelled_N=torch.cat([shard.labelled_N + rank * size for rank, shard in enumerate(shards)]),
+        targets_N=join("targets_N"),
+        weights_N=join("weights_N"),
+        fields={k: torch.cat([shard.fields[k] for shard in shards]) for k in shards[0].fields},
+        origin_N=join("origin_N"),
+    )
+
+
+def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
+    """By a walk over samples and tokens, with no slice arithmetic."""
+    tokens, positions, labelled, targets, weight_list, origin, fields = [], [], [], [], [], [], []
+    for sample, weight, offset in zip(samples, weights, offsets):
+        for t in range(len(sample)):
+            if t > 0 and sample.mask_T[t]:
+                labelled.append(len(tokens) - 1)  # the position before the target, in the same document
+                targets.append(int(sample.tokens_T[t]))
+                weight_list.append(float(weight[t]))
+                origin.append(offset + t)
+                fields.append((float(sample.fields["advantages"][t]), float(sample.fields["old"][t])))
+            tokens.append(int(sample.tokens_T[t]))
+            positions.append(t)
+    padding = total - len(tokens)
+    assert row.tokens_R.tolist() == tokens + [0] * padding
+    assert row.positions_R.tolist() == positions + list(range(padding))
+    assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
+    assert row.labelled_N.tolist() == labelled
+    assert row.targets_N.tolist() == targets
+    assert row.weights_N.dtype == torch.float64 and row.weights_N.tolist() == weight_list
+    assert row.origin_N.tolist() == origin
+    if fields:
+        assert list(zip(row.fields["advantages"].tolist(), row.fields["old"].tolist())) == fields
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "tp", "total"),
+    [
+        ([5, 1, 7, 3], 1, 1, 16),  # no padding
+        ([5, 1, 7, 2], 2, 1, 16),
+        ([5, 1, 7, 2], 4, 1, 16),
+        ([5, 1, 7], 4, 1, 16),
+        ([5, 1, 7], 2, 4, 16),  # sequence-parallel TP splits the slices again
+        ([9, 8], 4, 2, 24),  # the last slice is padding only
+        ([1], 4, 1, 4),
+        ([2], 1, 1, 2),
+        ([4, 4, 4, 4], 4, 1, 16),  # documents end where shards do
+    ],
+)
+def test_the_slices_of_all_ranks_are_the_row(lengths, context, tp, total):
+    samples, weights, offsets = make_samples(lengths)
+    shards = [pack(samples, weights, offsets, mesh(context, rank, tp), CPU) for rank in range(context)]
+    assert [shard.tokens_R.numel() for shard in shards] == [total // context] * context
+    assert all(shard.lengths == shards[0].lengths for shard in shards)
+    check_whole_row(concatenated(shards), samples, weights, offsets, total)
+
+
+def test_samples_of_a_step_keep_their_place_whatever_the_order():
+    samples, weights, offsets = make_samples([4, 6, 3])
+    chosen = [2, 0]
+    args = [[values[i] for i in chosen] for values in (samples, weights, offsets)]
+    row = pack(*args, mesh(), CPU)
+    check_whole_row(row, *args, total=7)
+    step = torch.cat([sample.tokens_T for sample in samples])
+    assert torch.equal(step[row.origin_N], row.targets_N)
+
+
+def test_the_first_token_of_a_document_is_no_target_of_the_one_before():
+    samples = [Sample(torch.tensor([1, 2]), torch.tensor([False, True])) for _ in range(3)]
+    row = pack(samples, [torch.ones(2, dtype=torch.float64)] * 3, [0, 2, 4], mesh(2), CPU)
+    whole = concatenated([row, pack(samples, [torch.ones(2, dtype=torch.float64)] * 3, [0, 2, 4], mesh(2, 1), CPU)])
+    assert whole.labelled_N.tolist() == [0, 2, 4] and whole.targets_N.tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize(("context", "tp"), [(1, 1), (2, 1), (4, 2)])
+def test_an_empty_micro_batch_is_a_row_of_padding_without_labels(context, tp):
+    for rank in range(context):
+        row = pack([], [], [], mesh(context, rank, tp), CPU)
+        assert row.tokens_R.tolist() == [0] * tp and row.lengths == (context * tp,)
+        assert row.positions_R.tolist() == list(range(rank * tp, rank * tp + tp))
+        for values in (row.labelled_N, row.targets_N, row.weights_N, row.origin_N):
+            assert values.numel() == 0
+        assert not row.fields
+
+
+def test_a_micro_batch_without_targets_has_no_labels():
+    samples = [Sample(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.bool))]
+    row = pack(samples, [torch.zeros(3, dtype=torch.float64)], [0], mesh(), CPU)
+    assert row.labelled_N.numel() == row.targets_N.numel() == row.weights_N.numel() == 0

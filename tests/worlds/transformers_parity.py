@@ -1,0 +1,79 @@
+"""An engine on a tiny Hugging Face folder, for tests/numerics/test_transformers_parity.py; runs on every rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import cross_entropy
+from isoloss.models.weights import weight_map
+
+TOKEN_MEAN = cross_entropy(LossConfig())
+
+
+def make_engine(folder: Path, precision: str, **parallel) -> Engine:
+    """Micro-batches of at most 64 tokens, so that a step of a few sequences has several."""
+    return Engine(
+        Config(
+            model=ModelConfig(path=str(folder)),
+            batch=BatchConfig(max_tokens=64),
+            parallel=ParallelConfig(**parallel),
+            optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1),
+            train=TrainConfig(precision=precision),
+        )
+    )
+
+
+def make_samples(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[Sample]:
+    """Random sequences with random masks; the last one has no target at all."""
+    random = torch.Generator().manual_seed(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        tokens = torch.randint(vocab_size, (length,), generator=random)
+        mask = torch.rand(length, generator=random) < 0.7
+        mask[0] = False
+        samples.append(Sample(tokens, mask & (index < len(lengths) - 1)))
+    return samples
+
+
+def gradients_by_hf_name(engine: Engine) -> dict[str, Tensor]:
+    return _by_hf_name(engine, engine.gradients())
+
+
+def weights_by_hf_name(engine: Engine) -> dict[str, Tensor]:
+    return _by_hf_name(engine, engine.weights())
+
+
+def _by_hf_name(engine: Engine, named) -> dict[str, Tensor]:
+    weights = {weight.name: weight for weight in weight_map(engine.arch)}
+    return {
+        hf_name: part.clone()
+        for name, whole in named
+        for hf_name, part in zip(weights[name].hf_names, weights[name].form.split(whole))
+    }
+
+
+@dataclass(frozen=True)
+class Trained:
+    """losses: of each step, before it. logprobs: of the samples, after the last step. weights: this stage's, by
+    Hugging Face name."""
+
+    losses: list[float]
+    logprobs: list[Tensor]
+    weights: dict[str, Tensor]
+
+
+def train_and_export(folder: Path, out: Path, samples: Sequence[Sample], steps: int, parallel: dict) -> Trained:
+    """A few optimizer steps in fp32 on the same samples, then `export_hf` to `out`."""
+    engine = make_engine(folder, "fp32", **parallel)
+    losses = []
+    for _ in range(steps):
+        losses.append(engine.forward_backward(samples, TOKEN_MEAN).loss)
+        assert engine.optim_step().applied
+    engine.export_hf(out)
+    return Trained(losses, engine.logprobs(samples), weights_by_hf_name(engine))
