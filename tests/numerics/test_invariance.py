@@ -113,11 +113,11 @@ def loss_of(mode: str) -> LossConfig:
 class Grid:
     """References of one rank for every mode, and comparisons of other layouts with them."""
 
-    def __init__(self, pool, folder, family: str):
-        self.pool, self.family = pool, family
+    def __init__(self, pool, folder, family: str, samples: list[Sample] | None = None):
+        self.pool = pool
         self.config = config_of(folder / family)
         self.arch = read_architecture(folder / family)
-        self.frozen = freeze(batch())
+        self.frozen = freeze(samples or batch())
         self.files = {mode: reference_file(folder, f"{family}-{mode}") for mode in MODES}
         cases = [Case(0, loss_of(mode)) for mode in MODES]
         run = pool.run(1, measure, self.on(Layout()), self.frozen, cases, list(self.files.values()), NONE, True)
@@ -183,6 +183,13 @@ def test_tied_embeddings_biases_and_few_kv_heads(pool, folder, layout):
     Grid(pool, folder, "qwen2").check(Layout.parse(layout), [("token-mean", 0), ("seq-mean-token-mean", 160)])
 
 
+@pytest.mark.parametrize("layout", ("dp4", "ulysses8", "tp4+dp2", "pp2+vpp2", "tp2+pp2+ulysses2"))
+def test_fewer_tokens_than_ranks(pool, folder, layout):
+    """One sequence of three tokens: ranks without a sample, slices of padding only, and nobody waits for anybody."""
+    short = Sample(torch.tensor([5, 306, 17]), torch.tensor([False, True, True]))
+    Grid(pool, folder, "qwen3", [short]).check(Layout.parse(layout), [("token-mean", 0), ("seq-mean-token-sum", 0)])
+
+
 @pytest.mark.parametrize("ulysses", (2, 8))
 def test_sequence_parallel_1_2_and_8_give_the_same_numbers(pool, folder, grid, ulysses):
     """SP = 1, 2 and 8, as its own statement: fp64 loss, gradient norm and every gradient; fp32 loss."""
@@ -222,3 +229,43 @@ def test_one_all_reduce_of_counts_a_step(pool, grid, layout, budget):
     for calls, micro_batches in pool.run(world_size, world.count_reductions, config, grid.frozen):
         assert calls == 1
         assert micro_batches > 1 or budget != MAX_LENGTH
+
+
+def test_the_order_of_the_samples_does_not_matter(pool, grid):
+    frozen = freeze([batch()[index] for index in np.random.default_rng(0).permutation(len(batch()))])
+    for layout, budget in (("1", 160), ("dp2", 160), ("ulysses2", 0)):
+        cases = [Case(budget, loss_of(mode)) for mode in MODES]
+        config = grid.on(Layout.parse(layout))
+        run = pool.run(Layout.parse(layout).world_size, measure, config, frozen, cases, list(grid.files.values()))
+        for mode, found in zip(MODES, merge(run), strict=True):
+            against = compare(found, grid.references[mode], TOLERANCE["fp64"])
+            assert against.passed, f"{layout} {mode}: {against.reason}"
+
+
+def by_definition(mode: str, negative_logprobs: list[list[float]], groups: list[int]) -> float:
+    """The table of docs/normalization.md, sequence by sequence, without weights; fully masked sequences do not count."""
+    valid = [(terms, group) for terms, group in zip(negative_logprobs, groups) if terms]
+    sums = [sum(terms) for terms, _ in valid]
+    tokens = sum(len(terms) for terms, _ in valid)
+    if mode == "token-mean":
+        return sum(sums) / tokens
+    if mode == "seq-mean-token-mean":
+        return sum(total / len(terms) for total, (terms, _) in zip(sums, valid)) / len(valid)
+    if mode == "prompt-mean-token-mean":
+        of_prompt = {group: [t for terms, g in valid if g == group for t in terms] for _, group in valid}
+        return sum(sum(terms) / len(terms) for terms in of_prompt.values()) / len(of_prompt)
+    divisor = {"seq-mean-token-sum": len(valid), "seq-mean-token-sum-norm": len(valid) * MAX_LENGTH, "sum": 1}
+    return sum(sums) / divisor[mode]
+
+
+@pytest.mark.parametrize("layout", ("1", "tp2+pp2+ulysses2", "dp4"))
+def test_the_loss_is_its_definition(pool, grid, layout):
+    """Log-probabilities, taken through another path, put into the plain formula of each mode."""
+    config = dataclasses.replace(grid.on(Layout.parse(layout)), batch=BatchConfig(max_tokens=160))
+    values = pool.run(Layout.parse(layout).world_size, world.logprobs, config, grid.frozen)
+    assert all(v == values[0] for v in values)  # every rank has them all
+    samples = batch()
+    terms = [[-p for p, m in zip(row, s.mask_T.tolist()) if m] for row, s in zip(values[0], samples, strict=True)]
+    for mode in MODES:
+        expected = by_definition(mode, terms, [s.group for s in samples])
+        assert grid.references[mode].loss == pytest.approx(expected, rel=1e-12), mode

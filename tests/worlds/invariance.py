@@ -35,3 +35,8 @@ def count_reductions(config: Config, frozen: bytes) -> tuple[int, int]:
     with mock.patch.object(dist, "all_reduce", all_reduce):
         metrics = engine.forward_backward(samples, cross_entropy(LossConfig()))
     return len(calls), metrics.micro_batches
+
+
+def logprobs(config: Config, frozen: bytes) -> list[list[float]]:
+    """log-probabilities of every sample's targets."""
+    return [values.tolist() for values in Engine(config).logprobs(thaw(frozen))]
