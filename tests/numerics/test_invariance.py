@@ -243,7 +243,7 @@ def test_the_order_of_the_samples_does_not_matter(pool, grid):
 
 
 def by_definition(mode: str, negative_logprobs: list[list[float]], groups: list[int]) -> float:
-    """The table of docs/normalization.md, sequence by sequence, without weights; fully masked sequences do not count."""
+    """The table of docs/normalization.md, sequence by sequence, without weights."""
     valid = [(terms, group) for terms, group in zip(negative_logprobs, groups) if terms]
     sums = [sum(terms) for terms, _ in valid]
     tokens = sum(len(terms) for terms, _ in valid)
