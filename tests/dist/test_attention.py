@@ -53,6 +53,8 @@ def test_repeated_key_value_heads_put_each_query_head_beside_its_own(heads, kv_h
     repeats = kv_repeats(heads, kv_heads, degree)
     copies = [head for head in range(kv_heads) for _ in range(repeats)]
     assert len(copies) <= max(heads, kv_heads) and len(copies) % degree == 0
+    if kv_heads % degree == 0 or degree % kv_heads == 0:
+        assert len(copies) == max(kv_heads, degree)  # none, or one a rank
     on_rank = len(copies) // degree
     for query in range(heads):
         rank, local = divmod(query, heads // degree)
