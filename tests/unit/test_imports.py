@@ -12,7 +12,7 @@ ALLOWED = {
     "parallel": set(),
     "models": {"parallel"},
     "engine": {"parallel", "models"},
-    "tools": {"parallel", "models", "engine"},
+    "tools": {"parallel", "models", "engine", "recipes"},  # a tool reads a recipe's configuration
     "recipes": {"parallel", "models", "engine"},
 }
 TESTS = ("tests", "benchmarks")
