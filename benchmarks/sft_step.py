@@ -232,8 +232,9 @@ def main() -> None:
     labels = sum(int(s.mask_T.sum()) for s in samples)
     print(f"{len(samples)} sequences, {tokens} tokens, {labels} labels, {len(order)} micro-batches; {versions()}")
     for name, least in best.items():
-        print(f"{name:<9}{least:8.2f} CPU-s a step {tokens / least:7.0f} tokens/CPU-s   speed {best['limit'] / least:.3f} x limit"
-              f"   passes {' '.join(f'{s:.2f}' for s in seconds[name])}")
+        passes = " ".join(f"{s:.2f}" for s in seconds[name])
+        speed = f"{tokens / least:7.0f} tokens/CPU-s   speed {best['limit'] / least:.3f} x limit"
+        print(f"{name:<9}{least:8.2f} CPU-s a step {speed}   passes {passes}")
     if args.out:
         rows = {n: {"loss": first[n][0], "grad_norm": first[n][1], "cpu_seconds": s, "least": best[n],
                     "speed_over_limit": best["limit"] / best[n]} for n, s in seconds.items()}  # fmt: skip
