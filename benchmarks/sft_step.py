@@ -47,9 +47,7 @@ def make_samples(count: int, vocab_size: int, seed: int) -> list[Sample]:
     """Random tokens, the second half of each sequence labelled."""
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(np.log(256), 0.9, count), 64, 2048).astype(int).tolist()
-    return [
-        Sample(torch.from_numpy(random.integers(0, vocab_size, n)), torch.arange(n) >= n // 2) for n in lengths
-    ]
+    return [Sample(torch.from_numpy(random.integers(0, vocab_size, n)), torch.arange(n) >= n // 2) for n in lengths]
 
 
 class Isoloss:
@@ -238,8 +236,20 @@ def main() -> None:
     if args.out:
         rows = {n: {"loss": first[n][0], "grad_norm": first[n][1], "cpu_seconds": s, "least": best[n],
                     "speed_over_limit": best["limit"] / best[n]} for n, s in seconds.items()}  # fmt: skip
-        args.out.write_text(json.dumps({"versions": versions(), "load_average": os.getloadavg(), "tokens": tokens,
-                                        "labels": labels, "micro_batches": len(order), "rows": rows}, indent=2) + "\n")
+        args.out.write_text(
+            json.dumps(
+                {
+                    "versions": versions(),
+                    "load_average": os.getloadavg(),
+                    "tokens": tokens,
+                    "labels": labels,
+                    "micro_batches": len(order),
+                    "rows": rows,
+                },
+                indent=2,
+            )
+            + "\n"
+        )
 
 
 if __name__ == "__main__":
