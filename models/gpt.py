@@ -47,6 +47,33 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, wide):
+        ctx.save_for_backward(wide)
+        gate, up = wide.chunk(2, dim=-1)
+        return silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (wide,) = ctx.saved_tensors
+        gate, up = wide.chunk(2, dim=-1)
+        grad_wide = torch.empty_like(wide)
+        grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
+        torch.mul(silu(gate), grad, out=grad_up)
+        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
+        return grad_wide
+
+
+def swiglu(wide: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202), gate and up side by side in the last dimension.
+
+    Megatron's unfused one also adds a constant 0, keeps silu(gate) for the backward, and joins the two halves of the
+    gradient by a copy. The result is the same, bit by bit.
+    """
+    return _SwiGLU.apply(wide)
+
+
 class PackedGPT(GPTModel):
     """GPTModel over one packed row a micro-batch, from token ids to the last hidden states."""
 
@@ -157,6 +184,7 @@ def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Tr
         normalization="RMSNorm",
         gated_linear_unit=True,
         activation_func=silu,
+        use_te_activation_func=True,  # the slot that `layer_spec` fills with `swiglu`; nothing of Transformer Engine
         add_bias_linear=False,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
@@ -195,6 +223,7 @@ def layer_spec(arch: Architecture, mesh: Mesh):
     """Megatron's local layer spec with our norm and attention in it."""
     spec = get_gpt_layer_local_spec(qk_layernorm=arch.qk_norm, normalization="RMSNorm")
     spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.mlp.submodules.activation_func = swiglu
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = partial(PackedAttention, group=mesh.ulysses)
     if arch.qk_norm:

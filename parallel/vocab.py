@@ -4,7 +4,8 @@ Logits of a whole micro-batch never exist: the forward visits `chunk` positions 
 each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix
 product, so padding, hence TP, cannot reach the loss.
 
-Shape suffixes: N labelled positions, D hidden size, V vocabulary columns of this TP rank, C positions of a chunk.
+Shape suffixes: N labelled positions, D hidden size, V vocabulary columns of this TP rank, C positions of a chunk, B of
+a block of it.
 """
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
+# Of those, how many a CPU passes over at a time: 1 MiB in fp32, half of a common second-level cache.
+CACHED_ELEMENTS = 1 << 18
 
 
 def vocab_parallel_logprobs(
@@ -45,15 +48,30 @@ def vocab_parallel_logprobs(
     return logprobs_N, entropy_N if with_entropy else None
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor) -> Tensor:
-    logits_CV = hidden_CD @ weight_VD.T
-    return logits_CV if logits_CV.dtype in (torch.float32, torch.float64) else logits_CV.float()
+def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
+    """Memory for the logits of a chunk, used again by the next: fresh pages cost a CPU as much as a pass over them."""
+    if hidden_ND.dtype not in (torch.float32, torch.float64):
+        return None
+    return hidden_ND.new_empty((rows, columns))
+
+
+def _logits(hidden_CD: Tensor, weight_VD: Tensor, buffer_CV: Tensor | None) -> Tensor:
+    if buffer_CV is not None:
+        return torch.mm(hidden_CD, weight_VD.T, out=buffer_CV[: hidden_CD.shape[0]])
+    return (hidden_CD @ weight_VD.T).float()
 
 
 def _own_targets(targets_C: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """Positions whose target this rank holds, and the target's column here."""
     own = ((targets_C >= first) & (targets_C < first + columns)).nonzero().squeeze(1)
     return own, targets_C[own] - first
+
+
+def _blocks(rows: slice, n: int, columns: int, tensor: Tensor) -> list[slice]:
+    """`rows` cut into pieces for the passes after a matrix product: on a CPU few enough rows to stay in cache."""
+    start, stop = rows.start, min(rows.stop, n)
+    size = stop - start if tensor.is_cuda else max(1, CACHED_ELEMENTS // columns)
+    return [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -63,23 +81,28 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         n = hidden_ND.shape[0]
         weight = weight_VD[:columns]
         # Rows of `part`: log-sum-exp of this rank's columns, the target's logit, minus the entropy of softmax_here.
-        # (A sum of softmax * logit would cancel in the end: an error of rounding * logit^2, here rounding * logit. The
-        # softmax is divided by its sum, because a rounded log-sum-exp leaves it off 1 by rounding * logit.)
+        # (A sum of softmax * logit would cancel in the end: an error of rounding * logit^2, here rounding * logit.)
         part = hidden_ND.new_zeros((3, n), dtype=dtype)
         part[0] = -torch.inf
-        kept = None
+        top_N = hidden_ND.new_zeros(n, dtype=dtype)  # the largest logit here
+        kept, buffer_CV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
-            logits_CV = _logits(hidden_ND[rows], weight)
-            part[0, rows] = torch.logsumexp(logits_CV, dim=1)
+            logits_CV = _logits(hidden_ND[rows], weight, buffer_CV)
             own, column = _own_targets(targets_N[rows], first, columns)
             part[1, start + own] = logits_CV[own, column]
-            if with_entropy:
-                logp_CV = logits_CV - part[0, rows, None]
-                p_CV = torch.exp(logp_CV)
-                # `sum` adds pairwise; a dot product (einsum) of V equal terms in fp32 loses 5e-5 of it.
-                total_C = p_CV.sum(1)
-                part[2, rows] = p_CV.mul_(logp_CV).sum(1) / total_C
+            for block in _blocks(rows, n, columns, hidden_ND):
+                logits_BV = logits_CV[block.start - start : block.stop - start]
+                top_B = top_N[block] = logits_BV.amax(1)
+                # Entropy needs the logits again; without it they are overwritten by what the backward wants of them.
+                shifted_BV = logits_BV - top_B[:, None] if with_entropy else logits_BV.sub_(top_B[:, None])
+                exp_BV = shifted_BV.exp() if with_entropy else shifted_BV.exp_()
+                sum_B = exp_BV.sum(1)
+                part[0, block] = top_B + sum_B.log()
+                if (
+                    with_entropy
+                ):  # two terms of one sign; `sum` adds pairwise, a dot product loses 5e-5 of V equal terms
+                    part[2, block] = exp_BV.mul_(shifted_BV).sum(1) / sum_B - sum_B.log()
             kept = logits_CV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
         parts = part.new_empty((group.size() * 3, n))
         dist.all_gather_into_tensor(parts, part, group=group)
@@ -88,32 +111,41 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # log of each rank's share of the probability; finite, since 0 * inf of a rank with padding only would be NaN.
         share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, entropy_N, kept)
+        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, entropy_N, top_N, kept)
         ctx.first, ctx.columns, ctx.chunk, ctx.with_entropy = first, columns, chunk, with_entropy
         return parts[:, 1].sum(0) - lse_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprob_N, grad_entropy_N):
-        hidden_ND, weight_VD, targets_N, lse_N, entropy_N, kept = ctx.saved_tensors
+        # `kept` is overwritten: autograd's version counter refuses a second backward through the same graph.
+        hidden_ND, weight_VD, targets_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
         grad_hidden = torch.zeros_like(hidden_ND)
-        grad_weight = torch.zeros_like(weight_VD, dtype=lse_N.dtype)
+        grad_weight = torch.empty_like(weight_VD, dtype=lse_N.dtype)
+        grad_weight[ctx.columns if n else 0 :] = 0  # the first chunk writes the rest
+        buffer_CV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            logits_CV = kept if kept is not None else _logits(hidden_ND[rows], weight)
-            logp_CV = logits_CV.sub_(lse_N[rows, None]) if kept is None else logits_CV - lse_N[rows, None]
-            if ctx.with_entropy:  # dH/dz_j = -p_j (log p_j + H)
-                factor_CV = (logp_CV + entropy_N[rows, None]).mul_(grad_entropy_N[rows, None])
-                factor_CV.add_(grad_logprob_N[rows, None]).neg_()
-                grad_CV = logp_CV.exp_().mul_(factor_CV)
-            else:
-                grad_CV = logp_CV.exp_().mul_(-grad_logprob_N[rows, None])
+            grad_CV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_CV)
+            for block in _blocks(rows, n, ctx.columns, hidden_ND):
+                x_BV = grad_CV[block.start - start : block.stop - start]
+                grad_B = grad_logprob_N[block, None]
+                if ctx.with_entropy:  # dH/dz_j = -p_j (log p_j + H)
+                    logp_BV = x_BV.sub_(lse_N[block, None])
+                    factor_BV = (logp_BV + entropy_N[block, None]).mul_(grad_entropy_N[block, None]).add_(grad_B)
+                    logp_BV.exp_().mul_(factor_BV.neg_())
+                elif kept is not None:  # exp(logit - top) already
+                    x_BV.mul_(torch.exp(top_N[block] - lse_N[block])[:, None] * -grad_B)
+                else:
+                    x_BV.sub_(lse_N[block, None]).exp_().mul_(-grad_B)
             own, column = _own_targets(targets_N[rows], ctx.first, ctx.columns)
             grad_CV[own, column] += grad_logprob_N[rows][own]
-            grad_CV = grad_CV.to(hidden_ND.dtype)
-            torch.mm(grad_CV, weight, out=grad_hidden[rows])
-            if grad_weight.dtype == grad_CV.dtype:
-                grad_weight[: ctx.columns].addmm_(grad_CV.T, hidden_ND[rows])
+            low_CV = grad_CV.to(hidden_ND.dtype)
+            torch.mm(low_CV, weight, out=grad_hidden[rows])
+            if grad_weight.dtype == low_CV.dtype:
+                grad_weight[: ctx.columns].addmm_(low_CV.T, hidden_ND[rows], beta=0 if start == 0 else 1)
+            elif start == 0:
+                grad_weight[: ctx.columns] = low_CV.T @ hidden_ND[rows]
             else:
-                grad_weight[: ctx.columns] += grad_CV.T @ hidden_ND[rows]
+                grad_weight[: ctx.columns] += low_CV.T @ hidden_ND[rows]
         return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None, None

@@ -108,6 +108,7 @@ def _serve(connection: Connection, index: int) -> None:
                 backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
             )
             answer = ("ok", function(*args))
+            dist.barrier()  # a rank that closes its connections early would break those that still connect
             mesh.destroy()
             dist.destroy_process_group()
         except UserError as error:

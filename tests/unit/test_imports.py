@@ -73,7 +73,6 @@ def test_imports_go_one_way(folder):
         ("engine/rl/x.py", "from ...recipes import sft"),
         ("engine/x.py", "from isoloss.tools.pool import WorkerPool"),
         ("recipes/x.py", "from isoloss.tools import pool"),
-        ("tools/x.py", "from isoloss.recipes import sft"),
         ("engine/x.py", "import models.gpt"),
         ("tests/unit/x.py", "from engine.step import run_step"),
         ("engine/x.py", "from megatron.core import parallel_state as mpu"),

@@ -117,17 +117,21 @@ def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank):
         assert float((entropy - wanted).abs().max()) <= 4 * 2.0**-24 * largest, scale
 
 
-def test_the_backward_can_run_twice(one_rank):
-    """It works in place on logits; those that the forward kept must survive it."""
+def test_a_second_backward_is_right_or_refused(one_rank):
+    """The backward works in place on the logits that a single chunk kept: autograd must notice, never use them twice."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(4, 8).requires_grad_(), torch.randn(11, 8).requires_grad_()
-    for chunk in (11, 1000):
+    for chunk, kept in ((11, False), (1000, True)):
         logprobs, _ = vocab_parallel_logprobs(
             hidden, weight, torch.arange(4), 11, one_rank, with_entropy=True, chunk_elements=chunk
         )
         first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
-        second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
+        if kept:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(logprobs.sum(), (hidden, weight))
+        else:
+            second = torch.autograd.grad(logprobs.sum(), (hidden, weight))
+            assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
