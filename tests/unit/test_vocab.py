@@ -118,7 +118,7 @@ def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank):
 
 
 def test_a_second_backward_is_right_or_refused(one_rank):
-    """The backward works in place on the logits that a single chunk kept: autograd must notice, never use them twice."""
+    """The backward works in place on the logits that a single chunk kept: autograd must notice."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(4, 8).requires_grad_(), torch.randn(11, 8).requires_grad_()
     for chunk, kept in ((11, False), (1000, True)):
