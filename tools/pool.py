@@ -5,6 +5,7 @@ Importing Megatron costs seconds a process; re-creating a process group costs te
 """
 
 import contextlib
+import gc
 import multiprocessing
 import tempfile
 import traceback
@@ -111,6 +112,7 @@ def _serve(connection: Connection, index: int) -> None:
             dist.barrier()  # a rank that closes its connections early would break those that still connect
             mesh.destroy()
             dist.destroy_process_group()
+            gc.collect()  # models hold their groups in reference cycles, and every gloo group holds threads
         except UserError as error:
             answer = ("mistake", str(error))
         except Exception:
