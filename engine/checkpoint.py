@@ -55,6 +55,11 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     return state["extra"]
 
 
+def read_extra(folder: Path) -> dict[str, object]:
+    """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group."""
+    return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
+
+
 def latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint below a run's `checkpoints` folder."""
     complete = sorted(path for path in checkpoints.glob("step_*") if (path / "metadata.json").exists())
@@ -62,7 +67,9 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints. Rank 0 only."""
+    """Delete all but the newest `keep` checkpoints, and what a killed run left behind. Rank 0 only."""
+    for leftover in (*checkpoints.glob(".step_*.old"), *checkpoints.glob(".step_*.partial")):
+        shutil.rmtree(leftover)
     for path in sorted(checkpoints.glob("step_*"))[:-keep]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)  # a half-deleted folder must not look like a checkpoint
