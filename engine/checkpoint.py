@@ -10,6 +10,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
+from isoloss.engine.optimizer import complete_state
 from isoloss.models import checkpoint_hf
 from isoloss.models.architecture import Architecture
 from isoloss.models.gpt import unwrap
@@ -52,6 +53,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
     optimizer.load_state_dict(state["optimizer"])
+    complete_state(optimizer)
     return state["extra"]
 
 

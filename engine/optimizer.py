@@ -54,7 +54,28 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     )
     # Megatron's standard overrides: no weight decay on biases and norms.
     overrides = get_standard_config_overrides(settings)
-    return get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    complete_state(optimizer)
+    return optimizer
+
+
+def complete_state(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter the state that torch's AdamW makes at its first step, where it has none yet.
+
+    After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
+    Megatron's distributed one asserts that it knows a step count. After loading: Megatron gives all parameters one
+    tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam):  # none on this rank, or a fused one that counts steps itself
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state = inner.state[parameter]
+            state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device="cpu")
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter)
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:

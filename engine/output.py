@@ -1,6 +1,7 @@
 """The folder that a run writes: its name, what must hold before anything is written, and where it came from."""
 
 import dataclasses
+import hashlib
 import json
 import os
 import platform
@@ -15,6 +16,7 @@ import yaml
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
+from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError
 
 
@@ -22,7 +24,7 @@ def check_output(config: Config, run_name: str) -> None:
     """Refuse, before anything is written, a folder that cannot take this run. Enters no collective.
 
     That is one that is not a folder, one that the user named and that holds another run, and, with checkpoint.resume,
-    one whose newest checkpoint belongs to a run with other data.
+    one whose newest checkpoint belongs to a run with other data or state.
     """
     folder = run_folder(config, run_name)
     check_writable(folder, "output_dir")
@@ -45,7 +47,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 
 def check_resume(config: Config, checkpoints: Path) -> None:
-    """Refuse to go on from a checkpoint of a run that saw other rows, or of another optimizer's or model's numbers."""
+    """Refuse to go on from a checkpoint of a run that differs in what `identity` names."""
     newest = checkpoint.latest(checkpoints)
     if newest is None:
         # Our own checkpoints are whole or not there, so somebody copied or deleted a part of these.
@@ -67,8 +69,12 @@ def check_resume(config: Config, checkpoints: Path) -> None:
 
 
 def identity(config: Config) -> dict[str, object]:
-    """What must not change when a run goes on: which rows a step sees."""
+    """What must not change when a run goes on: what the state in its checkpoints means, and which rows a step sees."""
+    arch = repr(read_architecture(config.model.path))
     return {
+        "architecture of model.path, as a digest,": hashlib.sha256(arch.encode()).hexdigest()[:12],
+        "train.precision": config.train.precision,
+        "parallel.distributed_optimizer": config.distributed_optimizer,
         "train.seed": config.train.seed,
         "batch.global_size": config.batch.global_size,
         "data.train": list(config.data.train),
