@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
@@ -52,6 +53,9 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     state = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
+    for part in (state["optimizer"], state["optimizer"].get("optimizer", {})):
+        if "state" in part:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
+            part["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state["optimizer"])
     complete_state(optimizer)
     return state["extra"]

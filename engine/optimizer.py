@@ -1,7 +1,8 @@
 """Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from torch import nn
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
 
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.gpt import unwrap
@@ -56,7 +58,21 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     complete_state(optimizer)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+            # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
+            part._set_main_param_and_optimizer_states = partial(_set_state, part)
     return optimizer
+
+
+@torch.no_grad()
+def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
+    """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
+    group, index = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][index]
+    main_param.copy_(tensors["param"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        part.optimizer.state[main_param][name].copy_(tensors[name])
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:
