@@ -227,6 +227,40 @@ def test_overlong_rows_can_be_dropped_or_cut(overlong, limit, arguments, capsys)
     assert all(step["total_tokens"] <= 4 * 34 for step in steps)
 
 
+# ---- a folder with a run in it --------------------------------------------------------------------------------------
+
+
+def everything(folder: str) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    (
+        ((), ("output_dir=out holds a run", "checkpoint.resume=true")),
+        (("checkpoint.resume=true", "train.seed=7"), ("train.seed=7", "differs from the 0", "step_00000002")),
+        (("checkpoint.resume=true", "batch.global_size=3"), ("batch.global_size=3", "differs from the 4")),
+        (("checkpoint.resume=true", "train.precision=bf16"), ("train.precision='bf16'", "differs from the 'fp32'")),
+    ),
+    ids=("no resume", "another seed", "another batch", "another precision"),
+)
+def test_the_folder_holds_another_run(overrides, says, arguments, capsys):
+    assert launch.main("sft", Config, sft.run, arguments) == 0
+    before = everything("out")
+    line = complain(capsys, [*arguments, *overrides])
+    assert all(part in line for part in says), line
+    assert everything("out") == before
+
+
+def test_no_complete_checkpoint(arguments, capsys):
+    assert launch.main("sft", Config, sft.run, arguments) == 0
+    Path("out/checkpoints/step_00000002/metadata.json").unlink()
+    before = everything("out")
+    line = complain(capsys, [*arguments, "checkpoint.resume=true"])
+    assert "out/checkpoints/step_00000002 is not complete" in line and "delete it" in line
+    assert everything("out") == before
+
+
 # ---- through torchrun -----------------------------------------------------------------------------------------------
 
 
