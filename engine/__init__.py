@@ -1,5 +1,7 @@
 """A training step and the run around it. These names are the ones a training loop of your own needs."""
 
+import isoloss.parallel  # noqa: F401, I001 (the CPU host must be there before the first import of Megatron-Core)
+
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine

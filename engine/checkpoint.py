@@ -5,11 +5,13 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
 
+from isoloss.engine.optimizer import complete_state
 from isoloss.models import checkpoint_hf
 from isoloss.models.architecture import Architecture
 from isoloss.models.gpt import unwrap
@@ -51,8 +53,17 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     state = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
+    for part in (state["optimizer"], state["optimizer"].get("optimizer", {})):
+        if "state" in part:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
+            part["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state["optimizer"])
+    complete_state(optimizer)
     return state["extra"]
+
+
+def read_extra(folder: Path) -> dict[str, object]:
+    """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group."""
+    return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
 
 
 def latest(checkpoints: Path) -> Path | None:
@@ -62,7 +73,9 @@ def latest(checkpoints: Path) -> Path | None:
 
 
 def prune(checkpoints: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints. Rank 0 only."""
+    """Delete all but the newest `keep` checkpoints, and what a killed run left behind. Rank 0 only."""
+    for leftover in (*checkpoints.glob(".step_*.old"), *checkpoints.glob(".step_*.partial")):
+        shutil.rmtree(leftover)
     for path in sorted(checkpoints.glob("step_*"))[:-keep]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)  # a half-deleted folder must not look like a checkpoint

@@ -6,6 +6,7 @@ refuses what it does not know, with the nearest name. Cross-field rules that nee
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -136,6 +137,8 @@ class OptimConfig:
         _require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
         _require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
         _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
+        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
+        _require(self.eps > 0, "optim.eps", self.eps, "must be positive")
         _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both be in [0, 1)")
         _require(self.clip >= 0, "optim.clip", self.clip, "must not be negative (0 switches clipping off)")
 
@@ -156,6 +159,7 @@ class TrainConfig:
 
     def __post_init__(self):
         _require(self.steps is None or self.steps >= 1, "train.steps", self.steps, "must be at least 1, or null")
+        _require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
         _require(self.epochs >= 1, "train.epochs", self.epochs, "must be at least 1")
         _require(self.eval_every >= 0, "train.eval_every", self.eval_every, "must not be negative (0 switches it off)")
         _require(self.max_bad_steps >= 1, "train.max_bad_steps", self.max_bad_steps, "must be at least 1")
@@ -226,9 +230,12 @@ def defaults(cls: type) -> dict[str, Any]:
 
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that does not exist: the nearest one that does."""
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    tail = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    guess = near[0] if near else tail[0] if tail else None
+    if members := [k for k in known if k.startswith(f"{key}.")]:
+        return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
+    # The right name in the wrong group is likelier than another name in the right group.
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
+    guess = near[0] if near else None
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
@@ -259,15 +266,16 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
             raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
         return tuple(_convert(args[0], item, key) for item in items)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if kind is float and isinstance(value, str):  # YAML reads 1e-5 as a string
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         try:
-            return float(value)
-        except ValueError:
+            number = float(value)  # YAML reads 1e-5 as a string
+        except (ValueError, OverflowError):
             raise UserError(f"{key}={value!r} must be a number") from None
+        _require(math.isfinite(number), key, number, "must be a finite number")
+        return number
     if kind is str and isinstance(value, (int, float)):
         return str(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise UserError(f"{key}={value!r} must be of type {kind.__name__}")
+        wanted = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
+        raise UserError(f"{key}={value!r} must be {wanted}")
     return value

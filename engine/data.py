@@ -4,13 +4,14 @@ Text becomes tokens in `chat`, files become rows in `rows`; here they become a d
 every rank sees every row, and `step_indices` says which of them make up a step.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
 import os
 import shutil
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -69,12 +70,14 @@ def load_dataset(
     vocab_size: int,
     cache_dir: Path,
     key: str = "data.train",
+    limit: str = "data.max_length",
 ) -> TokenDataset:
     """Rows of JSON Lines or Parquet files as token sequences with loss masks (see `chat` for the forms of rows).
 
     max_length: tokens; overlong: what happens to a longer row: "error", "drop" or "truncate" (its end is cut off).
     cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
-        may call at once: one tokenizes, the others wait and load. key: how messages name the files.
+        may call at once: one tokenizes, the others wait and load.
+    key, limit: how messages name the files and max_length.
 
     Raises UserError, one line, for every mistake in files, rows, tokenizer or options. Enters no collective.
     """
@@ -82,24 +85,44 @@ def load_dataset(
         raise UserError(f"data.overlong={overlong}: choose one of {', '.join(OVERLONG)}")
     check_paths(paths, key)
     cache_dir = Path(cache_dir)
-    cache_dir.mkdir(parents=True, exist_ok=True)
     name = cache_key(paths, tokenizer_dir, max_length=max_length, overlong=overlong, vocab_size=vocab_size)
     folder = cache_dir / name
     dataset = load_cached(folder)
     if dataset is None:
-        with open(cache_dir / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
+        with exclusively(cache_dir / f"{name}.lock"):
             dataset = load_cached(folder)
             if dataset is None:
-                built = tokenize(paths, tokenizer_dir, max_length, overlong, vocab_size, key)
+                built = tokenize(paths, tokenizer_dir, max_length, overlong, vocab_size, key, limit)
                 write_cache(folder, built)
                 dataset = load_cached(folder)
     assert dataset is not None, f"{folder} cannot be read back"
     return dataset
 
 
+@contextlib.contextmanager
+def exclusively(path: Path) -> Iterator[None]:
+    """One process at a time inside. Leaves neither the lock file `path` nor an empty folder around it behind."""
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = open(path, "w")  # noqa: SIM115 (closed below, after the file is gone)
+        except FileNotFoundError:  # another process has just left, and its empty folder is gone
+            continue
+        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
+        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+            break
+        lock.close()  # its last holder took the file away while this process waited
+    try:
+        yield
+    finally:
+        path.unlink()
+        lock.close()
+        with contextlib.suppress(OSError):  # not empty: the usual case
+            path.parent.rmdir()
+
+
 def tokenize(
-    paths: Sequence[str], tokenizer_dir: str, max_length: int, overlong: str, vocab_size: int, key: str
+    paths: Sequence[str], tokenizer_dir: str, max_length: int, overlong: str, vocab_size: int, key: str, limit: str
 ) -> TokenDataset:
     """The data set, in memory."""
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
@@ -110,7 +133,7 @@ def tokenize(
         if (length := len(tokens_T)) > max_length:
             if overlong == "error":
                 raise UserError(
-                    f"{row.place}: {length} tokens are more than data.max_length={max_length}: raise it, or set "
+                    f"{row.place}: {length} tokens are more than {limit}={max_length}: raise it, or set "
                     f"data.overlong to drop (leave such rows out) or truncate (cut their end off); now it is error"
                 )
             if overlong == "drop":
@@ -120,8 +143,8 @@ def tokenize(
             tokens_T, mask_T = tokens_T[:max_length], mask_T[:max_length]
             if not any(mask_T):
                 raise UserError(
-                    f"{row.place}: truncated from {length} tokens to data.max_length={max_length}, it has no target "
-                    f"left: raise data.max_length or set data.overlong=drop"
+                    f"{row.place}: truncated from {length} tokens to {limit}={max_length}, it has no target "
+                    f"left: raise {limit} or set data.overlong=drop"
                 )
         tokens.append(np.array(tokens_T, np.int32))
         mask.append(np.array(mask_T, np.bool_))
@@ -130,7 +153,7 @@ def tokenize(
         files = ", ".join(paths)
         if dropped:
             raise UserError(
-                f"{key}: all {dropped} rows of {files} were dropped, being over data.max_length={max_length}: raise it"
+                f"{key}: all {dropped} rows of {files} were dropped, being over {limit}={max_length}: raise it"
             )
         raise UserError(f"{key}: no rows in {files}: give files with at least one row")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)

@@ -18,13 +18,14 @@ from isoloss.engine.losses import Loss
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logprobs, run_step
-from isoloss.models.checkpoint_hf import HFReader, check, copy_sidecars
+from isoloss.models.architecture import Architecture
+from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
 from isoloss.models.gpt import build_model, check_layout
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import weight_map
-from isoloss.parallel import Mesh, UserError, launch
+from isoloss.parallel import Layout, Mesh, UserError, launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
@@ -48,14 +49,7 @@ class Engine:
 
     def __init__(self, config: Config):
         self.config = config
-        self.arch = read_architecture(config.model.path)
-        layout = config.parallel.layout().with_world(_world_size())
-        check_layout(self.arch, layout)
-        if config.model.from_scratch:
-            source = RandomWeights(self.arch, config.train.seed)
-        else:
-            source = HFReader(config.model.path)
-            check(source, weight_map(self.arch))
+        self.arch, layout, source = check_model(config)
         if config.train.deterministic:
             torch.use_deterministic_algorithms(True)
         launch.init_process_group()
@@ -210,6 +204,21 @@ class Engine:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
+
+
+def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
+    """The model, its layout in this world and the source of its weights.
+
+    Raises UserError where they do not fit together. Enters no collective and needs no process group.
+    """
+    arch = read_architecture(config.model.path)
+    layout = config.parallel.layout().with_world(_world_size())
+    check_layout(arch, layout)
+    if config.model.from_scratch:
+        return arch, layout, RandomWeights(arch, config.train.seed)
+    source = HFReader(config.model.path)
+    check(source, weight_map(arch))
+    return arch, layout, source
 
 
 def _world_size() -> int:

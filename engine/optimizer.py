@@ -1,7 +1,8 @@
 """Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -12,7 +13,8 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from torch import nn
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor, nn
 
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.gpt import unwrap
@@ -54,7 +56,42 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     )
     # Megatron's standard overrides: no weight decay on biases and norms.
     overrides = get_standard_config_overrides(settings)
-    return get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    complete_state(optimizer)
+    for part in optimizer.chained_optimizers:
+        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+            # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
+            part._set_main_param_and_optimizer_states = partial(_set_state, part)
+    return optimizer
+
+
+@torch.no_grad()
+def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
+    """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
+    group, index = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][index]
+    main_param.copy_(tensors["param"])
+    for name in ("exp_avg", "exp_avg_sq"):
+        part.optimizer.state[main_param][name].copy_(tensors[name])
+
+
+def complete_state(optimizer: MegatronOptimizer) -> None:
+    """Give every parameter the state that torch's AdamW makes at its first step, where it has none yet.
+
+    After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
+    Megatron's distributed one asserts that it knows a step count. After loading: Megatron gives all parameters one
+    tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0.
+    """
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)
+        if not isinstance(inner, torch.optim.Adam):  # none on this rank, or a fused one that counts steps itself
+            continue
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            state = inner.state[parameter]
+            state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device="cpu")
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name not in state:
+                    state[name] = torch.zeros_like(parameter)
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:

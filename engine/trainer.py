@@ -1,28 +1,24 @@
 """The SFT loop, and what surrounds a step: data, output folder, evaluation, checkpoints, guard against bad steps."""
 
-import dataclasses
-import json
 import math
-import platform
-import subprocess
+import shutil
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
-import yaml
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.data import TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
-from isoloss.engine.engine import Engine, OptimResult
+from isoloss.engine.engine import Engine, OptimResult, check_model
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.output import cache_folder, check_output, identity, open_output
+from isoloss.engine.rows import check_paths
 from isoloss.engine.step import StepMetrics
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError
@@ -59,6 +55,9 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
     Raises UserError for what the user can mend; nothing has been written by then unless training had started.
     """
+    # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
+    check_model(config)
+    check_output(config, run_name)
     data = load_data(config, run_name)
     engine = Engine(config)
     output_dir = open_output(config, run_name)
@@ -95,12 +94,21 @@ def load_data(config: Config, run_name: str) -> RunData:
     arch = read_architecture(config.model.path)
     if not config.data.train:
         raise UserError("data.train=[] must name at least one JSONL or Parquet file")
-    parent = Path(config.output_dir).parent if config.output_dir else Path("runs")
+    check_paths(config.data.train, "data.train")
+    check_paths(config.data.eval or config.data.train, "data.eval")
+    max_length, max_tokens = config.data.max_length, config.batch.max_tokens
+    limit = "data.max_length" if max_length <= max_tokens else "batch.max_tokens"
+    if min(max_length, max_tokens) > arch.max_positions:
+        raise UserError(
+            f"{limit}={min(max_length, max_tokens)} is more than max_position_embeddings={arch.max_positions} in "
+            f"{config.model.path}/config.json: set data.max_length to at most {arch.max_positions}"
+        )
     options = {
-        "max_length": min(config.data.max_length, config.batch.max_tokens),
+        "max_length": min(max_length, max_tokens),
+        "limit": limit,
         "overlong": config.data.overlong,
         "vocab_size": arch.vocab_size,
-        "cache_dir": Path(config.data.cache_dir) if config.data.cache_dir else parent / ".cache",
+        "cache_dir": cache_folder(config),
     }
     tokenizer = config.model.tokenizer or config.model.path
     del run_name
@@ -109,62 +117,6 @@ def load_data(config: Config, run_name: str) -> RunData:
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
     unigram = unigram_nats(train, evaluation, arch.vocab_size) if evaluation is not None else None
     return RunData(train, evaluation, steps, unigram)
-
-
-def open_output(config: Config, run_name: str) -> Path:
-    """The run's folder, created by rank 0 with config.yaml and run.json in it. One broadcast over the world.
-
-    The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off; a folder that the user named
-    and that holds another run is refused.
-    """
-    answer: list[str | None] = [None, None]
-    if is_main():
-        try:
-            answer[0] = str(_create_output(config, run_name))
-        except UserError as error:
-            answer[1] = str(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise UserError(answer[1])
-    return Path(str(answer[0]))
-
-
-def _create_output(config: Config, run_name: str) -> Path:
-    folder = Path(config.output_dir or f"runs/{run_name}")
-    if not config.checkpoint.resume and (folder / "metrics.jsonl").exists():
-        if config.output_dir:
-            raise UserError(
-                f"output_dir={folder} holds a run already; choose another, or checkpoint.resume=true to go on with it"
-            )
-        number = 2
-        while Path(f"{folder}-{number}").exists():
-            number += 1
-        folder = Path(f"{folder}-{number}")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False))
-    (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
-    return folder
-
-
-def _plain(config: Config) -> dict:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def _provenance(config: Config) -> dict:
-    packages = ("isoloss", "torch", "megatron-core", "transformers", "numpy")
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    layout = config.parallel.layout().with_world(dist.get_world_size())
-    return {
-        "command": sys.argv,
-        "layout": str(layout),
-        "world_size": layout.world_size,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
-        "python": platform.python_version(),
-        "versions": {name: version(name) for name in packages},
-        "git_revision": git.stdout.strip() or None,
-    }
 
 
 def is_main() -> bool:
@@ -182,29 +134,13 @@ def resume(engine: Engine, config: Config, output_dir: Path) -> int:
     newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
     if newest is None:
         return 0
-    extra = engine.load(newest)
-    for key, now in _data_order(config).items():
-        if extra[key] != now:
-            raise UserError(
-                f"{key}={now!r} differs from the {extra[key]!r} of {newest}: the order of the data would change; "
-                "set it back, or start a new run"
-            )
-    return int(str(extra["step"]))
-
-
-def _data_order(config: Config) -> dict[str, object]:
-    """What, besides the step, decides which rows a step sees."""
-    return {
-        "train.seed": config.train.seed,
-        "batch.global_size": config.batch.global_size,
-        "data.train": list(config.data.train),
-    }
+    return int(str(engine.load(newest)["step"]))
 
 
 def save(engine: Engine, config: Config, output_dir: Path, step: int) -> Path:
     """Write a checkpoint after `step` and delete the oldest ones. Collective over the world."""
     folder = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
-    engine.save(folder, {"step": step, **_data_order(config)})
+    engine.save(folder, {"step": step, **identity(config)})
     if is_main():
         checkpoint.prune(folder.parent, config.checkpoint.keep)
     return folder
@@ -265,11 +201,19 @@ def finish(
     first_eval: float | None,
     last_eval: float | None,
 ) -> RunResult:
-    """Export, if asked, and say where everything is."""
+    """Export, if asked, and say where everything is. An export of an earlier end of this run is replaced."""
     last = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
     export = output_dir / "hf" if config.checkpoint.export_hf else None
-    if export is not None and not export.exists():
-        engine.export_hf(export)
+    if export is not None:
+        partial = output_dir / ".hf.partial"
+        if is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
+        engine.export_hf(partial)
+        if is_main():
+            shutil.rmtree(export, ignore_errors=True)
+            partial.rename(export)
+        dist.barrier()
     return RunResult(output_dir, last, export, first_eval, last_eval, data.unigram)
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -73,6 +74,7 @@ def compose_config(
     """Preset and overrides -> (checked configuration, the same as plain values, name of the preset)."""
     preset = DEFAULT_PRESET
     keys = known_keys(config_class)
+    parser = OverridesParser.create()
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
@@ -81,6 +83,17 @@ def compose_config(
             preset = value
         elif key not in keys:
             raise UserError(unknown_key(key, [*keys, "preset"]))
+        try:
+            parsed = parser.parse_override(override)
+        except HydraException:
+            raise UserError(
+                f"cannot read the value of {override!r}: put quotes around it, besides those of the shell, such as "
+                f"\"{key}='a (b), c'\""
+            ) from None
+        if parsed.is_sweep_override():
+            raise UserError(
+                f"cannot read {override!r}: write a list as {key}=[{value}], or text in quotes: {key}='...'"
+            )
     if preset not in presets(recipe):
         raise UserError(f"preset={preset!r} does not exist; choose one of {', '.join(presets(recipe))}")
     ConfigStore.instance().store(name="schema", node=defaults(config_class))

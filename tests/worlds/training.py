@@ -1,0 +1,127 @@
+"""What the ranks of the recipe's tests run."""
+
+from collections.abc import Callable, Sequence
+from unittest import mock
+
+import numpy as np
+import torch
+
+from isoloss.engine import checkpoint, trainer
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.tools.parity import thaw
+
+Arrays = dict[str, np.ndarray]
+
+
+class Killed(Exception):
+    """Stands for the end of a process."""
+
+
+def weights(engine: Engine) -> Arrays:
+    """The weights of this rank's stage, whole. fp64 holds every bit of the others, and numpy has no bf16."""
+    return {name: weight.double().numpy(force=True).copy() for name, weight in engine.weights()}
+
+
+def train(config: Config, killed_after: int | None = None, killed_in_save: int | None = None) -> Arrays:
+    """The recipe; its weights at the end. Or killed after that step, or while that step's checkpoint is written."""
+    kept: Arrays = {}
+    finish, check, write = trainer.finish, trainer.BadStepGuard.check, checkpoint.dist_checkpointing.save
+
+    def keep_weights(engine, *rest):
+        kept.update(weights(engine))
+        return finish(engine, *rest)
+
+    def check_or_die(self, step, *rest):
+        if step == killed_after:
+            raise Killed
+        check(self, step, *rest)
+
+    def write_or_die(state, folder, *rest, **options):
+        write(state, folder, *rest, **options)
+        if f"{killed_in_save:08d}" in folder if killed_in_save else False:
+            raise Killed
+
+    with (
+        mock.patch.object(trainer, "finish", keep_weights),
+        mock.patch.object(trainer.BadStepGuard, "check", check_or_die),
+        mock.patch.object(checkpoint.dist_checkpointing, "save", write_or_die),
+    ):
+        try:
+            trainer.train_sft(config, "test")
+            died = False
+        except Killed:
+            died = True
+    assert died == bool(killed_after or killed_in_save)
+    return kept
+
+
+def steps(config: Config, frozen: bytes, count: int) -> tuple[list[float], list[float], Arrays]:
+    """Losses and gradient norms of optimizer steps on the same samples, and the weights after them."""
+    engine, samples = Engine(config), thaw(frozen)
+    done = [engine.train_step(samples, cross_entropy(LossConfig())) for _ in range(count)]
+    return [metrics.loss for metrics, _ in done], [result.grad_norm for _, result in done], weights(engine)
+
+
+def spoiled_step(config: Config, frozen: bytes, spoil: str) -> dict[str, object]:
+    """A step with a good one before and after it, and what became of the weights in it.
+
+    spoil: "masks" takes every target away; "loss" makes every loss a NaN.
+    """
+    engine, samples = Engine(config), thaw(frozen)
+    good = cross_entropy(LossConfig())
+    bad = Loss(nan_loss) if spoil == "loss" else good
+    empty = [type(sample)(sample.tokens_T, torch.zeros_like(sample.mask_T)) for sample in samples]
+    before_any = weights(engine)
+    engine.train_step(samples, good)
+    before = weights(engine)
+    metrics, result = engine.train_step(empty if spoil == "masks" else samples, bad)
+    after = weights(engine)
+    next_metrics, next_result = engine.train_step(samples, good)
+    return {
+        "loss": metrics.loss,
+        "valid_tokens": metrics.valid_tokens,
+        "grad_norm": result.grad_norm,
+        "applied": result.applied,
+        "unchanged": same(before, after),
+        "moved": not same(before_any, before) and not same(after, weights(engine)),
+        "next": (next_metrics.loss, next_result.grad_norm, next_result.applied),
+    }
+
+
+def gradients(config: Config, frozen: bytes, calls: Sequence[Sequence[int]]) -> tuple[float, Arrays]:
+    """Gradient norm and gradients of one optimizer step, over several forward_backward calls on those samples."""
+    engine, samples = Engine(config), thaw(frozen)
+    for indices in calls:
+        engine.forward_backward([samples[i] for i in indices], cross_entropy(LossConfig("sum")))
+    found = {name: gradient.numpy(force=True).copy() for name, gradient in engine.gradients()}
+    return engine.optim_step().grad_norm, found
+
+
+def first_step(config: Config, folder: str | None) -> list[float]:
+    """Gradient norms of two optimizer steps, with Engine.save and Engine.load before them if there is a folder."""
+    engine = Engine(config)
+    if folder:
+        engine.save(folder, {"step": 0})
+        assert engine.load(folder) == {"step": 0}
+    tokens = torch.arange(1, 40)
+    samples = [Sample(tokens[:n], tokens[:n] > 1) for n in (9, 39, 20, 5)]
+    return [engine.train_step(samples, cross_entropy(LossConfig()))[1].grad_norm for _ in range(3)]
+
+
+def same(one: Arrays, other: Arrays) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def merged(run: Sequence[Arrays]) -> Arrays:
+    """Arrays of all stages; ranks that hold the same ones must agree."""
+    everything: Arrays = {}
+    for found in run:
+        assert all(np.array_equal(everything[name], found[name]) for name in everything.keys() & found.keys())
+        everything |= found
+    return everything
+
+
+nan_loss: Callable = lambda inputs: negative_log_likelihood(inputs) * float("nan")
