@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import math
+import tempfile
 from collections.abc import Iterator
 
 import numpy as np
@@ -118,7 +119,8 @@ class Grid:
         self.config = config_of(folder / family)
         self.arch = read_architecture(folder / family)
         self.frozen = freeze(samples or batch())
-        self.files = {mode: reference_file(folder, f"{family}-{mode}") for mode in MODES}
+        references = tempfile.mkdtemp(dir=folder)
+        self.files = {mode: reference_file(references, mode) for mode in MODES}
         cases = [Case(0, loss_of(mode)) for mode in MODES]
         run = pool.run(1, measure, self.on(Layout()), self.frozen, cases, list(self.files.values()), NONE, True)
         self.references = dict(zip(MODES, merge(run)))
