@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
     if not (folder / "metadata.json").exists():
         raise UserError(f"checkpoint {folder} is not complete or does not exist; choose another step folder")
-    state = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
+    state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
     for part in (state["optimizer"], state["optimizer"].get("optimizer", {})):

@@ -207,7 +207,7 @@ class Config:
         return self.train.precision != "fp64" if chosen is None else chosen
 
 
-def build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
+def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
     types_of = typing.get_type_hints(cls)
     for key in values:
@@ -216,7 +216,7 @@ def build(cls: type, values: Mapping[str, Any], prefix: str = "") -> Any:
     return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
 
 
-def defaults(cls: type) -> dict[str, Any]:
+def defaults(cls: Any) -> dict[str, Any]:
     """Every key of a configuration class with its default, as plain nested values."""
     values = {}
     for f in dataclasses.fields(cls):
@@ -239,7 +239,7 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
-def known_keys(cls: type, prefix: str = "") -> list[str]:
+def known_keys(cls: Any, prefix: str = "") -> list[str]:
     """Every key of a configuration class, dotted."""
     keys = []
     for name, kind in typing.get_type_hints(cls).items():

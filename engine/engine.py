@@ -51,7 +51,7 @@ class Engine:
         self.config = config
         self.arch, layout, source = check_model(config)
         if config.train.deterministic:
-            torch.use_deterministic_algorithms(True)
+            launch.use_deterministic_algorithms()
         launch.init_process_group()
         self.mesh = Mesh.create(layout)
         self.device = torch.device(torch.cuda.current_device())
@@ -144,7 +144,7 @@ class Engine:
         if self._reduced:
             return
         # num_tokens would make Megatron divide: the weights already hold the only division.
-        finalize_model_grads(self.chunks, num_tokens=None, pg_collection=self.mesh.megatron)
+        finalize_model_grads([*self.chunks], num_tokens=None, pg_collection=self.mesh.megatron)
         self._reduced = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:

@@ -58,7 +58,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
     check_model(config)
     check_output(config, run_name)
-    data = load_data(config, run_name)
+    data = load_data(config)
     engine = Engine(config)
     output_dir = open_output(config, run_name)
     loss = cross_entropy(config.loss)
@@ -89,7 +89,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     return finish(engine, config, output_dir, step, data, first_eval, last_eval)
 
 
-def load_data(config: Config, run_name: str) -> RunData:
+def load_data(config: Config) -> RunData:
     """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
     arch = read_architecture(config.model.path)
     if not config.data.train:
@@ -111,7 +111,6 @@ def load_data(config: Config, run_name: str) -> RunData:
         "cache_dir": cache_folder(config),
     }
     tokenizer = config.model.tokenizer or config.model.path
-    del run_name
     train = load_dataset(config.data.train, tokenizer, **options)
     evaluation = load_dataset(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)

@@ -14,6 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -94,7 +95,9 @@ class PackedGPT(GPTModel):
     def output_weight(self) -> Tensor:
         """This TP rank's rows of the output matrix (the embedding where they are tied)."""
         tied = self.share_embeddings_and_output_weights
-        return self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None, "only the last pipeline stage has an output matrix"
+        return weight
 
 
 def forward_row(chunk: nn.Module, tokens_R: Tensor, positions_R: Tensor, lengths: tuple[int, ...]) -> Tensor:
@@ -134,7 +137,9 @@ def labelled_logprobs(
 
 def unwrap(chunk: nn.Module) -> PackedGPT:
     """The model inside Megatron's DistributedDataParallel wrapper, or the model itself."""
-    return chunk if isinstance(chunk, PackedGPT) else chunk.module
+    model = chunk if isinstance(chunk, PackedGPT) else chunk.module
+    assert isinstance(model, PackedGPT)
+    return model
 
 
 def check_layout(arch: Architecture, mesh_layout) -> None:
@@ -246,7 +251,7 @@ def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[
         layers = [spec] * get_num_layers_to_build(config, vp_stage=stage)
         chunk = PackedGPT(
             config,
-            TransformerBlockSubmodules(layer_specs=layers, layer_norm=RMSNorm),
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm)),
             vocab_size=padded_vocab_size(arch.vocab_size, mesh.layout.tp),
             max_sequence_length=arch.max_positions,
             pre_process=mesh.is_first_stage(index),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,8 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> list[Ow
     owned = []
     for chunk in chunks:
         model = unwrap(chunk)
-        global_layer = {i: layer.layer_number - 1 for i, layer in enumerate(model.decoder.layers)}
+        layers: Any = model.decoder.layers
+        global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(layers)}
         for name, parameter in model.named_parameters():
             replica = name == "output_layer.weight" and arch.tie_embeddings
             if replica:

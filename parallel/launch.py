@@ -16,6 +16,12 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def use_deterministic_algorithms() -> None:
+    """Bit-equal repetitions: torch raises where it has no deterministic kernel. Before the first CUDA call."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+    torch.use_deterministic_algorithms(True)
+
+
 def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world if this process has not yet: NCCL on GPUs, gloo on CPUs; one rank needs no rendezvous."""
     if dist.is_initialized():

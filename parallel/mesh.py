@@ -1,7 +1,7 @@
 """Layouts and the mesh of named process groups; the only module that touches `megatron.core.parallel_state`."""
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -86,8 +86,7 @@ class Layout:
                 f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "
                 f"ring {self.ring} = {self.replica_size}; start a multiple of it, or lower a degree"
             )
-        values = {f.name: getattr(self, f.name) for f in fields(self)} | {"dp": world_size // self.replica_size}
-        return Layout(**values)
+        return replace(self, dp=world_size // self.replica_size)
 
 
 @dataclass(frozen=True)
@@ -120,16 +119,16 @@ class Mesh:
             context_parallel_size=layout.context,
             create_gloo_process_groups=False,
         )
-        context = parallel_state.get_context_parallel_group()
+        context = _one(parallel_state.get_context_parallel_group())
         return cls(
             layout=layout,
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            pp=parallel_state.get_pipeline_model_parallel_group(),
+            tp=_one(parallel_state.get_tensor_model_parallel_group()),
+            pp=_one(parallel_state.get_pipeline_model_parallel_group()),
             ulysses=context,
             context=context,
-            dp=parallel_state.get_data_parallel_group(),
-            dp_context=parallel_state.get_data_parallel_group(with_context_parallel=True),
-            stage=parallel_state.get_model_parallel_group(),
+            dp=_one(parallel_state.get_data_parallel_group()),
+            dp_context=_one(parallel_state.get_data_parallel_group(with_context_parallel=True)),
+            stage=_one(parallel_state.get_model_parallel_group()),
             megatron=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
@@ -150,6 +149,12 @@ class Mesh:
     def row_multiple(self) -> int:
         """A packed row is padded to a multiple of this, so that every shard of it has the same length."""
         return self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
+
+
+def _one(group) -> dist.ProcessGroup:
+    """Megatron types its groups as one, several or an int; in this mesh each axis is one."""
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def destroy() -> None:

@@ -99,10 +99,11 @@ def compose_config(
     ConfigStore.instance().store(name="schema", node=defaults(config_class))
     try:
         with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
-            values = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+            composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(" ".join(str(error).split())) from None
-    assert isinstance(values, dict)
+    assert isinstance(composed, dict)
+    values = {str(key): value for key, value in composed.items()}
     return build(config_class, values), values, preset
 
 

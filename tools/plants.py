@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from isoloss.engine import engine as engine_module
 from isoloss.engine import step as step_module
-from isoloss.parallel import Layout
+from isoloss.parallel import Layout, Mesh
 from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
 from isoloss.parallel.normalizer import GlobalLossNormalizer
@@ -97,18 +97,18 @@ def _context_factor_twice():
 
 @contextlib.contextmanager
 def _counts_over_dp_and_sp() -> Iterator[None]:
+    mesh_of_step: list[Mesh] = []
+
     def normalizer(mode, dp_group, **kwargs):
         del dp_group
-        return GlobalLossNormalizer(mode, everyone.dp_context, **kwargs)
+        return GlobalLossNormalizer(mode, mesh_of_step[-1].dp_context, **kwargs)
 
     original = step_module.prepare_step
 
     def prepare_step(samples, loss, plan, mesh, device):
-        nonlocal everyone
-        everyone = mesh
+        mesh_of_step.append(mesh)
         return original(samples, loss, plan, mesh, device)
 
-    everyone = None
     with (
         mock.patch.object(step_module, "GlobalLossNormalizer", normalizer),
         mock.patch.object(engine_module, "prepare_step", prepare_step),

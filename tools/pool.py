@@ -15,11 +15,15 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from isoloss.parallel import UserError, mesh
 
+# A worker with more threads is replaced: Megatron's distributed optimizer sits in a reference cycle through C++, which
+# Python cannot collect, so each one that was built keeps its process groups, and every gloo group its threads.
+MAX_THREADS = 64
 # Everything that a worker would otherwise import for itself: the fork server imports it once.
 PRELOAD = ["isoloss.engine.engine"]
 
@@ -54,8 +58,12 @@ class WorkerPool:
         """
         if world > self.size:
             raise ValueError(f"a world of {world} ranks does not fit a pool of {self.size}")
-        while len(self._workers) < world:
-            self._start_worker()
+        for index in range(world):
+            if index == len(self._workers):
+                self._workers.append(self._start_worker(index))
+            elif _worn_out(self._workers[index][0]):
+                self._stop_worker(*self._workers[index])
+                self._workers[index] = self._start_worker(index)
         connections = [connection for _, connection in self._workers[:world]]
         results: dict[Connection, Any] = {}
         with tempfile.TemporaryDirectory(prefix="isoloss-world-") as folder:
@@ -68,19 +76,23 @@ class WorkerPool:
         return [results[connection] for connection in connections]
 
     def close(self) -> None:
-        for process, connection in self._workers:
-            connection.close()
-            process.kill()
-            process.join()
+        for worker in self._workers:
+            self._stop_worker(*worker)
         self._workers.clear()
 
-    def _start_worker(self) -> None:
+    @staticmethod
+    def _stop_worker(process: Any, connection: Connection) -> None:
+        connection.close()
+        process.kill()
+        process.join()
+
+    def _start_worker(self, index: int) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
         # Not a daemon: Megatron's checkpoint writer starts processes of its own.
-        process = self._context.Process(target=_serve, args=(there, len(self._workers)))
+        process = self._context.Process(target=_serve, args=(there, index))
         process.start()
         there.close()
-        self._workers.append((process, here))
+        return process, here
 
     def _receive(self, connection: Connection) -> Any:
         try:
@@ -91,6 +103,10 @@ class WorkerPool:
             return value
         self.close()
         raise UserError(value) if status == "mistake" else WorkerError(value)
+
+
+def _worn_out(process: Any) -> bool:
+    return not process.is_alive() or psutil.Process(process.pid).num_threads() > MAX_THREADS
 
 
 def _serve(connection: Connection, index: int) -> None:

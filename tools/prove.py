@@ -100,7 +100,7 @@ def loss_config(mode: str, config: Config) -> LossConfig:
 def first_batch(config: Config, plant: Plant) -> list[Sample]:
     """The samples of optimizer step 0. With a plant, every token is a target (so that one at the border between two
     shards is) and a fully masked copy of a sample is added: some bugs show only there."""
-    data = load_data(config, "proof")
+    data = load_data(config)
     rows = step_indices(len(data.train), 0, config.batch.global_size, config.train.seed)
     samples = [dataclasses.replace(data.train[int(row)], group=index // 2) for index, row in enumerate(rows)]
     if plant is NONE:
