@@ -9,7 +9,9 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -89,7 +91,7 @@ def load_dataset(
     folder = cache_dir / name
     dataset = load_cached(folder)
     if dataset is None:
-        with exclusively(cache_dir / f"{name}.lock"):
+        with exclusively(folder):
             dataset = load_cached(folder)
             if dataset is None:
                 built = tokenize(paths, tokenizer_dir, max_length, overlong, vocab_size, key, limit)
@@ -100,25 +102,16 @@ def load_dataset(
 
 
 @contextlib.contextmanager
-def exclusively(path: Path) -> Iterator[None]:
-    """One process at a time inside. Leaves neither the lock file `path` nor an empty folder around it behind."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            lock = open(path, "w")  # noqa: SIM115 (closed below, after the file is gone)
-        except FileNotFoundError:  # another process has just left, and its empty folder is gone
-            continue
+def exclusively(folder: Path) -> Iterator[None]:
+    """One process of this machine at a time, for one cache folder.
+
+    The lock lies in the system's temporary folder: a process that is killed while it waits (torchrun does that to the
+    others when one rank fails) leaves nothing where the run writes.
+    """
+    digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    with open(Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}-{digest}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
-        if path.exists() and os.path.samestat(os.fstat(lock.fileno()), path.stat()):
-            break
-        lock.close()  # its last holder took the file away while this process waited
-    try:
         yield
-    finally:
-        path.unlink()
-        lock.close()
-        with contextlib.suppress(OSError):  # not empty: the usual case
-            path.parent.rmdir()
 
 
 def tokenize(
@@ -192,11 +185,10 @@ def file_hash(path: Path) -> str:
 
 
 def write_cache(folder: Path, dataset: TokenDataset) -> None:
-    """Write under another name, then rename: a folder of the right name is complete. The caller holds the lock."""
-    temporary = folder.with_name(f".{folder.name}.partial")  # what a killed process left there is written over
-    for leftover in (temporary, folder):
-        shutil.rmtree(leftover, ignore_errors=True)
-    temporary.mkdir()
+    """Write under a name of this process's own, then rename: a folder of the right name is complete."""
+    temporary = folder.with_name(f".{folder.name}.{platform.node()}-{os.getpid()}.partial")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
+    temporary.mkdir(parents=True)
     checksums = {}
     for name, dtype in ARRAYS.items():
         path = temporary / f"{name}.npy"
@@ -204,7 +196,11 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
         checksums[name] = checksum(path)
     meta = {"format": FORMAT, "stats": asdict(dataset.stats), "crc32": checksums}
     (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-    os.rename(temporary, folder)
+    shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been loaded
+    try:
+        os.rename(temporary, folder)
+    except OSError:  # another machine that shares this file system was faster, with the same contents
+        shutil.rmtree(temporary)
 
 
 def load_cached(folder: Path) -> TokenDataset | None:
