@@ -80,18 +80,22 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
 
     After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
     Megatron's distributed one asserts that it knows a step count. After loading: Megatron gives all parameters one
-    tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0.
+    tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0. Both times
+    torch's fused kernel is chosen where there is one.
     """
     for part in optimizer.chained_optimizers:
         inner = getattr(part, "optimizer", None)
         if not isinstance(inner, torch.optim.Adam):  # none on this rank, or a fused one that counts steps itself
             continue
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            state = inner.state[parameter]
-            state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device="cpu")
-            for name in ("exp_avg", "exp_avg_sq"):
-                if name not in state:
-                    state[name] = torch.zeros_like(parameter)
+        for group in inner.param_groups:
+            # On a CPU one pass over memory instead of six. A checkpoint brings the value of the machine that saved it.
+            group["fused"] = not torch.cuda.is_available() or None
+            for parameter in group["params"]:
+                state = inner.state[parameter]
+                state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device="cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    if name not in state:
+                        state[name] = torch.zeros_like(parameter)
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
@@ -108,10 +112,6 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
-        # torch's AdamW, which Megatron takes where there is no fused one: on a CPU one pass over memory instead of six.
-        # Set before every step, because loading a checkpoint brings the value of the machine that saved it.
-        if "fused" in group:
-            group["fused"] = not torch.cuda.is_available() or None
 
 
 @torch.no_grad()
