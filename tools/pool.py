@@ -83,8 +83,12 @@ class WorkerPool:
     @staticmethod
     def _stop_worker(process: Any, connection: Connection) -> None:
         connection.close()
+        family = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
         process.kill()
         process.join()
+        for child in family:  # Megatron's checkpoint writer keeps a process that would outlive its parent
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     def _start_worker(self, index: int) -> tuple[Any, Connection]:
         here, there = self._context.Pipe()
