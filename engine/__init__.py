@@ -3,8 +3,33 @@
 import isoloss.parallel  # noqa: F401, I001 (the CPU host must be there before the first import of Megatron-Core)
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config
+from isoloss.engine.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
 
-__all__ = ["Config", "Engine", "Loss", "Sample", "TokenInputs", "negative_log_likelihood"]
+__all__ = [
+    "BatchConfig",
+    "CheckpointConfig",
+    "Config",
+    "DataConfig",
+    "Engine",
+    "Loss",
+    "LossConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "Sample",
+    "TokenInputs",
+    "TrainConfig",
+    "negative_log_likelihood",
+]

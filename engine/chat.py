@@ -49,6 +49,7 @@ def load_tokenizer(folder: str, vocab_size: int):
             f"tokenizer: {folder} has token ids up to {largest}, but the model's vocab_size is {vocab_size}: "
             f"use the tokenizer of this model, or a vocab_size of at least {largest + 1}"
         )
+    tokenizer.model_max_length = 1 << 60  # our own limit names the row; transformers would only warn of doom
     return tokenizer
 
 

@@ -25,13 +25,13 @@ STEP_FOLDER = "step_{:08d}"
 def save(
     folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh, extra: Mapping[str, object]
 ) -> None:
-    """Write `folder`: under a temporary name, synced to disk, then renamed in one step. An existing one is kept.
+    """Write `folder`: under a temporary name, synced to disk, then renamed at once. Raises UserError where it exists.
 
     Nothing in training reads a global random state (dropout is 0, the data order is a function of seed and step), so
     weights, optimizer state and `extra` are all that a run needs to go on exactly. Collective over the world.
     """
     if folder.exists():
-        return
+        raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
     partial = folder.with_name(f".{folder.name}.partial")
     if dist.get_rank() == 0:
         shutil.rmtree(partial, ignore_errors=True)

@@ -152,7 +152,7 @@ class TrainConfig:
     steps: int | None = None
     epochs: int = 1
     seed: int = 0
-    precision: Literal["fp32", "bf16", "fp64"] = "bf16"
+    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     deterministic: bool = False
     eval_every: int = 0
     max_bad_steps: int = 3
@@ -228,6 +228,25 @@ def defaults(cls: Any) -> dict[str, Any]:
     return values
 
 
+# What other trainers call it.
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "clip_grad": "optim.clip",
+    "batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.max_tokens",
+    "gradient_accumulation_steps": "batch.max_tokens",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "bf16": "train.precision",
+    "dtype": "train.precision",
+    "cp": "parallel.ulysses",
+    "sp": "parallel.ulysses",
+}
+
+
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that does not exist: the nearest one that does."""
     if members := [k for k in known if k.startswith(f"{key}.")]:
@@ -235,7 +254,8 @@ def unknown_key(key: str, known: list[str]) -> str:
     # The right name in the wrong group is likelier than another name in the right group.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    guess = near[0] if near else None
+    elsewhere = ELSEWHERE.get(key.rsplit(".", 1)[-1])
+    guess = elsewhere if elsewhere in known else near[0] if near else None
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
@@ -262,7 +282,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             raise UserError(f"{key}={value!r} is not one of {', '.join(map(str, args))}")
         return value
     if origin is tuple:
-        items = [value] if isinstance(value, str) else value
+        items = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
             raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
         return tuple(_convert(args[0], item, key) for item in items)

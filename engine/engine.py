@@ -166,7 +166,7 @@ class Engine:
             yield weight.name, whole
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
-        """Write a checkpoint (weights, optimizer, RNG, `extra`) that any layout can load. Collective over the world."""
+        """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
         checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:

@@ -117,7 +117,8 @@ def _create_output(config: Config, run_name: str) -> Path:
             number += 1
         folder = Path(f"{folder}-{number}")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(_plain(config), sort_keys=False))
+    resolved = dataclasses.replace(config, output_dir=str(folder))
+    (folder / "config.yaml").write_text(yaml.safe_dump(_plain(resolved), sort_keys=False))
     (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
     return folder
 

@@ -20,6 +20,7 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, identity, open_output
 from isoloss.engine.rows import check_paths
 from isoloss.engine.step import StepMetrics
+from isoloss.models.architecture import num_parameters
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError
 
@@ -64,6 +65,8 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     loss = cross_entropy(config.loss)
     step = resume(engine, config, output_dir)
     guard = BadStepGuard(config.train.max_bad_steps)
+    if is_main():
+        print(*opening(engine, config, data, output_dir, step), sep="\n", flush=True)
     first_eval = last_eval = None
 
     with MetricsLog(output_dir, enabled=is_main(), total_steps=data.total_steps, start_step=step) as log:
@@ -118,6 +121,22 @@ def load_data(config: Config) -> RunData:
     return RunData(train, evaluation, steps, unigram)
 
 
+def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, step: int) -> Sequence[str]:
+    """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later."""
+    source = f"random weights (train.seed={config.train.seed})" if config.model.from_scratch else "its weights"
+    lines = [
+        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}",
+        f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; "
+        + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
+        f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, layout "
+        f"{engine.mesh.layout} on {dist.get_world_size()} rank(s), into {output_dir}",
+    ]
+    if config.checkpoint.resume:
+        done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
+        lines.append(done + ("" if step < data.total_steps else f": nothing left of train.steps={data.total_steps}"))
+    return lines
+
+
 def is_main() -> bool:
     """Whether this rank writes files and speaks to the user."""
     return dist.get_rank() == 0
@@ -139,6 +158,8 @@ def resume(engine: Engine, config: Config, output_dir: Path) -> int:
 def save(engine: Engine, config: Config, output_dir: Path, step: int) -> Path:
     """Write a checkpoint after `step` and delete the oldest ones. Collective over the world."""
     folder = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
+    if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
+        return folder
     engine.save(folder, {"step": step, **identity(config)})
     if is_main():
         checkpoint.prune(folder.parent, config.checkpoint.keep)

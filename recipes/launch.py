@@ -24,7 +24,9 @@ from isoloss.parallel import UserError, launch
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
-DEFAULT_PRESET = "tiny"
+# Without preset=NAME: the shipped demonstration, or plain defaults as soon as you name a model of your own (the
+# demonstration's random weights, schedule and evaluation set would have nothing to do with it).
+DEMONSTRATION, PLAIN = "tiny", "plain"
 ConfigT = TypeVar("ConfigT")
 
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
@@ -72,8 +74,8 @@ def compose_config(
     recipe: str, config_class: type[ConfigT], overrides: Sequence[str]
 ) -> tuple[ConfigT, dict[str, Any], str]:
     """Preset and overrides -> (checked configuration, the same as plain values, name of the preset)."""
-    preset = DEFAULT_PRESET
-    keys = known_keys(config_class)
+    preset = PLAIN if any(override.startswith("model.path=") for override in overrides) else DEMONSTRATION
+    keys, others = known_keys(config_class), list(overrides)
     parser = OverridesParser.create()
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -81,6 +83,7 @@ def compose_config(
             raise UserError(f"cannot read {override!r}; write overrides as key=value")
         if key == "preset":
             preset = value
+            others.remove(override)
         elif key not in keys:
             raise UserError(unknown_key(key, [*keys, "preset"]))
         try:
@@ -99,7 +102,7 @@ def compose_config(
     ConfigStore.instance().store(name="schema", node=defaults(config_class))
     try:
         with initialize_config_dir(str(CONF / recipe), version_base="1.3"):
-            composed = OmegaConf.to_container(compose("config", overrides=list(overrides)), resolve=True)
+            composed = OmegaConf.to_container(compose("config", overrides=[f"preset={preset}", *others]), resolve=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(" ".join(str(error).split())) from None
     assert isinstance(composed, dict)

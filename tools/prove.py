@@ -6,7 +6,7 @@
 One global batch runs under the reference layout (one rank, one micro-batch) and under every asked layout and token
 budget. Loss, gradient norm and every parameter's gradient must agree up to rounding; the certificate is proof.json,
 a table and a picture. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
-Exit status: 0 proved, 1 not, 2 a mistake in the arguments, the configuration or the data.
+Exit status: 0 proved, 1 not (so it must be with a plant), 2 a mistake in the arguments, the configuration or the data.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--aggregations", default=None, help="aggregation modes; default loss.aggregation")
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
     parser.add_argument("--plant", choices=sorted(PLANTS), help="a known bug to plant")
-    parser.add_argument("--out", type=Path, default=Path("runs/proof"), help="folder of the certificate")
+    parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
     arguments = parser.parse_args(argv)
     try:
@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         tell_once(str(error))
         return 2
-    return report(rows, arguments.out, config, TOLERANCE[arguments.precision], arguments.precision, plant)
+    out = arguments.out or Path("runs/proof" if plant is NONE else f"runs/proof-{plant.name}")
+    return report(rows, out, config, TOLERANCE[arguments.precision], arguments.precision, plant)
 
 
 def loss_config(mode: str, config: Config) -> LossConfig:
@@ -206,6 +207,8 @@ def report(
         passed = sum(row.against.passed for row in rows if not row.spoiled)
         found = f"detected in {detected} of {len(spoiled)} spoiled runs"
         print(f"plant {plant.name}: {found}; {passed} of {untouched} others pass")
+        caught = all(row.as_expected for row in rows)
+        print("as it must be: the bug is caught" if caught else "the proof did NOT catch the bug as it must")
     for row in failed if plant is NONE else ():
         print(f"not proved on {row.layout}: {row.against.reason}")
     print(

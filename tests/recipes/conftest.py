@@ -45,13 +45,14 @@ def inputs(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def arguments(inputs, tmp_path, monkeypatch) -> list[str]:
-    """Overrides of the tiny preset for a run of two steps in the empty folder `tmp_path/work`, which becomes the
+    """Overrides for a run of two steps in the empty folder `tmp_path/work`, which becomes the
     working directory."""
     work = tmp_path / "work"
     work.mkdir()
     monkeypatch.chdir(work)
     return [
         f"model.path={inputs}/model",
+        "model.from_scratch=true",
         f"data.train={inputs}/rows.jsonl",
         "data.eval=[]",
         "data.max_length=128",

@@ -49,7 +49,8 @@ CONFIGURATION = (
     told("no equals sign", "train.steps", "'train.steps'", "key=value"),
     told("null for what is required", "model.path=null", "model.path=None"),
     told("empty for what is required", "model.path=", "model.path=''"),
-    told("null for a list", "data.train=null", "data.train=None", "list"),
+    told("null for a list", "data.train=null", "data.train=[]", "at least one"),
+    told("the name that others use", "optim.learning_rate=1e-4", "'optim.learning_rate'", "'optim.lr'"),
     told("no data", "data.train=[]", "data.train=[]", "at least one"),
     told("list without brackets", "data.train=a.jsonl,b.jsonl", "data.train=a.jsonl,b.jsonl", "[a.jsonl,b.jsonl]"),
     told("unbalanced quote", "output_dir='out", "output_dir='out", "quote"),
@@ -289,3 +290,13 @@ def test_two_ranks_say_it_once(override, says, arguments, tmp_path):
     assert len(from_ranks) == 1 and says in from_ranks[0], done.stderr
     assert "isoloss/" not in done.stderr.split("isoloss: error: ")[0]  # no traceback through our own code
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_model_of_ones_own_takes_nothing_from_the_demonstration(tmp_path):
+    """Neither its random weights nor its schedule, precision or evaluation set, unless preset=tiny asks for them."""
+    own, _, preset = launch.compose_config("sft", Config, [f"model.path={tmp_path}", "data.train=[rows.jsonl]"])
+    assert preset == "plain" and not own.model.from_scratch and own.data.eval == ()
+    assert own.optim == Config(own.model).optim and own.train == Config(own.model).train
+    asked, _, preset = launch.compose_config("sft", Config, [f"model.path={tmp_path}", "preset=tiny"])
+    assert preset == "tiny" and asked.model.from_scratch
+    assert launch.compose_config("sft", Config, [])[2] == "tiny"
