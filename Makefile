@@ -18,7 +18,7 @@ RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make test       the whole CPU test suite"
-	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (an hour or more)"
+	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (a quarter of an hour on two cores)"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       ruff;  make types: pyright"
 
