@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from isoloss.parallel import host, launch
+from isoloss.parallel import launch
 from isoloss.parallel.vocab import CHUNK_ELEMENTS, vocab_parallel_logprobs
 
 MIB = 1 << 20
@@ -37,7 +37,7 @@ CLAIM = 0.25  # of full fp32 logits
 
 def make_inputs(tokens: int, vocab: int, hidden: int) -> tuple[Tensor, Tensor, Tensor]:
     """Last hidden states [tokens, hidden], output matrix [vocab, hidden], targets [tokens]."""
-    device = host.device()
+    device = torch.device(torch.cuda.current_device())
     torch.manual_seed(0)
     hidden_TD = torch.randn(tokens, hidden, device=device).requires_grad_()
     weight_VD = (torch.randn(vocab, hidden, device=device) * hidden**-0.5).requires_grad_()
