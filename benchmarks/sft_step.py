@@ -30,7 +30,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig, build
+from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.config_tree import build
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy as sft_loss
 from isoloss.models.parameters import hf_tensors

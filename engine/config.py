@@ -1,23 +1,18 @@
 """Every knob of a run: frozen dataclasses, checked once, before any process group exists.
 
-Hydra selects presets and overrides keys (recipes/launch.py); `build` turns the composed tree into these classes and
-refuses what it does not know, with the nearest name. Cross-field rules that need no model are in `__post_init__`.
+Hydra selects presets and overrides keys (recipes/launch.py); `config_tree.build` turns the composed tree into these
+classes and refuses what it does not know, with the nearest name. Cross-field rules that need no model are in
+`__post_init__`.
 """
 
-import dataclasses
-import difflib
-import math
-import types
-import typing
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.normalizer import MODES
 
 
-def _require(holds: bool, key: str, value: object, mend: str) -> None:
+def require(holds: bool, key: str, value: object, mend: str) -> None:
     if not holds:
         raise UserError(f"{key}={value!r} {mend}")
 
@@ -32,7 +27,7 @@ class ModelConfig:
     from_scratch: bool = False
 
     def __post_init__(self):
-        _require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder")
+        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder")
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class DataConfig:
     cache_dir: str | None = None
 
     def __post_init__(self):
-        _require(self.max_length >= 2, "data.max_length", self.max_length, "must be at least 2 tokens")
+        require(self.max_length >= 2, "data.max_length", self.max_length, "must be at least 2 tokens")
 
 
 @dataclass(frozen=True)
@@ -59,8 +54,8 @@ class BatchConfig:
     max_tokens: int = 8192
 
     def __post_init__(self):
-        _require(self.global_size >= 1, "batch.global_size", self.global_size, "must be at least 1")
-        _require(self.max_tokens >= 2, "batch.max_tokens", self.max_tokens, "must be at least 2")
+        require(self.global_size >= 1, "batch.global_size", self.global_size, "must be at least 1")
+        require(self.max_tokens >= 2, "batch.max_tokens", self.max_tokens, "must be at least 2")
 
 
 @dataclass(frozen=True)
@@ -83,7 +78,7 @@ class ParallelConfig:
     def __post_init__(self):
         for key in ("ep", "etp"):
             value = getattr(self, key)
-            _require(
+            require(
                 value == 1,
                 f"parallel.{key}",
                 value,
@@ -106,15 +101,15 @@ class LossConfig:
     count_fully_masked: bool = False
 
     def __post_init__(self):
-        _require(self.aggregation in MODES, "loss.aggregation", self.aggregation, f"is not one of {', '.join(MODES)}")
+        require(self.aggregation in MODES, "loss.aggregation", self.aggregation, f"is not one of {', '.join(MODES)}")
         with_length = self.aggregation == "seq-mean-token-sum-norm"
-        _require(
+        require(
             with_length == (self.norm_length is not None),
             "loss.norm_length",
             self.norm_length,
             "goes with loss.aggregation=seq-mean-token-sum-norm, and only with it",
         )
-        _require(
+        require(
             self.norm_length is None or self.norm_length > 0, "loss.norm_length", self.norm_length, "must be positive"
         )
 
@@ -134,13 +129,13 @@ class OptimConfig:
     clip: float = 1.0
 
     def __post_init__(self):
-        _require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
-        _require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
-        _require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
-        _require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
-        _require(self.eps > 0, "optim.eps", self.eps, "must be positive")
-        _require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both be in [0, 1)")
-        _require(self.clip >= 0, "optim.clip", self.clip, "must not be negative (0 switches clipping off)")
+        require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
+        require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
+        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
+        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
+        require(self.eps > 0, "optim.eps", self.eps, "must be positive")
+        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both be in [0, 1)")
+        require(self.clip >= 0, "optim.clip", self.clip, "must not be negative (0 switches clipping off)")
 
 
 @dataclass(frozen=True)
@@ -158,11 +153,11 @@ class TrainConfig:
     max_bad_steps: int = 3
 
     def __post_init__(self):
-        _require(self.steps is None or self.steps >= 1, "train.steps", self.steps, "must be at least 1, or null")
-        _require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
-        _require(self.epochs >= 1, "train.epochs", self.epochs, "must be at least 1")
-        _require(self.eval_every >= 0, "train.eval_every", self.eval_every, "must not be negative (0 switches it off)")
-        _require(self.max_bad_steps >= 1, "train.max_bad_steps", self.max_bad_steps, "must be at least 1")
+        require(self.steps is None or self.steps >= 1, "train.steps", self.steps, "must be at least 1, or null")
+        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
+        require(self.epochs >= 1, "train.epochs", self.epochs, "must be at least 1")
+        require(self.eval_every >= 0, "train.eval_every", self.eval_every, "must not be negative (0 switches it off)")
+        require(self.max_bad_steps >= 1, "train.max_bad_steps", self.max_bad_steps, "must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -176,8 +171,8 @@ class CheckpointConfig:
     export_hf: bool = True
 
     def __post_init__(self):
-        _require(self.every >= 0, "checkpoint.every", self.every, "must not be negative (0: only after the last step)")
-        _require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative (0: only after the last step)")
+        require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
 
 
 @dataclass(frozen=True)
@@ -205,97 +200,3 @@ class Config:
     def distributed_optimizer(self) -> bool:
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
-
-
-def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
-    """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
-    types_of = typing.get_type_hints(cls)
-    for key in values:
-        if key not in types_of:
-            raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
-    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
-
-
-def defaults(cls: Any) -> dict[str, Any]:
-    """Every key of a configuration class with its default, as plain nested values."""
-    values = {}
-    for f in dataclasses.fields(cls):
-        kind = typing.get_type_hints(cls)[f.name]
-        if dataclasses.is_dataclass(kind):
-            values[f.name] = defaults(kind)
-        else:
-            values[f.name] = list(f.default) if isinstance(f.default, tuple) else f.default
-    return values
-
-
-# What other trainers call it.
-ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "clip_grad": "optim.clip",
-    "batch_size": "batch.global_size",
-    "train_batch_size": "batch.global_size",
-    "micro_batch_size": "batch.max_tokens",
-    "gradient_accumulation_steps": "batch.max_tokens",
-    "max_seq_length": "data.max_length",
-    "max_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "bf16": "train.precision",
-    "dtype": "train.precision",
-    "cp": "parallel.ulysses",
-    "sp": "parallel.ulysses",
-}
-
-
-def unknown_key(key: str, known: list[str]) -> str:
-    """The message for a key that does not exist: the nearest one that does."""
-    if members := [k for k in known if k.startswith(f"{key}.")]:
-        return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
-    # The right name in the wrong group is likelier than another name in the right group.
-    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
-    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    elsewhere = ELSEWHERE.get(key.rsplit(".", 1)[-1])
-    guess = elsewhere if elsewhere in known else near[0] if near else None
-    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
-
-
-def known_keys(cls: Any, prefix: str = "") -> list[str]:
-    """Every key of a configuration class, dotted."""
-    keys = []
-    for name, kind in typing.get_type_hints(cls).items():
-        keys += known_keys(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]
-    return keys
-
-
-def _convert(kind: Any, value: Any, key: str) -> Any:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if dataclasses.is_dataclass(kind):
-        if not isinstance(value, Mapping):
-            raise UserError(f"{key}={value!r} must be a group of keys: {', '.join(known_keys(kind, key + '.'))}")
-        return build(kind, value, f"{key}.")
-    if origin in (types.UnionType, typing.Union):
-        if value is None:
-            return None
-        return _convert(next(a for a in args if a is not type(None)), value, key)
-    if origin is Literal:
-        if value not in args:
-            raise UserError(f"{key}={value!r} is not one of {', '.join(map(str, args))}")
-        return value
-    if origin is tuple:
-        items = [] if value is None else [value] if isinstance(value, str) else value
-        if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
-            raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
-        return tuple(_convert(args[0], item, key) for item in items)
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            number = float(value)  # YAML reads 1e-5 as a string
-        except (ValueError, OverflowError):
-            raise UserError(f"{key}={value!r} must be a number") from None
-        _require(math.isfinite(number), key, number, "must be a finite number")
-        return number
-    if kind is str and isinstance(value, (int, float)):
-        return str(value)
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        wanted = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
-        raise UserError(f"{key}={value!r} must be {wanted}")
-    return value

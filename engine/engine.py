@@ -14,7 +14,7 @@ from torch import Tensor
 from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
-from isoloss.engine.losses import Loss
+from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logprobs, run_step
@@ -124,10 +124,10 @@ class Engine:
     def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
         """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
 
-        Every rank gets all of them. Collectives: those of the model, one all-reduce over dp x context, one broadcast
-        from the last pipeline stage.
+        Every rank gets all of them. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce
+        over dp x context and one over pp.
         """
-        batch = self._prepare(samples, Loss(per_token=lambda inputs: -inputs.logprobs_N, aggregation="sum"))
+        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
         with torch.no_grad():
             flat = run_logprobs(self.mesh, self.chunks, self.arch, batch)
         return list(flat.split([len(s) for s in samples]))

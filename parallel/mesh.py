@@ -132,18 +132,13 @@ class Mesh:
             megatron=ProcessGroupCollection.use_mpu_process_groups(),
         )
 
-    def is_first_stage(self, chunk: int = 0) -> bool:
+    def is_first_stage(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank holds the embedding."""
         return self.pp.rank() == 0 and chunk == 0
 
-    def is_last_stage(self, chunk: int | None = None) -> bool:
-        """Whether model chunk `chunk` of this rank (its last one if not given) computes the loss."""
-        return self.pp.rank() == self.layout.pp - 1 and chunk in (None, self.layout.vpp - 1)
-
-    @property
-    def last_stage_rank(self) -> int:
-        """Global rank of the last pipeline stage of this rank's pipeline: the source of losses and metrics."""
-        return dist.get_global_rank(self.pp, self.layout.pp - 1)
+    def is_last_stage(self, chunk: int) -> bool:
+        """Whether model chunk `chunk` of this rank computes the loss."""
+        return self.pp.rank() == self.layout.pp - 1 and chunk == self.layout.vpp - 1
 
     @property
     def row_multiple(self) -> int:

@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from isoloss.engine.config import build, defaults, known_keys, unknown_key
+from isoloss.engine.config_tree import build, defaults, known_keys, unknown_key
 from isoloss.parallel import UserError, launch
 
 CONF = Path(__file__).parent / "conf"

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, ParallelConfig
 from isoloss.engine.data import step_indices
@@ -106,11 +108,8 @@ def first_batch(config: Config, plant: Plant) -> list[Sample]:
     samples = [dataclasses.replace(data.train[int(row)], group=index // 2) for index, row in enumerate(rows)]
     if plant is NONE:
         return samples
-    everything = [
-        dataclasses.replace(s, mask_T=s.mask_T.new_ones(len(s)).index_fill_(0, s.tokens_T.new_zeros(1), False))
-        for s in samples
-    ]
-    masked = dataclasses.replace(samples[0], mask_T=samples[0].mask_T.new_zeros(len(samples[0])), group=0)
+    everything = [dataclasses.replace(s, mask_T=torch.arange(len(s)) > 0) for s in samples]
+    masked = dataclasses.replace(samples[0], mask_T=torch.zeros_like(samples[0].mask_T))
     return [*everything, masked]
 
 

@@ -1,0 +1,106 @@
+"""Plain nested values -> the frozen dataclasses of a configuration; defaults, names, and what to say of wrong ones."""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from isoloss.engine.config import require
+from isoloss.parallel import UserError
+
+
+def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
+    types_of = typing.get_type_hints(cls)
+    for key in values:
+        if key not in types_of:
+            raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
+    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    """Every key of a configuration class with its default, as plain nested values."""
+    values = {}
+    for f in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(kind):
+            values[f.name] = defaults(kind)
+        else:
+            values[f.name] = list(f.default) if isinstance(f.default, tuple) else f.default
+    return values
+
+
+# What other trainers call it.
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "clip_grad": "optim.clip",
+    "batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.max_tokens",
+    "gradient_accumulation_steps": "batch.max_tokens",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "bf16": "train.precision",
+    "dtype": "train.precision",
+    "cp": "parallel.ulysses",
+    "sp": "parallel.ulysses",
+}
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a key that does not exist: the nearest one that does."""
+    if members := [k for k in known if k.startswith(f"{key}.")]:
+        return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
+    # The right name in the wrong group is likelier than another name in the right group.
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
+    elsewhere = ELSEWHERE.get(key.rsplit(".", 1)[-1])
+    guess = elsewhere if elsewhere in known else near[0] if near else None
+    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
+
+
+def known_keys(cls: Any, prefix: str = "") -> list[str]:
+    """Every key of a configuration class, dotted."""
+    keys = []
+    for name, kind in typing.get_type_hints(cls).items():
+        keys += known_keys(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]
+    return keys
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value!r} must be a group of keys: {', '.join(known_keys(kind, key + '.'))}")
+        return build(kind, value, f"{key}.")
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, key)
+    if origin is Literal:
+        if value not in args:
+            raise UserError(f"{key}={value!r} is not one of {', '.join(map(str, args))}")
+        return value
+    if origin is tuple:
+        items = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
+            raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
+        return tuple(_convert(args[0], item, key) for item in items)
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            number = float(value)  # YAML reads 1e-5 as a string
+        except (ValueError, OverflowError):
+            raise UserError(f"{key}={value!r} must be a number") from None
+        require(math.isfinite(number), key, number, "must be a finite number")
+        return number
+    if kind is str and isinstance(value, (int, float)):
+        return str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        wanted = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
+        raise UserError(f"{key}={value!r} must be {wanted}")
+    return value
