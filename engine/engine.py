@@ -24,7 +24,6 @@ from isoloss.models.gpt import build_model, check_layout
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
 from isoloss.parallel import Layout, Mesh, UserError, launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -217,7 +216,7 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
     if config.model.from_scratch:
         return arch, layout, RandomWeights(arch, config.train.seed)
     source = HFReader(config.model.path)
-    check(source, weight_map(arch))
+    check(source, arch)
     return arch, layout, source
 
 

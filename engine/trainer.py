@@ -20,8 +20,8 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, identity, open_output
 from isoloss.engine.rows import check_paths
 from isoloss.engine.step import StepMetrics
-from isoloss.models.architecture import num_parameters
 from isoloss.models.registry import read_architecture
+from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.

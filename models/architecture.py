@@ -1,12 +1,12 @@
-"""What a dense decoder-only transformer is, apart from its weights: the one description that every builder reads.
+"""What a decoder-only transformer is, apart from its weights: the one description that every builder reads.
 
-Families (llama.py, qwen2.py, qwen3.py) make an `Architecture` from a Hugging Face config.json. All of them share
-RMSNorm before attention and MLP, rotary positions over the whole head, grouped-query attention and a SwiGLU MLP
-without biases; what differs is a field here.
+Families (llama.py, qwen3_moe.py, ...) make an `Architecture` from a Hugging Face config.json. All of them share RMSNorm
+before attention and MLP, rotary positions and a gated MLP; what differs is a field here.
 """
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,19 +30,51 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
+class YarnScaling:
+    """YaRN (arXiv:2309.00071): frequencies that turn fewer than beta_slow times over the original length are divided
+    by `factor`, those that turn more than beta_fast times are kept, with a linear ramp over the channels between.
+
+    truncate: round the ends of the ramp outwards to whole channels.
+    cos_sin_factor: multiplies cosine and sine. softmax_factor: multiplies the scale of the attention logits.
+    """
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+    cos_sin_factor: float
+    softmax_factor: float
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rotary position embedding over the whole head dimension."""
+    """Rotary position embedding (arXiv:2104.09864).
+
+    interleaved: pairs of channels that turn together are neighbours, else they are half the width apart.
+    """
 
     theta: float
-    scaling: Llama3Scaling | LinearScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    interleaved: bool = False
 
-    def inv_freq(self, head_dim: int) -> Tensor:
-        """Inverse frequencies, float32 of shape [head_dim / 2].
+    @property
+    def cos_sin_factor(self) -> float:
+        return self.scaling.cos_sin_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    @property
+    def softmax_factor(self) -> float:
+        return self.scaling.softmax_factor if isinstance(self.scaling, YarnScaling) else 1.0
+
+    def inv_freq(self, rotary_dim: int) -> Tensor:
+        """Inverse frequencies, float32 of shape [rotary_dim / 2].
 
         Each operation is the one of transformers' modeling_rope_utils.py, in the same order, so the result is
         bit-equal to it. Megatron-Core's own llama3 scaling fixes the constants 1, 4 and 8192; this one does not.
         """
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
+        if isinstance(self.scaling, YarnScaling):
+            return _yarn(self.theta**exponents, self.theta, self.scaling)
         inv_freq = 1.0 / (self.theta**exponents)
         if isinstance(self.scaling, LinearScaling):
             return inv_freq / self.scaling.factor
@@ -63,17 +95,80 @@ def _llama3(inv_freq: Tensor, s: Llama3Scaling) -> Tensor:
     return torch.where(between, smoothed, scaled)
 
 
+def _yarn(pos_freqs: Tensor, theta: float, s: YarnScaling) -> Tensor:
+    dim = 2 * pos_freqs.numel()
+
+    def channel(turns: float) -> float:
+        """The channel that turns this often over the original length."""
+        return dim * math.log(s.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = channel(s.beta_fast), channel(s.beta_slow)
+    if s.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (s.factor * pos_freqs) * (1 - kept) + 1.0 / pos_freqs * kept
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP.
+
+    dense_layers: so many layers at the start keep a dense MLP.
+    score: router logits become scores by `softmax` over all experts or by `sigmoid`.
+    selection_bias: a bias for each expert that is added to the scores for the selection only (arXiv:2408.15664).
+    groups, groups_kept: experts are chosen among the best groups, by the sum of each group's two highest scores.
+    normalize: the weights of the chosen experts are divided by their sum; scaling: then multiplied by this.
+    shared_size: width of the MLP that sees every token; 0: there is none.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    score: Literal["softmax", "sigmoid"]
+    normalize: bool
+    scaling: float = 1.0
+    selection_bias: bool = False
+    groups: int = 1
+    groups_kept: int = 1
+    shared_size: int = 0
+    dense_layers: int = 0
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values from low-rank latents.
+
+    q_rank: width of the query latent, None where queries are projected directly; kv_rank: that of keys and values.
+    nope_dim + rope_dim: width of a query and key head without and with rotary positions; value_dim: of a value head.
+    """
+
+    q_rank: int | None
+    kv_rank: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+
+
 @dataclass(frozen=True)
 class Architecture:
-    """A dense decoder-only transformer.
+    """A decoder-only transformer.
 
     num_kv_heads: key/value heads (groups of query heads), a divisor of num_heads.
-    head_dim: width of one head; num_heads * head_dim need not equal hidden_size.
-    qkv_bias: q, k and v projections have a bias (no other projection ever has one).
+    head_dim: width of a query and key head; num_heads * head_dim need not equal hidden_size.
+    rotary_dim: channels of a head that are rotated.
+    qkv_bias: q, k and v projections have a bias. linear_bias: so do all other projections, the router among them.
     qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
+    windows: for each layer, how many tokens a token sees, itself included; None: all. () means None everywhere.
+    sinks: the softmax of each head has one more, learned logit that no value belongs to.
+    clamped_swiglu: gpt-oss's activation instead of SwiGLU.
     tie_embeddings: the output projection is the embedding matrix.
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
+    mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
+    model computes and are not trained.
     """
 
     family: str
@@ -90,22 +185,27 @@ class Architecture:
     qk_norm: bool
     tie_embeddings: bool
     max_positions: int
-    dtype: str = "float32"
+    dtype: str
+    rotary_dim: int
+    linear_bias: bool = False
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False
+    clamped_swiglu: bool = False
+    experts: Experts | None = None
+    latent: Latent | None = None
+    mtp_layers: int = 0
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a value head."""
+        return self.latent.value_dim if self.latent else self.head_dim
+
+    def window(self, layer: int) -> int | None:
+        return self.windows[layer] if self.windows else None
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts is not None and layer >= self.experts.dense_layers
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[self.dtype]
-
-
-def num_parameters(arch: Architecture) -> int:
-    """Number of weights, each counted once: a tied output projection adds nothing, vocabulary padding is left out."""
-    q_size, kv_size = arch.num_heads * arch.head_dim, arch.num_kv_heads * arch.head_dim
-    attention = arch.hidden_size * (q_size + 2 * kv_size) + q_size * arch.hidden_size
-    if arch.qkv_bias:
-        attention += q_size + 2 * kv_size
-    if arch.qk_norm:
-        attention += 2 * arch.head_dim
-    mlp = 3 * arch.hidden_size * arch.intermediate_size
-    layer = attention + mlp + 2 * arch.hidden_size
-    vocabulary = arch.vocab_size * arch.hidden_size
-    return arch.num_layers * layer + arch.hidden_size + vocabulary * (1 if arch.tie_embeddings else 2)

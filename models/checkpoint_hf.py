@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import Weight
+from isoloss.models.hf_config import MTP_LAYERS
+from isoloss.models.weights import EMBEDDING, LM_HEAD, Part, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 PARTIAL = ".partial"
-LM_HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 # What a model folder holds besides its weights; missing ones are skipped.
 SIDECARS = (
@@ -42,7 +42,7 @@ class WeightSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
-    def get(self, name: str) -> Tensor: ...
+    def get(self, part: Part) -> Tensor: ...
 
 
 class HFReader:
@@ -65,8 +65,10 @@ class HFReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
-    def get(self, name: str) -> Tensor:
-        return self._handle(name).get_tensor(name)
+    def get(self, part: Part) -> Tensor:
+        if part.row is None:
+            return self._handle(part.tensor).get_tensor(part.tensor)
+        return self._handle(part.tensor).get_slice(part.tensor)[part.row]
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._file_of:
@@ -109,13 +111,13 @@ class HFReader:
         return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
 
 
-def check(source: WeightSource, weights: Sequence[Weight]) -> None:
-    """That `source` holds every tensor of `weights` at its shape, and nothing whose absence would change the model.
+def check(source: WeightSource, arch: Architecture) -> None:
+    """That `source` holds every tensor of the model at its shape, and nothing whose absence would change the model.
 
     Reads headers only, except for a second copy of tied embeddings, which is compared.
     Raises UserError naming the first tensor that is missing, of another shape, or left over.
     """
-    wanted = {name: shape for weight in weights for name, shape in zip(weight.hf_names, weight.hf_shapes)}
+    wanted = hf_shapes(weight_map(arch))
     present = set(source.names)
     for name, shape in wanted.items():
         if name not in present:
@@ -128,7 +130,7 @@ def check(source: WeightSource, weights: Sequence[Weight]) -> None:
                 f"{name} has shape {list(source.shape(name))} where config.json calls for {list(shape)}; "
                 "the weights and config.json do not belong together"
             )
-    left_over = sorted(name for name in present - set(wanted) if not _harmless(name, source))
+    left_over = sorted(name for name in present - set(wanted) if not harmless(name, source, arch))
     if left_over:
         raise UserError(
             f"{left_over[0]} is a tensor that this architecture does not have ({len(left_over)} such); the "
@@ -203,7 +205,8 @@ def finish(folder: str | Path, entries: Sequence[Mapping[str, Entry]]) -> None:
 def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
     """Copy config.json, tokenizer, chat template and generation defaults, so that `target` is a model of its own.
 
-    config.json is kept as published except for its dtype, which becomes `arch.dtype`: that of the weights written.
+    config.json is kept as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and
+    for layers for multi-token prediction, of which there are none.
     Raises UserError where `source` has no config.json.
     """
     source, target = Path(source), Path(target)
@@ -214,6 +217,7 @@ def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) ->
     config = json.loads(path.read_text(encoding="utf-8"))
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
     config |= dict.fromkeys(keys, arch.dtype)
+    config |= {name: 0 for name in MTP_LAYERS if config.get(name)}
     (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     for name in SIDECARS:
         if (source / name).is_dir():
@@ -237,17 +241,22 @@ def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) ->
         yield shard
 
 
-def _harmless(name: str, source: WeightSource) -> bool:
-    """A buffer that old exports kept, or the copy of a tied output projection."""
-    if name == LM_HEAD:
+def harmless(name: str, source: WeightSource, arch: Architecture) -> bool:
+    """Whether a tensor that is no weight of the model may be left out: a buffer that old exports kept, a layer for
+    multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
+    if name == LM_HEAD and arch.tie_embeddings:
         # transformers leaves the two untied where a file holds different ones, whatever config.json says.
-        if not torch.equal(source.get(LM_HEAD), source.get(EMBEDDING)):
+        shape = source.shape(name)
+        if shape != source.shape(EMBEDDING) or not torch.equal(
+            source.get(Part(LM_HEAD, shape)), source.get(Part(EMBEDDING, shape))
+        ):
             raise UserError(
                 f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
                 f"{EMBEDDING}; set it to false in config.json, or delete {LM_HEAD}"
             )
         return True
-    return name.endswith("rotary_emb.inv_freq")
+    beyond = range(arch.num_layers, arch.num_layers + arch.mtp_layers)
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(f"model.layers.{k}." for k in beyond))
 
 
 def _refuse_model(folder: Path) -> None:

@@ -29,6 +29,10 @@ class Form(Protocol):
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]: ...
 
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """`merge` left in pieces: runs of rows (dim 0) that, one below the other, are the whole."""
+        ...
+
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         """The piece of rank `tp_rank`. Raises UserError where `tp_size` does not divide what has to be divided."""
         ...
@@ -44,7 +48,17 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _OneTensor:
+class _OnePiece:
+    """Pieces by merging."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        raise NotImplementedError
+
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self.merge(tensors),)
+
+
+class _OneTensor(_OnePiece):
     """The Hugging Face tensor is the Megatron-Core weight."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -67,6 +81,17 @@ class Replicated(_OneTensor):
 
 
 @dataclass(frozen=True)
+class Columns(_OneTensor):
+    """Output features (dim 0) in equal contiguous runs: a column-parallel linear layer, a number for each head."""
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        return _piece(whole, 0, tp_size, tp_rank, "output features")
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(shards), 0)
+
+
+@dataclass(frozen=True)
 class Rows(_OneTensor):
     """Input features (dim 1) in equal contiguous runs: a row-parallel linear layer."""
 
@@ -78,7 +103,18 @@ class Rows(_OneTensor):
 
 
 @dataclass(frozen=True)
-class Qkv:
+class TransposedRows(Rows):
+    """`Rows` of a matrix that Hugging Face stores as [input features, output features]."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        return super().merge(tensors).T
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return (whole.T,)
+
+
+@dataclass(frozen=True)
+class Qkv(_OnePiece):
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
     merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
@@ -117,9 +153,12 @@ class Qkv:
 class GateUp:
     """The two inputs of SwiGLU: the whole is [gate; up], the shard of rank r is [gate_r; up_r]."""
 
-    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         gate, up = tensors
-        return torch.cat([gate, up], 0)
+        return gate, up
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(self.pieces(tensors), 0)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         return whole.chunk(2, 0)
@@ -131,6 +170,20 @@ class GateUp:
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         halves = [shard.chunk(2, 0) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
+
+
+@dataclass(frozen=True)
+class InterleavedGateUp(GateUp):
+    """`GateUp` from one Hugging Face tensor whose last dimension alternates gate and up: gpt-oss's weight
+    [input features, 2 * intermediate] and bias [2 * intermediate]."""
+
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        (tensor,) = tensors
+        columns_first = tensor.movedim(-1, 0)
+        return columns_first[0::2], columns_first[1::2]
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return (torch.stack(whole.chunk(2, 0), 1).flatten(0, 1).movedim(0, -1),)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> list[Ow
 def load_weights(chunks: Sequence[nn.Module], arch: Architecture, source: WeightSource, mesh: Mesh) -> None:
     """Fill this rank's parameters from Hugging Face tensors, one weight in memory at a time. No collectives."""
     for owned in owned_parameters(chunks, arch):
-        whole = owned.weight.form.merge([source.get(name) for name in owned.weight.hf_names])
+        whole = owned.weight.form.merge([source.get(part) for part in owned.weight.parts])
         owned.parameter.copy_(owned.weight.form.shard(whole, mesh.layout.tp, mesh.tp.rank()))
 
 
@@ -81,4 +81,4 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Hugging Face names and tensors of this pipeline stage, one weight in memory at a time. Collective over tp."""
     for weight, whole in whole_tensors(chunks, arch, mesh):
-        yield from zip(weight.hf_names, (t.to(dtype).cpu() for t in weight.form.split(whole)))
+        yield from zip((part.tensor for part in weight.parts), (t.to(dtype).cpu() for t in weight.form.split(whole)))

@@ -7,14 +7,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from isoloss.models import llama, qwen2, qwen3
+from isoloss.models import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from isoloss.models.architecture import Architecture
 from isoloss.parallel.errors import UserError
 
 FAMILIES: Mapping[str, ModuleType] = {
     "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
     "Qwen2ForCausalLM": qwen2,
     "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GptOssForCausalLM": gpt_oss,
 }
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from isoloss.models.checkpoint_hf import HFReader, check, copy_sidecars, finish, write_shards
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.weights import Part, weight_map
 from isoloss.parallel.errors import UserError
 
 
@@ -38,8 +38,8 @@ def export(source, target, weights, stages=1, max_shard_bytes=4000):
 
     def stream(part):
         for weight in part:
-            whole = weight.form.merge([source.get(name) for name in weight.hf_names])
-            yield from zip(weight.hf_names, weight.form.split(whole))
+            whole = weight.form.merge([source.get(part) for part in weight.parts])
+            yield from zip((part.tensor for part in weight.parts), weight.form.split(whole))
 
     size = -(-len(weights) // stages)
     parts = [weights[k * size : (k + 1) * size] for k in range(stages)]
@@ -55,7 +55,7 @@ def test_round_trip_loads_in_transformers(tmp_path, tie, stages, max_shard_bytes
     model = tiny_folder(tmp_path / "in", tie, dtype)
     arch = read_architecture(tmp_path / "in")
     reader, weights = HFReader(tmp_path / "in"), weight_map(arch)
-    check(reader, weights)
+    check(reader, arch)
     export(reader, tmp_path / "out", weights, stages, max_shard_bytes)
     copy_sidecars(tmp_path / "in", tmp_path / "out", arch)
 
@@ -70,7 +70,7 @@ def test_round_trip_loads_in_transformers(tmp_path, tie, stages, max_shard_bytes
         assert len(shards) >= 2
         assert index["metadata"]["total_size"] == sum(p.nbytes for p in model.parameters())
 
-    check(HFReader(tmp_path / "out"), weights)
+    check(HFReader(tmp_path / "out"), arch)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     expected = model.state_dict()
@@ -86,7 +86,7 @@ def test_shards_respect_the_limit_and_hold_only_their_own_bytes(tmp_path):
     assert len({entry.file for entry in entries.values()}) == 5
     finish(tmp_path, [entries])
     reader = HFReader(tmp_path)
-    assert all(torch.equal(reader.get(name), view) for name, view in views)
+    assert all(torch.equal(reader.get(Part(name, tuple(view.shape))), view) for name, view in views)
     assert max(path.stat().st_size for path in tmp_path.glob("*.safetensors")) < 400
     with safe_open(tmp_path / "model-00001-of-00005.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
@@ -137,10 +137,10 @@ def test_reader_names_what_is_wrong(tmp_path):
     (tmp_path / "model.safetensors").unlink()
     finish(tmp_path, [write_shards(tmp_path, "s", [(n, torch.ones(2)) for n in "abc"], max_shard_bytes=8)])
     with pytest.raises(UserError, match="has no tensor d; its weights do not belong"):
-        HFReader(tmp_path).get("d")
+        HFReader(tmp_path).get(Part("d", (1,)))
     save_file({"x": torch.ones(1)}, tmp_path / "model-00003-of-00003.safetensors")
     with pytest.raises(UserError, match=r"model-00003-of-00003.safetensors lacks c, which .* places there"):
-        HFReader(tmp_path).get("c")
+        HFReader(tmp_path).get(Part("c", (1,)))
     (tmp_path / "model-00002-of-00003.safetensors").unlink()
     with pytest.raises(UserError, match=r"lacks model-00002-of-00003.safetensors \(1 of the 3 files"):
         HFReader(tmp_path)
@@ -152,14 +152,14 @@ def test_reader_names_what_is_wrong(tmp_path):
 @pytest.mark.parametrize("tie", [False, True])
 def test_check_names_the_tensor(tmp_path, tie):
     model = tiny_folder(tmp_path, tie)
-    weights = weight_map(read_architecture(tmp_path))
+    arch = read_architecture(tmp_path)
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(2)
 
     def checked(**changes):
         kept = {name: t for name, t in {**tensors, **changes}.items() if t is not None}
         save_file(kept, tmp_path / "model.safetensors")
-        check(HFReader(tmp_path), weights)
+        check(HFReader(tmp_path), arch)
 
     checked()  # the old buffer and the copy of a tied lm_head do no harm
     with pytest.raises(UserError, match=r"lack model.norm.weight of shape \[16\]"):
@@ -180,25 +180,30 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
     tiny_folder(tmp_path)
     arch = read_architecture(tmp_path)
     first, again, other = RandomWeights(arch, 1), RandomWeights(arch, 1), RandomWeights(arch, 2)
-    check(first, weight_map(arch))
+    check(first, arch)
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    forward = {name: first.get(name) for name in first.names}
-    assert all(torch.equal(again.get(name), forward[name]) for name in reversed(first.names))
+    parts = {name: Part(name, first.shape(name)) for name in first.names}
+    forward = {name: first.get(part) for name, part in parts.items()}
+    assert all(torch.equal(again.get(parts[name]), forward[name]) for name in reversed(first.names))
     assert torch.equal(torch.get_rng_state(), state)
     q, k = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
-    assert not torch.equal(forward[q], forward[k]) and not torch.equal(forward[q], other.get(q))
+    assert not torch.equal(forward[q], forward[k]) and not torch.equal(forward[q], other.get(parts[q]))
     assert torch.equal(forward["model.norm.weight"], torch.ones(16))
     deeper = RandomWeights(replace(arch, num_layers=12), 1)
-    assert torch.equal(deeper.get(q), forward[q])
+    assert torch.equal(deeper.get(parts[q]), forward[q])
     down = "model.layers.0.mlp.down_proj.weight"
-    torch.testing.assert_close(deeper.get(down), forward[down] * (3 / 12) ** 0.5)
+    torch.testing.assert_close(deeper.get(parts[down]), forward[down] * (3 / 12) ** 0.5)
 
 
 def test_random_weights_have_the_spread_that_was_asked_for(tmp_path):
     tiny_folder(tmp_path)
     arch = replace(read_architecture(tmp_path), hidden_size=256, intermediate_size=512, num_layers=8, qkv_bias=True)
     source = RandomWeights(arch, 0, std=0.1)
-    assert source.get("model.layers.0.mlp.up_proj.weight").std().item() == pytest.approx(0.1, rel=0.02)
-    assert source.get("model.layers.0.mlp.down_proj.weight").std().item() == pytest.approx(0.025, rel=0.02)
-    assert not source.get("model.layers.0.self_attn.q_proj.bias").any()
+
+    def tensor(name):
+        return source.get(Part(f"model.layers.0.{name}", source.shape(f"model.layers.0.{name}")))
+
+    assert tensor("mlp.up_proj.weight").std().item() == pytest.approx(0.1, rel=0.02)
+    assert tensor("mlp.down_proj.weight").std().item() == pytest.approx(0.025, rel=0.02)
+    assert not tensor("self_attn.q_proj.bias").any()

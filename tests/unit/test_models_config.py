@@ -9,8 +9,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from isoloss.models import llama, qwen2, qwen3
-from isoloss.models.architecture import Architecture, LinearScaling, Llama3Scaling, Rope, num_parameters
+from isoloss.models.architecture import Architecture, LinearScaling, Llama3Scaling, Rope
 from isoloss.models.registry import FAMILIES, read_architecture
+from isoloss.models.weights import num_parameters
 from isoloss.parallel.errors import UserError
 
 # As published on the hub, by transformers 4.
@@ -52,7 +53,7 @@ def test_llama_31_8b_as_published():
         family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
         intermediate_size=14336, vocab_size=128256, norm_eps=1e-5,
         rope=Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), qkv_bias=False, qk_norm=False, tie_embeddings=False,
-        max_positions=131072, dtype="bfloat16",
+        max_positions=131072, dtype="bfloat16", rotary_dim=128,
     )  # fmt: skip
 
 
@@ -158,7 +159,7 @@ REFUSED = [
     (LLAMA_31_8B, {"rope_scaling": {**LLAMA3, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
     (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window=True"),
     (QWEN25_7B, {"use_mrope": True}, "use_mrope=True"),
-    (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type='yarn'"),
+    (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0}}, "rope_scaling.beta_fast=0 must be"),
     (QWEN25_7B, {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, "layer_types='sliding_attention'"),
     (QWEN25_7B, {"layer_types": ["full_attention"] * 27}, "layer_types='27 entries' must have num_hidden_layers=28"),
     (QWEN3_8B, {"attention_bias": True}, "attention_bias=True"),
@@ -187,6 +188,6 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     refused("has no config.json")
     refused("is not valid JSON", "{")
     refused("must hold a JSON object, not list", "[]")
-    refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Qwen2", "{}")
-    refused("did you mean Qwen2ForCausalLM", json.dumps({"architectures": ["Qwen2MoeForCausalLM"]}))
+    refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Mistral", "{}")
+    refused("did you mean Qwen3MoeForCausalLM", json.dumps({"architectures": ["Qwen2MoeForCausalLM"]}))
     refused(f"{tmp_path}/config.json: mlp_bias=True", json.dumps({**LLAMA_31_8B, "mlp_bias": True}))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from isoloss.models import llama, qwen2, qwen3
-from isoloss.models.architecture import Architecture, Rope, num_parameters
+from isoloss.models.architecture import Architecture, Rope
 from isoloss.models.forms import GateUp, Qkv, Replicated, Rows, Vocabulary, padded_vocab_size
-from isoloss.models.weights import weight_map
+from isoloss.models.weights import num_parameters, weight_map
 from isoloss.parallel.errors import UserError
 
 FAMILIES = {
@@ -43,13 +43,13 @@ def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie):
         del expected["lm_head.weight"]  # the same memory as the embedding
     arch = module.architecture(config.to_dict())
     weights = weight_map(arch)
-    covered = [(name, shape) for weight in weights for name, shape in zip(weight.hf_names, weight.hf_shapes)]
+    covered = [(part.tensor, part.shape) for weight in weights for part in weight.parts]
     assert len(covered) == len(dict(covered))
     assert dict(covered) == expected
     assert len({weight.name for weight in weights}) == len(weights)
     assert sum(torch.Size(weight.shape).numel() for weight in weights) == num_parameters(arch) == model.num_parameters()
     for weight in weights:
-        tensors = [model.state_dict()[name] for name in weight.hf_names]
+        tensors = [model.state_dict()[part.tensor] for part in weight.parts]
         whole = weight.form.merge(tensors)
         assert tuple(whole.shape) == weight.shape
         assert all(torch.equal(a, b) for a, b in zip(weight.form.split(whole), tensors))
@@ -169,6 +169,6 @@ def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
 
 
 def test_a_plain_architecture_needs_no_config_file():
-    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16)
+    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16, "float32", 4)
     assert arch.torch_dtype == torch.float32
     assert [weight.layer for weight in weight_map(arch)] == [None, 0, 0, 0, 0, 0, 0, None]

@@ -52,9 +52,9 @@ def weights_by_hf_name(engine: Engine) -> dict[str, Tensor]:
 def _by_hf_name(engine: Engine, named) -> dict[str, Tensor]:
     weights = {weight.name: weight for weight in weight_map(engine.arch)}
     return {
-        hf_name: part.clone()
+        part.tensor: tensor.clone()
         for name, whole in named
-        for hf_name, part in zip(weights[name].hf_names, weights[name].form.split(whole))
+        for part, tensor in zip(weights[name].parts, weights[name].form.split(whole))
     }
 
 
