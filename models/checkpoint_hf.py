@@ -1,7 +1,7 @@
 """Hugging Face model folders: reading tensors one at a time, writing them as a stream of shards.
 
 Nothing here holds a whole model: a reader maps the files and returns the tensor that is asked for, a writer keeps at
-most one shard in memory. Sources of weights (`HFReader`, `RandomWeights`) share `names`, `shape(name)` and `get(name)`.
+most one shard in memory.
 """
 
 import json
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.hf_config import MTP_LAYERS
-from isoloss.models.weights import EMBEDDING, LM_HEAD, Part, hf_shapes, weight_map
+from isoloss.models.weights import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -35,14 +35,11 @@ SIDECARS = (
 
 
 class WeightSource(Protocol):
-    """Hugging Face-named tensors, from a folder or made up."""
+    """Where weights come from: a Hugging Face folder, a checkpoint, or made up."""
 
-    @property
-    def names(self) -> tuple[str, ...]: ...
-
-    def shape(self, name: str) -> tuple[int, ...]: ...
-
-    def get(self, part: Part) -> Tensor: ...
+    def whole(self, weight: Weight) -> Tensor:
+        """A weight before tensor parallelism, on the CPU."""
+        ...
 
 
 class HFReader:
@@ -69,6 +66,9 @@ class HFReader:
         if part.row is None:
             return self._handle(part.tensor).get_tensor(part.tensor)
         return self._handle(part.tensor).get_slice(part.tensor)[part.row]
+
+    def whole(self, weight: Weight) -> Tensor:
+        return weight.form.merge([self.get(part) for part in weight.parts])
 
     def _handle(self, name: str) -> safe_open:
         if name not in self._file_of:
@@ -111,7 +111,7 @@ class HFReader:
         return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
 
 
-def check(source: WeightSource, arch: Architecture) -> None:
+def check(source: HFReader, arch: Architecture) -> None:
     """That `source` holds every tensor of the model at its shape, and nothing whose absence would change the model.
 
     Reads headers only, except for a second copy of tied embeddings, which is compared.
@@ -241,7 +241,7 @@ def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) ->
         yield shard
 
 
-def harmless(name: str, source: WeightSource, arch: Architecture) -> bool:
+def harmless(name: str, source: HFReader, arch: Architecture) -> bool:
     """Whether a tensor that is no weight of the model may be left out: a buffer that old exports kept, a layer for
     multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
     if name == LM_HEAD and arch.tie_embeddings:

@@ -51,7 +51,7 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture) -> list[Ow
 def load_weights(chunks: Sequence[nn.Module], arch: Architecture, source: WeightSource, mesh: Mesh) -> None:
     """Fill this rank's parameters from Hugging Face tensors, one weight in memory at a time. No collectives."""
     for owned in owned_parameters(chunks, arch):
-        whole = owned.weight.form.merge([source.get(part) for part in owned.weight.parts])
+        whole = source.whole(owned.weight)
         owned.parameter.copy_(owned.weight.form.shard(whole, mesh.layout.tp, mesh.tp.rank()))
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.forms import Rows
-from isoloss.models.weights import Part, hf_shapes, weight_map
+from isoloss.models.weights import Part, Weight
 
 
 class RandomWeights:
-    """A source of weights like `HFReader`, made up.
+    """A source of weights, made up.
 
     Each tensor (of each expert) has a generator of its own, seeded from (seed, Hugging Face name): tensors do not
     depend on the order in which, or the rank on which, they are asked for. Matrices are normal(0, std); those that
@@ -23,19 +23,13 @@ class RandomWeights:
     def __init__(self, arch: Architecture, seed: int, std: float = 0.02):
         self.seed, self.std = seed, std
         self._residual_scale = 1 / math.sqrt(2 * arch.num_layers)
-        weights = weight_map(arch)
-        self._shapes = hf_shapes(weights)
-        self._residual = {part for weight in weights if isinstance(weight.form, Rows) for part in weight.parts}
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(self._shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def get(self, part: Part) -> Tensor:
+    def whole(self, weight: Weight) -> Tensor:
         """float32, on the CPU."""
+        std = self.std * (self._residual_scale if isinstance(weight.form, Rows) else 1.0)
+        return weight.form.merge([self._make(part, std) for part in weight.parts])
+
+    def _make(self, part: Part, std: float) -> Tensor:
         if part.tensor.endswith(("bias", "sinks")):
             return torch.zeros(part.shape)
         if len(part.shape) == 1:
@@ -43,5 +37,4 @@ class RandomWeights:
         name = part.tensor if part.row is None else f"{part.tensor}/{part.row}"
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-        std = self.std * (self._residual_scale if part in self._residual else 1.0)
         return torch.normal(0.0, std, part.shape, generator=generator, dtype=torch.float32)

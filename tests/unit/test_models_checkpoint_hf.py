@@ -180,20 +180,19 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
     tiny_folder(tmp_path)
     arch = read_architecture(tmp_path)
     first, again, other = RandomWeights(arch, 1), RandomWeights(arch, 1), RandomWeights(arch, 2)
-    check(first, arch)
     torch.manual_seed(3)
     state = torch.get_rng_state()
-    parts = {name: Part(name, first.shape(name)) for name in first.names}
-    forward = {name: first.get(part) for name, part in parts.items()}
-    assert all(torch.equal(again.get(parts[name]), forward[name]) for name in reversed(first.names))
+    weights = {weight.name: weight for weight in weight_map(arch)}
+    forward = {name: first.whole(weight) for name, weight in weights.items()}
+    assert all(torch.equal(again.whole(weights[name]), forward[name]) for name in reversed(weights))
     assert torch.equal(torch.get_rng_state(), state)
-    q, k = (f"model.layers.{layer}.mlp.up_proj.weight" for layer in (0, 1))
-    assert not torch.equal(forward[q], forward[k]) and not torch.equal(forward[q], other.get(parts[q]))
-    assert torch.equal(forward["model.norm.weight"], torch.ones(16))
+    q, k = (f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 1))
+    assert not torch.equal(forward[q], forward[k]) and not torch.equal(forward[q], other.whole(weights[q]))
+    assert torch.equal(forward["decoder.final_layernorm.weight"], torch.ones(16))
     deeper = RandomWeights(replace(arch, num_layers=12), 1)
-    assert torch.equal(deeper.get(parts[q]), forward[q])
-    down = "model.layers.0.mlp.down_proj.weight"
-    torch.testing.assert_close(deeper.get(parts[down]), forward[down] * (3 / 12) ** 0.5)
+    assert torch.equal(deeper.whole(weights[q]), forward[q])
+    down = "decoder.layers.0.mlp.linear_fc2.weight"
+    torch.testing.assert_close(deeper.whole(weights[down]), forward[down] * (3 / 12) ** 0.5)
 
 
 def test_random_weights_have_the_spread_that_was_asked_for(tmp_path):
@@ -201,9 +200,7 @@ def test_random_weights_have_the_spread_that_was_asked_for(tmp_path):
     arch = replace(read_architecture(tmp_path), hidden_size=256, intermediate_size=512, num_layers=8, qkv_bias=True)
     source = RandomWeights(arch, 0, std=0.1)
 
-    def tensor(name):
-        return source.get(Part(f"model.layers.0.{name}", source.shape(f"model.layers.0.{name}")))
-
-    assert tensor("mlp.up_proj.weight").std().item() == pytest.approx(0.1, rel=0.02)
-    assert tensor("mlp.down_proj.weight").std().item() == pytest.approx(0.025, rel=0.02)
-    assert not tensor("self_attn.q_proj.bias").any()
+    whole = {weight.name: source.whole(weight) for weight in weight_map(arch) if weight.layer == 0}
+    assert whole["decoder.layers.0.mlp.linear_fc1.weight"].std().item() == pytest.approx(0.1, rel=0.02)
+    assert whole["decoder.layers.0.mlp.linear_fc2.weight"].std().item() == pytest.approx(0.025, rel=0.02)
+    assert not whole["decoder.layers.0.self_attention.linear_qkv.bias"].any()
