@@ -53,11 +53,11 @@ class HFReader:
         self._open: dict[str, safe_open] = {}
         # Where both exist, transformers reads the single file; so do we.
         indexed = (self.folder / INDEX).is_file() and not (self.folder / SINGLE).is_file()
-        self._file_of = self._from_index() if indexed else self._from_single()
+        self.file_of: Mapping[str, str] = self._from_index() if indexed else self._from_single()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._file_of)
+        return tuple(self.file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
@@ -71,9 +71,9 @@ class HFReader:
         return weight.form.merge([self.get(part) for part in weight.parts])
 
     def _handle(self, name: str) -> safe_open:
-        if name not in self._file_of:
+        if name not in self.file_of:
             raise UserError(f"{self.folder} has no tensor {name}; its weights do not belong to its config.json")
-        file = self._file_of[name]
+        file = self.file_of[name]
         handle = self._opened(file)
         if name not in set(handle.keys()):
             raise UserError(f"{self.folder / file} lacks {name}, which {INDEX} places there; copy the folder again")
@@ -210,20 +210,26 @@ def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) ->
     Raises UserError where `source` has no config.json.
     """
     source, target = Path(source), Path(target)
-    path = source / "config.json"
-    if not path.is_file():
-        raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
+    text = config_text(source, arch)
     target.mkdir(parents=True, exist_ok=True)
-    config = json.loads(path.read_text(encoding="utf-8"))
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(keys, arch.dtype)
-    config |= {name: 0 for name in MTP_LAYERS if config.get(name)}
-    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    (target / "config.json").write_text(text, encoding="utf-8")
     for name in SIDECARS:
         if (source / name).is_dir():
             shutil.copytree(source / name, target / name, dirs_exist_ok=True)
         elif (source / name).is_file():
             shutil.copyfile(source / name, target / name)
+
+
+def config_text(source: Path, arch: Architecture) -> str:
+    """The config.json that `copy_sidecars` writes."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    config |= dict.fromkeys(keys, arch.dtype)
+    config |= {name: 0 for name in MTP_LAYERS if config.get(name)}
+    return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
 
 
 def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
