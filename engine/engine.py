@@ -63,10 +63,7 @@ class Engine:
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
-        a = self.arch
-        self.cost_model = CostModel.from_shape(
-            a.hidden_size, a.num_layers, a.num_heads, a.head_dim, a.num_kv_heads, a.intermediate_size, a.vocab_size
-        )
+        self.cost_model = CostModel.of(self.arch)
         self._reduced = False
         self._finite = True
         self._tokens = 0

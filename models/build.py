@@ -251,6 +251,7 @@ def _mark_parameters(chunk: PackedGPT) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter.allreduce = False
                 parameter.sequence_parallel = False
+                parameter.tensor_model_parallel = True  # TP ranks hold other experts, or copies that are not counted
 
 
 def _cast(chunk: PackedGPT, dtype: torch.dtype) -> PackedGPT:
