@@ -5,8 +5,6 @@ compared padded, as `Vocabulary.shard` gives them: mbridge was told to pad to th
 """
 
 import json
-import re
-from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -14,32 +12,32 @@ import torch
 from oracles.mbridge import tiny_models
 from safetensors.torch import load_file
 
+from isoloss.models.architecture import Architecture
+from isoloss.models.checkpoint_keys import Style, places
 from isoloss.models.forms import GateUp, Qkv
 from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.weights import Weight, weight_map
 
-FAMILIES = ("llama", "qwen2", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ORACLE = json.loads((Path(tiny_models.__file__).parent / "hashes.json").read_text(encoding="utf-8"))
 
 
-def te_name(name: str, names: Collection[str]) -> str:
-    """What the Transformer Engine spec calls a weight of the local spec; `names`: all weights of the model."""
-    name = name.replace(".input_layernorm.weight", ".self_attention.linear_qkv.layer_norm_weight")
-    name = re.sub(r"\.local_experts\.(\d+)\.(linear_fc[12])\.weight$", r".\2.weight\1", name)
-    layer, norm, _ = name.partition(".pre_mlp_layernorm.weight")
-    if norm and f"{layer}.mlp.router.weight" not in names:  # experts do not share a norm with their first layer
-        name = f"{layer}.mlp.linear_fc1.layer_norm_weight"
-    return name
+def te_name(weight: Weight, arch: Architecture) -> str:
+    """What mbridge calls a weight: the parameter of Transformer Engine's spec, with grouped experts."""
+    (place,) = places(weight, arch, Style.PER_LAYER)
+    if weight.expert is None:
+        return place.key
+    return place.key.replace(".experts.experts.", ".experts.") + str(weight.expert)
 
 
 def tiny(family, folder):
     """(Weight, its name in the oracle, its Hugging Face tensors) for every weight of the model."""
     tiny_models.write(family, folder)
-    weights = weight_map(read_architecture(folder))
-    names = {weight.name for weight in weights}
+    arch = read_architecture(folder)
+    weights = weight_map(arch)
     tensors = load_file(folder / "model.safetensors")
-    assert sorted(name for weight in weights for name in weight.hf_names) == sorted(tensors)
-    return [(weight, te_name(weight.name, names), [tensors[name] for name in weight.hf_names]) for weight in weights]
+    assert sorted(part.tensor for weight in weights for part in weight.parts) == sorted(tensors)
+    return [(weight, te_name(weight, arch), [tensors[part.tensor] for part in weight.parts]) for weight in weights]
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -75,13 +73,3 @@ def test_the_hashes_tell_other_orders_apart(family, tmp_path):
             continue
         num_controls[type(weight.form)] += 1
     assert all(num_controls.values())
-
-
-def test_names_of_a_layer_with_experts_are_the_oracles():
-    layer = "decoder.layers.1"
-    experts = {f"{layer}.mlp.experts.local_experts.{e}.linear_fc{i}.weight" for e in range(6) for i in (1, 2)}
-    attention = {f"self_attention.{part}" for part in ("linear_qkv", "linear_proj", "q_layernorm", "k_layernorm")}
-    parts = {"input_layernorm", "pre_mlp_layernorm", "mlp.router", *attention}
-    names = experts | {f"{layer}.{part}.weight" for part in parts}
-    theirs = {name for name in ORACLE["families"]["qwen3_moe"] if name.startswith(layer)}
-    assert {te_name(name, names) for name in names} == theirs
