@@ -54,9 +54,11 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
-    for part in (state["optimizer"], state["optimizer"].get("optimizer", {})):
-        if "state" in part:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
-            part["state"].setdefault("common_step", torch.zeros(()))
+    whole = state["optimizer"]
+    for part in [whole] if "optimizer" in whole or "state" in whole else whole.values():  # one, or dense and experts
+        for level in (part, part.get("optimizer", {})):
+            if "state" in level:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
+                level["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state["optimizer"])
     complete_state(optimizer)
     return state["extra"]

@@ -65,7 +65,8 @@ def _check_expert_layout(arch: Architecture, layout: Layout) -> None:
         for key in ("ep", "etp"):
             if getattr(layout, key) > 1:
                 raise UserError(
-                    f"parallel.{key}={getattr(layout, key)} is for mixture-of-experts models; this one is dense: set 1"
+                    f"parallel.{key}={getattr(layout, key)} is for mixture-of-experts models and this one is dense; "
+                    "set it to 1"
                 )
         return
     if layout.tp > 1 and not layout.sequence_parallel:

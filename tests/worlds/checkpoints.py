@@ -1,0 +1,27 @@
+"""Training, saving and loading checkpoints in some layout; runs on every rank."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from worlds.transformers_parity import TOKEN_MEAN, make_engine
+
+
+def train_and_save(model: Path, out: Path, samples: Sequence[Sample], parallel: dict) -> dict[str, Tensor]:
+    """Two steps, a checkpoint, one more step; this rank's weights at the end."""
+    engine = make_engine(model, "fp32", **parallel)
+    for _ in range(2):
+        engine.train_step(samples, TOKEN_MEAN)
+    engine.save(out)
+    engine.train_step(samples, TOKEN_MEAN)
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def load_and_train(model: Path, checkpoint: Path, samples: Sequence[Sample], parallel: dict) -> dict[str, Tensor]:
+    """The checkpoint, then one step."""
+    engine = make_engine(model, "fp32", **parallel)
+    engine.load(checkpoint)
+    engine.train_step(samples, TOKEN_MEAN)
+    return {name: weight.clone() for name, weight in engine.weights()}
