@@ -81,7 +81,7 @@ def all_layouts(arch) -> Iterator[Layout]:
         if not 2 <= tp * pp * ulysses * dp <= 8 or (vpp > 1 and pp == 1):
             continue
         for sequence_parallel in (True, False) if tp > 1 else (False,):
-            layout = Layout(tp, pp, vpp, ulysses, 1, dp, sequence_parallel)
+            layout = Layout(tp, pp, vpp, ulysses, dp=dp, sequence_parallel=sequence_parallel)
             try:
                 check_layout(arch, layout)
             except UserError:
