@@ -84,16 +84,12 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh) -> None:
-    """Write safetensors with Hugging Face names; each pipeline stage writes its own. Collective over the world."""
-    entries = {}
-    if mesh.dp_context.rank() == 0:
-        tensors = hf_tensors(chunks, arch, mesh, arch.torch_dtype)
-        if mesh.tp.rank() == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}", tensors)
-        else:
-            for _ in tensors:  # take part in the gathers
-                pass
+    """Write safetensors with Hugging Face names; each rank that holds weights that no other does writes its own.
+
+    Collective over the world.
+    """
+    mine = ((name, tensor) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
+    entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, entries)
     if dist.get_rank() == 0:

@@ -76,20 +76,21 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
 
     def __post_init__(self):
-        for key in ("ep", "etp"):
-            value = getattr(self, key)
-            require(
-                value == 1,
-                f"parallel.{key}",
-                value,
-                "is for mixture-of-experts models, which this version does not train; set it to 1",
-            )
         self.layout()
 
     def layout(self) -> Layout:
         """The layout of one model replica (dp = 1)."""
         sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-        return Layout(self.tp, self.pp, self.vpp, self.ulysses, self.ring, sequence_parallel=sequence_parallel)
+        return Layout(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            ulysses=self.ulysses,
+            ring=self.ring,
+            ep=self.ep,
+            etp=self.etp,
+            sequence_parallel=sequence_parallel,
+        )
 
 
 @dataclass(frozen=True)

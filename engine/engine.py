@@ -17,10 +17,10 @@ from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logprobs, run_step
+from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step
 from isoloss.models.architecture import Architecture
+from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
-from isoloss.models.gpt import build_model, check_layout
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import read_architecture
@@ -131,6 +131,16 @@ class Engine:
             flat = run_logprobs(self.mesh, self.chunks, self.arch, batch)
         return list(flat.split([len(s) for s in samples]))
 
+    def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
+
+        For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
+        """
+        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
+        with torch.no_grad():
+            flat = run_logits(self.mesh, self.chunks, self.arch, batch)
+        return list(flat.split([len(s) for s in samples]))
+
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         for chunk in self.chunks:
@@ -147,22 +157,23 @@ class Engine:
         self._reduced = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole gradients of this pipeline stage's weights, after `reduce_gradients`, one at a time.
+        """Names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
 
-        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp.
+        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp and etp.
         """
         if self.config.distributed_optimizer:
             raise ValueError(
                 "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
             )
         self.reduce_gradients()
-        for weight, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: p.main_grad):
-            yield weight.name, gradient
+        for owned, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: getattr(p, "main_grad", p)):
+            if owned.weight.trained:
+                yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights of this pipeline stage, one at a time. Collective over tp."""
-        for weight, whole in whole_tensors(self.chunks, self.arch, self.mesh):
-            yield weight.name, whole
+        """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
+        for owned, whole in whole_tensors(self.chunks, self.arch, self.mesh):
+            yield owned.weight.name, whole
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""

@@ -118,15 +118,17 @@ def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
 def global_grad_norm(optimizer: MegatronOptimizer) -> float:
     """Norm of the whole gradient, each parameter once, accumulated in fp64 (an fp32 norm is off by 5e-4 on a CPU).
 
-    After `optimizer.prepare_grads()`. Collectives: one all-reduce over tp x pp, or over the world with the
-    distributed optimizer, whose ranks each hold a piece of the gradient.
+    After `optimizer.prepare_grads()`. Collectives: an all-reduce over tp x pp for the dense parameters and one over
+    etp x ep x pp for experts, or over the world with the distributed optimizer, whose ranks each hold a piece.
     """
-    square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    total = 0.0
     for part in optimizer.chained_optimizers:
+        square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
         for grad in part.get_main_grads_for_grad_norm():
             square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-    dist.all_reduce(square, group=optimizer.get_grad_stats_parallel_group())
-    return math.sqrt(square.item())
+        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
+        total += square.item()
+    return math.sqrt(total)
 
 
 @torch.no_grad()

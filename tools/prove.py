@@ -25,7 +25,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, ParallelConfig
 from isoloss.engine.data import step_indices
 from isoloss.engine.trainer import load_data
-from isoloss.models.gpt import check_layout
+from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config, tell_once

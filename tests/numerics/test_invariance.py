@@ -18,7 +18,7 @@ from worlds import invariance as world
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.models.gpt import check_layout
+from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.normalizer import MODES

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.attention import ulysses_attention
+from isoloss.parallel.attention import Heads, ulysses_attention
 
 
 def dense_reference(query_GHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, lengths, scale: float, grad_GHD: Tensor):
@@ -27,6 +27,6 @@ def on_slices(query_GHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, lengths, sc
     q, k, v, grad = (
         t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in (query_GHD, key_GKD, value_GKD, grad_GHD)
     )
-    out = ulysses_attention(q, k, v, tuple(lengths), group, scale)
+    out = ulysses_attention(q, k, v, tuple(lengths), group, Heads(scale))
     (grad.detach() * out).sum().backward()
     return out.detach(), q.grad, k.grad, v.grad

@@ -50,12 +50,17 @@ def weights_by_hf_name(engine: Engine) -> dict[str, Tensor]:
 
 
 def _by_hf_name(engine: Engine, named) -> dict[str, Tensor]:
+    """Tensors that hold all experts are stacked from this rank's share of them."""
     weights = {weight.name: weight for weight in weight_map(engine.arch)}
-    return {
-        part.tensor: tensor.clone()
-        for name, whole in named
-        for part, tensor in zip(weights[name].parts, weights[name].form.split(whole))
-    }
+    tensors: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    for name, whole in named:
+        for part, tensor in zip(weights[name].parts, weights[name].form.split(whole)):
+            if part.row is None:
+                tensors[part.tensor] = tensor.clone()
+            else:
+                rows.setdefault(part.tensor, []).append(tensor.clone())
+    return tensors | {name: torch.stack(experts) for name, experts in rows.items()}
 
 
 @dataclass(frozen=True)
