@@ -12,6 +12,7 @@ import math
 import mmap
 import os
 import pickle
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,21 +100,12 @@ class Folder:
         self.tensors = {stored.key: stored for stored in self._read_metadata()}
         self._check_files()
 
-    def read(self, stored: Stored, index: Shape = (), rows: tuple[int, int] | None = None) -> Tensor:
-        """stored[index], of it the rows (dim 0) start to stop: contiguous, in memory of its own."""
-        shape = stored.shape[len(index) :]
-        if rows is not None:
-            shape = (rows[1] - rows[0], *shape[1:])
-        target = torch.empty(shape, dtype=stored.dtype)
-        self.read_into(target, stored, index, rows[0] if rows else 0)
-        return target
-
     def read_into(self, target: Tensor, stored: Stored, index: Shape = (), first_row: int = 0) -> None:
         """Copy stored[index] from row `first_row` on into `target`, straight from the mapped files."""
         start = (*index, *((first_row,) if target.ndim else ()), *(0,) * (target.ndim - 1))
         size = (*(1,) * len(index), *target.shape)
         target = target.view(size)
-        filled = 0
+        boxes: list[tuple[list[int], list[int]]] = []
         for piece in stored.at(index):
             low = [max(a, b) for a, b in zip(start, piece.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(start, size, piece.offsets, piece.sizes)]
@@ -122,27 +114,40 @@ class Folder:
             into = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))
             of = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, piece.offsets))
             target[into].copy_(self.piece(stored, piece)[of])
-            filled += math.prod(b - a for a, b in zip(low, high))
-        if filled != target.numel():
+            boxes.append((low, high))
+        filled = sum(math.prod(b - a for a, b in zip(*box)) for box in boxes)
+        if filled != target.numel() or any(_overlap(*pair) for pair in itertools.combinations(boxes, 2)):
             raise UserError(
-                f"{self.path}: the pieces of {stored.key} hold {filled} of the {target.numel()} numbers at "
-                f"{list(start)}; the checkpoint is not whole, save or copy it again"
+                f"{self.path}: the pieces of {stored.key} do not cover {list(start)} to "
+                f"{[a + n for a, n in zip(start, size)]} once; the checkpoint is not whole, save or copy it again"
             )
 
     def piece(self, stored: Stored, piece: Piece) -> Tensor:
-        """A view of a piece in the mapped file; not to be written to."""
-        offset = self._payload(stored, piece)
+        """A view of a piece in the mapped file, compared with its checksum; not to be written to."""
+        offset, crc32 = self.payload(stored, piece)
         size = math.prod(piece.sizes) * stored.dtype.itemsize
         if not size:
             return torch.empty(piece.sizes, dtype=stored.dtype)
-        return (
-            torch.frombuffer(self._map(piece.file), dtype=torch.uint8, count=size, offset=offset)
-            .view(stored.dtype)
-            .view(piece.sizes)
-        )
+        mapped = self._map(piece.file)
+        # Writers may leave the checksum out; that of the whole file then stands in the manifest.
+        if crc32 and zlib.crc32(memoryview(mapped)[offset : offset + size]) != crc32:
+            raise UserError(f"{self.path / piece.file} is damaged: {stored.key} fails its checksum; copy it again")
+        numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
+        return numbers.view(stored.dtype).view(piece.sizes)
 
-    def close(self) -> None:
-        self._maps.clear()  # a map goes when the last view of it does
+    def payload(self, stored: Stored, piece: Piece) -> tuple[int, int]:
+        """Where in its file the numbers of a piece start, and their checksum, 0 if there is none."""
+        archive = memoryview(self._map(piece.file))[piece.start : piece.start + piece.length]
+        try:
+            payload = tensor_archive.locate(archive)
+            if payload.dtype != stored.dtype or math.prod(payload.shape) != math.prod(piece.sizes):
+                raise ValueError(f"{payload.dtype} of shape {list(payload.shape)}")
+        except Exception as error:  # whatever the parsers of zip and pickle raise at damage
+            raise UserError(
+                f"{self.path / piece.file} is damaged at byte {piece.start}, where {stored.key} should stand "
+                f"({error!r}); copy it again"
+            ) from None
+        return piece.start + payload.offset, payload.crc32
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
@@ -188,20 +193,6 @@ class Folder:
                 os.close(descriptor)
         return self._maps[file]
 
-    def _payload(self, stored: Stored, piece: Piece) -> int:
-        """Where in its file the numbers of a piece start."""
-        archive = memoryview(self._map(piece.file))[piece.start : piece.start + piece.length]
-        try:
-            payload = tensor_archive.locate(archive)
-            if payload.dtype != stored.dtype or math.prod(payload.shape) != math.prod(piece.sizes):
-                raise ValueError(f"{payload.dtype} of shape {list(payload.shape)}")
-        except Exception as error:  # whatever the parsers of zip and pickle raise at damage
-            raise UserError(
-                f"{self.path / piece.file} is damaged at byte {piece.start}, where {stored.key} should stand "
-                f"({error!r}); copy it again"
-            ) from None
-        return piece.start + payload.offset
-
 
 def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> Stored:
     pieces = []
@@ -219,6 +210,10 @@ def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any,
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(entry.size):
         raise ValueError(f"the pieces of {key} do not add up to its shape {list(entry.size)}")
     return Stored(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+
+
+def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> bool:
+    return all(max(a, b) < min(c, d) for a, b, c, d in zip(one[0], other[0], one[1], other[1]))
 
 
 class _Unpickler(pickle.Unpickler):

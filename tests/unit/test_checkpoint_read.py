@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from worlds import plain_megatron, tiny_models
 
+from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.checkpoint_keys import Style
 from isoloss.models.checkpoint_read import CheckpointWeights
@@ -42,6 +43,12 @@ def assert_reads_back(checkpoint: Path, hf: Path, dtype=torch.float32) -> Checkp
         assert found.is_contiguous() and torch.equal(found, wanted), weight.name
         assert weights.dtype(weight) == found.dtype == wanted.dtype
     return weights
+
+
+def read_all(folder: Path, arch: Architecture) -> None:
+    weights = CheckpointWeights(folder, arch)
+    for weight in weight_map(arch):
+        weights.whole(weight)
 
 
 def native(style: str, arch) -> Style:
@@ -188,10 +195,10 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
         found.storage_data[MetadataIndex(FC2, offsets)] = found.storage_data[MetadataIndex(FC2, first.offsets)]
 
     edit_metadata(folder, overlap)
-    stored = Folder(folder).tensors[FC2]
-    with pytest.raises(UserError, match=f"pieces of {FC2}"):
-        for layer in range(4):
-            Folder(folder).read(stored, (layer,))
+    opened = Folder(folder)
+    for layer in (0, 3):  # there twice in part; not there in part
+        with pytest.raises(UserError, match=rf"pieces of {FC2} do not cover \[{layer}, 0, 0\] to .* once"):
+            opened.read_into(torch.empty(48, 72), opened.tensors[FC2], (layer,))
 
 
 def test_damaged_files_are_named(checkpoint):
@@ -199,14 +206,21 @@ def test_damaged_files_are_named(checkpoint):
     arch = read_architecture(hf)
     file = folder / "__0_0.distcp"
     whole = file.read_bytes()
+    opened = Folder(folder)
+    stored = opened.tensors[FC2]
+    piece = next(piece for piece in stored.pieces if piece.file == file.name)
+    start, _ = opened.payload(stored, piece)
     file.write_bytes(whole[:-1])
     with pytest.raises(UserError, match=r"__0_0.distcp has \d+ bytes where .metadata calls for .* cut short"):
         CheckpointWeights(folder, arch)
+    flipped = bytearray(whole)
+    flipped[start + 100] ^= 16
+    file.write_bytes(flipped)
+    with pytest.raises(UserError, match=f"__0_0.distcp is damaged: {FC2} fails its checksum"):
+        read_all(folder, arch)
     file.write_bytes(bytes(len(whole)))
-    weights = CheckpointWeights(folder, arch)
     with pytest.raises(UserError, match=r"__0_0.distcp is damaged at byte \d+, where .* should stand"):
-        for weight in weight_map(arch):
-            weights.whole(weight)
+        read_all(folder, arch)
     file.unlink()
     with pytest.raises(UserError, match=r"lacks __0_0.distcp, which its .metadata names"):
         CheckpointWeights(folder, arch)
