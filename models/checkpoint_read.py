@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import Place, Style, places
-from isoloss.models.distcp import METADATA, Folder, Stored
+from isoloss.models.distcp import Folder, Stored
 from isoloss.models.forms import Vocabulary
 from isoloss.models.weights import Weight, weight_map
 from isoloss.parallel.errors import UserError
@@ -39,10 +39,6 @@ class Spot:
     stored: Stored
     index: tuple[int, ...]
     rows: tuple[int, int]
-
-
-def is_checkpoint(folder: str | Path) -> bool:
-    return (Path(folder) / METADATA).is_file()
 
 
 class CheckpointWeights:

@@ -48,6 +48,10 @@ _CLASSES |= {
 }
 
 
+def is_checkpoint(folder: str | Path) -> bool:
+    return (Path(folder) / METADATA).is_file()
+
+
 @dataclass(frozen=True)
 class Piece:
     """A block of a tensor: where it stands in the tensor, and which archive of which file holds it."""
