@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
-from worlds import plain_megatron, tiny_models
+from worlds import plain_megatron
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import HFReader
@@ -18,20 +18,6 @@ from isoloss.models.distcp import Folder
 from isoloss.models.registry import FAMILIES, read_architecture
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """Hugging Face folders by (architecture, changes of its configuration), each written once."""
-    written: dict[tuple, Path] = {}
-
-    def of(architecture: str, **changes) -> Path:
-        key = (architecture, *sorted(changes.items()))
-        if key not in written:
-            written[key] = tiny_models.write(tmp_path_factory.mktemp("hf"), architecture, **changes)
-        return written[key]
-
-    return of
 
 
 def assert_reads_back(checkpoint: Path, hf: Path, dtype=torch.float32) -> CheckpointWeights:
@@ -58,56 +44,40 @@ def native(style: str, arch) -> Style:
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_family_in_every_style(architecture, style, models, tmp_path, pool):
-    hf = models(architecture)
-    pool.run(1, plain_megatron.save_as, hf, tmp_path / "mcore", {"style": style})
-    weights = assert_reads_back(tmp_path / "mcore", hf)
+def test_every_family_in_every_style(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    weights = assert_reads_back(plain_checkpoint(hf, style=style), hf)
     assert weights.style == native(style, weights.arch)
     assert weights.padded_vocab == 256 and not weights.skipped
 
 
-LAYOUTS = [
-    {"tp": 2},
-    {"pp": 2},
-    {"tp": 2, "pp": 2, "fully_parallel": True},
-    {"tp": 2, "fully_parallel": True, "world": 4},
-]
-
-
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "+".join(f"{k}{int(v)}" for k, v in layout.items()))
+@pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
-def test_layouts(architecture, layout, style, models, tmp_path, pool):
-    hf = models(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
-    options = {**layout, "style": style, "vocab_multiple": 37}
-    world = options.pop("world", options.get("tp", 1) * options.get("pp", 1))
-    pool.run(world, plain_megatron.save_as, hf, tmp_path / "mcore", options)
-    weights = assert_reads_back(tmp_path / "mcore", hf)
+def test_layouts(architecture, layout, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+    weights = assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout]), hf)
     assert weights.padded_vocab == 148
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM"])
-def test_experts_and_tensors_on_different_ranks(architecture, style, models, tmp_path, pool):
-    hf = models(architecture)
-    etp = 1 if architecture == "GptOssForCausalLM" else 2  # Megatron shards no expert with a bias
-    options = {"tp": 2, "ep": 2, "etp": etp, "style": style}
-    pool.run(4 if etp == 2 else 2, plain_megatron.save_as, hf, tmp_path / "mcore", options)
-    assert_reads_back(tmp_path / "mcore", hf)
+def test_experts_and_tensors_on_different_ranks(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture)), hf)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_a_prefix(dtype, models, tmp_path, pool):
-    hf = models("MixtralForCausalLM")
-    pool.run(1, plain_megatron.save_as, hf, tmp_path / "mcore", {"dtype": dtype, "prefix": "model."})
-    assert_reads_back(tmp_path / "mcore", hf, dtype)
+def test_half_precision_and_a_prefix(dtype, tiny_hf, plain_checkpoint):
+    hf = tiny_hf("MixtralForCausalLM")
+    assert_reads_back(plain_checkpoint(hf, dtype=dtype, prefix="model."), hf, dtype)
 
 
 @pytest.fixture
-def checkpoint(models, tmp_path, pool) -> tuple[Path, Path]:
-    hf = models("LlamaForCausalLM")
-    pool.run(2, plain_megatron.save_as, hf, tmp_path / "mcore", {"tp": 2})
-    return hf, tmp_path / "mcore"
+def checkpoint(tiny_hf, plain_checkpoint, tmp_path) -> tuple[Path, Path]:
+    """(Hugging Face folder, checkpoint of it at tp2), the latter to be damaged."""
+    hf = tiny_hf("LlamaForCausalLM")
+    return hf, shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
 
 
 def edit_metadata(folder: Path, change) -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.models.gpt import GPTModel
@@ -21,12 +21,28 @@ from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.forms import Columns, Vocabulary
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import weight_map
+from isoloss.parallel import Layout, Mesh
 
 METADATA = {
     "stacked": {},
     "per-layer": {"non_homogeneous_layers": True},
     "singleton": {"singleton_local_shards": True},
 }
+
+# Options of `save`, with the world that each takes.
+LAYOUTS = {
+    "tp2": {"world": 2, "tp": 2, "etp": 2, "vocab_multiple": 37},
+    "pp2": {"world": 2, "pp": 2, "vocab_multiple": 74},
+    "tp2+pp2, fully parallel": {"world": 4, "tp": 2, "pp": 2, "etp": 2, "fully_parallel": True, "vocab_multiple": 37},
+    "tp2+dp2, fully parallel": {"world": 4, "tp": 2, "fully_parallel": True, "vocab_multiple": 37},
+}
+
+
+def experts_apart(architecture: str) -> dict:
+    """Options of `save` for a model with experts on different ranks, each of them sharded where Megatron can."""
+    if architecture == "GptOssForCausalLM":  # it shards no expert with a bias
+        return {"world": 2, "tp": 2, "ep": 2}
+    return {"world": 4, "tp": 2, "ep": 2, "etp": 2}
 
 
 def save(
@@ -36,7 +52,7 @@ def save(
     tp: int = 1,
     pp: int = 1,
     ep: int = 1,
-    etp: int | None = None,
+    etp: int = 1,
     style: str = "stacked",
     fully_parallel: bool = False,
     vocab_multiple: int = 128,
@@ -44,21 +60,16 @@ def save(
     prefix: str = "",
 ) -> list[str]:
     """Build the model of the Hugging Face folder `hf` at this layout, fill it and save it; returns its parameters."""
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=tp,
-        pipeline_model_parallel_size=pp,
-        expert_model_parallel_size=ep,
-        expert_tensor_parallel_size=etp,
-        create_gloo_process_groups=False,
-    )
+    layout = Layout(tp=tp, pp=pp, ep=ep, etp=etp).with_world(dist.get_world_size())
+    mesh = Mesh.create(layout)
     arch = read_architecture(hf)
     padded = -(-arch.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
-    model = build(arch, tp, pp, ep, etp, padded).to(dtype)
-    names = fill(model, arch, hf, tp, padded)
-    metadata = {**METADATA[style], "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
+    model = build(arch, mesh, padded).to(dtype)
+    names = fill(model, arch, hf, mesh, padded)
+    metadata = {**METADATA[style], "dp_cp_group": mesh.dp_context}
     strategy = get_default_save_sharded_strategy("torch_dist")
     if fully_parallel:
-        strategy = FullyParallelSaveStrategyWrapper(strategy, parallel_state.get_data_parallel_group())
+        strategy = FullyParallelSaveStrategyWrapper(strategy, mesh.dp)
     if dist.get_rank() == 0:
         folder.mkdir(parents=True)
     dist.barrier()
@@ -74,17 +85,17 @@ class LatentCoreAttention(DotProductAttention):
         super().__init__(*args, **kwargs)
 
 
-def build(arch: Architecture, tp: int, pp: int, ep: int, etp: int | None, padded_vocab: int) -> GPTModel:
+def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    moe, latent = arch.experts, arch.latent
+    moe, latent, layout = arch.experts, arch.latent, mesh.layout
     options = {
         "num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "num_attention_heads": arch.num_heads,
         "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.intermediate_size,
         "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": arch.linear_bias,
         "add_qkv_bias": arch.qkv_bias, "qk_layernorm": arch.qk_norm or bool(latent), "use_cpu_initialization": True,
         "activation_func": nn.functional.silu, "bias_activation_fusion": False,
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep,
-        "expert_tensor_parallel_size": etp,
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
         "pipeline_dtype": torch.float32, "softmax_type": "learnable" if arch.sinks else "vanilla",
     }  # fmt: skip
     if moe:
@@ -113,21 +124,21 @@ def build(arch: Architecture, tp: int, pp: int, ep: int, etp: int | None, padded
             spec,
             vocab_size=padded_vocab,
             max_sequence_length=arch.max_positions,
-            pre_process=parallel_state.is_pipeline_first_stage(),
-            post_process=parallel_state.is_pipeline_last_stage(),
+            pre_process=mesh.is_first_stage(0),
+            post_process=mesh.is_last_stage(0),
             share_embeddings_and_output_weights=arch.tie_embeddings,
             position_embedding_type="rope",
         )
 
 
 @torch.no_grad()
-def fill(model: GPTModel, arch: Architecture, hf: Path, tp: int, padded_vocab: int) -> list[str]:
+def fill(model: GPTModel, arch: Architecture, hf: Path, mesh: Mesh, padded_vocab: int) -> list[str]:
     """Give every parameter and buffer its shard of the weight of its global name. Rows that pad the vocabulary are 9,
     so that none gets lost among zeros."""
     weights, reader = {weight.name: weight for weight in weight_map(arch)}, HFReader(hf)
     offset = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
-    local = arch.experts.count // parallel_state.get_expert_model_parallel_world_size() if arch.experts else 0
-    first_expert = local * parallel_state.get_expert_model_parallel_rank()
+    local = arch.experts.count // mesh.layout.ep if arch.experts else 0
+    first_expert = local * mesh.ep.rank()
     filled = []
     buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
     for own, parameter in {**dict(model.named_parameters()), **buffers}.items():
@@ -144,13 +155,12 @@ def fill(model: GPTModel, arch: Architecture, hf: Path, tp: int, padded_vocab: i
         whole = reader.whole(weight).to(parameter.dtype)
         if isinstance(weight.form, Vocabulary):
             padding = whole.new_full((padded_vocab - len(whole), whole.shape[1]), 9.0)
-            shard = torch.cat([whole, padding]).chunk(tp)[parallel_state.get_tensor_model_parallel_rank()]
+            shard = torch.cat([whole, padding]).chunk(mesh.layout.tp)[mesh.tp.rank()]
         elif weight.expert is not None:
-            etp = parallel_state.get_expert_tensor_parallel_world_size()
-            shard = weight.form.shard(whole, etp, parallel_state.get_expert_tensor_parallel_rank())
+            shard = weight.form.shard(whole, mesh.layout.etp, mesh.etp.rank())
         else:  # the local spec shards what Transformer Engine's replicates
             form = Columns() if "_down_proj" in name else weight.form
-            shard = form.shard(whole, tp, parallel_state.get_tensor_model_parallel_rank())
+            shard = form.shard(whole, mesh.layout.tp, mesh.tp.rank())
         parameter.copy_(shard)
         filled.append(name)
     return filled
