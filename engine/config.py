@@ -19,15 +19,15 @@ def require(holds: bool, key: str, value: object, mend: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """path: a Hugging Face folder (config.json, tokenizer, safetensors). tokenizer: another folder to take it from.
-    from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
+    """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
+    take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
 
     path: str = ""
     tokenizer: str | None = None
     from_scratch: bool = False
 
     def __post_init__(self):
-        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder")
+        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder or a checkpoint")
 
 
 @dataclass(frozen=True)

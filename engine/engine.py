@@ -21,9 +21,11 @@ from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits
 from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
+from isoloss.models.checkpoint_read import CheckpointWeights
+from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
-from isoloss.models.registry import read_architecture
+from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import Layout, Mesh, UserError, launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -184,7 +186,7 @@ class Engine:
         """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
         checkpoint.export_hf(Path(folder), self.chunks, self.arch, self.mesh)
         if dist.get_rank() == 0:
-            copy_sidecars(self.config.model.path, folder, self.arch)
+            copy_sidecars(hf_folder(self.config.model.path), folder, self.arch)
         dist.barrier()
 
     # ---- how --------------------------------------------------------------------------------------------------------
@@ -223,9 +225,16 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
     check_layout(arch, layout)
     if config.model.from_scratch:
         return arch, layout, RandomWeights(arch, config.train.seed)
-    source = HFReader(config.model.path)
+    return arch, layout, open_weights(config.model.path, arch)
+
+
+def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
+    """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
+    if is_checkpoint(path):
+        return CheckpointWeights(path, arch)
+    source = HFReader(path)
     check(source, arch)
-    return arch, layout, source
+    return source
 
 
 def _world_size() -> int:
