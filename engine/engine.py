@@ -176,7 +176,8 @@ class Engine:
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
-        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, extra or {})
+        huggingface = hf_folder(self.config.model.path)
+        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, self.arch, huggingface, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
@@ -25,3 +26,11 @@ def load_and_train(model: Path, checkpoint: Path, samples: Sequence[Sample], par
     engine.load(checkpoint)
     engine.train_step(samples, TOKEN_MEAN)
     return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def logits(model: Path, samples: Sequence[Sample], parallel: dict, checkpoint: Path | None = None) -> Tensor:
+    """Of the model, or of the checkpoint of it."""
+    engine = make_engine(model, "fp32", **parallel)
+    if checkpoint is not None:
+        engine.load(checkpoint)
+    return torch.cat(engine.logits(samples))
