@@ -59,9 +59,7 @@ def read(folder: str | Path) -> Manifest:
     path = Path(folder) / NAME
     fields = read_json(path, "the checkpoint is not complete, or isoloss did not write it; convert or save it again")
     if fields.get("format") != VERSION:
-        raise UserError(
-            f"{path}: format={fields.get('format')!r} is not {VERSION}; read it with the isoloss that wrote it"
-        )
+        raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")
     try:
         manifest = Manifest(
             kind=fields["kind"],
