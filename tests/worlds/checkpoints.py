@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
+from isoloss.models.gpt import unwrap
 from worlds.transformers_parity import TOKEN_MEAN, make_engine
 
 
@@ -33,4 +35,17 @@ def logits(model: Path, samples: Sequence[Sample], parallel: dict, checkpoint: P
     engine = make_engine(model, "fp32", **parallel)
     if checkpoint is not None:
         engine.load(checkpoint)
+    return torch.cat(engine.logits(samples))
+
+
+def logits_after_plain_load(model: Path, checkpoint: Path, samples: Sequence[Sample], parallel: dict) -> Tensor:
+    """Of a model with random weights that Megatron-Core's own loader then filled from the checkpoint."""
+    engine = make_engine(model, "fp32", from_scratch=True, **parallel)
+    metadata = {"dp_cp_group": engine.mesh.dp_context}
+    wanted = {
+        str(index): unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(engine.chunks)
+    }
+    state = dist_checkpointing.load(wanted, str(checkpoint))
+    for index, chunk in enumerate(engine.chunks):
+        unwrap(chunk).load_state_dict(state[str(index)])
     return torch.cat(engine.logits(samples))

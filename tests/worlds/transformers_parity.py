@@ -17,11 +17,11 @@ from isoloss.models.weights import weight_map
 TOKEN_MEAN = cross_entropy(LossConfig())
 
 
-def make_engine(folder: Path, precision: str, **parallel) -> Engine:
+def make_engine(folder: Path, precision: str, from_scratch: bool = False, **parallel) -> Engine:
     """Micro-batches of at most 128 tokens, so that a step of a few sequences has several."""
     return Engine(
         Config(
-            model=ModelConfig(path=str(folder)),
+            model=ModelConfig(path=str(folder), from_scratch=from_scratch),
             batch=BatchConfig(max_tokens=128),
             parallel=ParallelConfig(**parallel),
             optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1),
