@@ -19,15 +19,15 @@ def require(holds: bool, key: str, value: object, mend: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """path: a Hugging Face folder (config.json, tokenizer, safetensors). tokenizer: another folder to take it from.
-    from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
+    """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
+    take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
 
     path: str = ""
     tokenizer: str | None = None
     from_scratch: bool = False
 
     def __post_init__(self):
-        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder")
+        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder or a checkpoint")
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,21 @@ class ParallelConfig:
     overlap_grad_reduce: bool = False
 
     def __post_init__(self):
-        for key in ("ep", "etp"):
-            value = getattr(self, key)
-            require(
-                value == 1,
-                f"parallel.{key}",
-                value,
-                "is for mixture-of-experts models, which this version does not train; set it to 1",
-            )
         self.layout()
 
     def layout(self) -> Layout:
         """The layout of one model replica (dp = 1)."""
         sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-        return Layout(self.tp, self.pp, self.vpp, self.ulysses, self.ring, sequence_parallel=sequence_parallel)
+        return Layout(
+            tp=self.tp,
+            pp=self.pp,
+            vpp=self.vpp,
+            ulysses=self.ulysses,
+            ring=self.ring,
+            ep=self.ep,
+            etp=self.etp,
+            sequence_parallel=sequence_parallel,
+        )
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,15 @@ from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logprobs, run_step
+from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step
 from isoloss.models.architecture import Architecture
+from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
-from isoloss.models.gpt import build_model, check_layout
+from isoloss.models.checkpoint_read import CheckpointWeights
+from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
-from isoloss.models.registry import read_architecture
+from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import Layout, Mesh, UserError, launch
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -63,10 +65,7 @@ class Engine:
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
-        a = self.arch
-        self.cost_model = CostModel.from_shape(
-            a.hidden_size, a.num_layers, a.num_heads, a.head_dim, a.num_kv_heads, a.intermediate_size, a.vocab_size
-        )
+        self.cost_model = CostModel.of(self.arch)
         self._reduced = False
         self._finite = True
         self._tokens = 0
@@ -131,6 +130,16 @@ class Engine:
             flat = run_logprobs(self.mesh, self.chunks, self.arch, batch)
         return list(flat.split([len(s) for s in samples]))
 
+    def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
+
+        For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
+        """
+        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
+        with torch.no_grad():
+            flat = run_logits(self.mesh, self.chunks, self.arch, batch)
+        return list(flat.split([len(s) for s in samples]))
+
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
         for chunk in self.chunks:
@@ -147,26 +156,28 @@ class Engine:
         self._reduced = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole gradients of this pipeline stage's weights, after `reduce_gradients`, one at a time.
+        """Names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
 
-        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp.
+        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp and etp.
         """
         if self.config.distributed_optimizer:
             raise ValueError(
                 "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
             )
         self.reduce_gradients()
-        for weight, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: p.main_grad):
-            yield weight.name, gradient
+        for owned, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: getattr(p, "main_grad", p)):
+            if owned.weight.trained:
+                yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights of this pipeline stage, one at a time. Collective over tp."""
-        for weight, whole in whole_tensors(self.chunks, self.arch, self.mesh):
-            yield weight.name, whole
+        """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
+        for owned, whole in whole_tensors(self.chunks, self.arch, self.mesh):
+            yield owned.weight.name, whole
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
-        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, extra or {})
+        huggingface = hf_folder(self.config.model.path)
+        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, self.arch, huggingface, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
@@ -176,7 +187,7 @@ class Engine:
         """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
         checkpoint.export_hf(Path(folder), self.chunks, self.arch, self.mesh)
         if dist.get_rank() == 0:
-            copy_sidecars(self.config.model.path, folder, self.arch)
+            copy_sidecars(hf_folder(self.config.model.path), folder, self.arch)
         dist.barrier()
 
     # ---- how --------------------------------------------------------------------------------------------------------
@@ -215,9 +226,16 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
     check_layout(arch, layout)
     if config.model.from_scratch:
         return arch, layout, RandomWeights(arch, config.train.seed)
-    source = HFReader(config.model.path)
+    return arch, layout, open_weights(config.model.path, arch)
+
+
+def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
+    """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
+    if is_checkpoint(path):
+        return CheckpointWeights(path, arch)
+    source = HFReader(path)
     check(source, arch)
-    return arch, layout, source
+    return source
 
 
 def _world_size() -> int:

@@ -13,7 +13,7 @@ from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.models.architecture import Architecture
-from isoloss.models.gpt import forward_row, labelled_logprobs
+from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs
 from isoloss.parallel import GlobalLossNormalizer, Mesh
 from isoloss.parallel.normalizer import Counts
 from isoloss.parallel.schedule import run_schedule
@@ -124,13 +124,30 @@ def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, ba
     Collectives: the model's; one all-reduce over dp x context and one over pp of the result.
     """
 
-    def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        inputs = _token_inputs(mesh, chunks, arch, micro_batch, hidden, with_entropy=False)
-        return hidden.new_zeros(()), (micro_batch.origin_N, inputs.logprobs_N)
+    def logprobs(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+        return _token_inputs(mesh, chunks, arch, micro_batch, hidden, with_entropy=False).logprobs_N
 
-    flat = torch.zeros(batch.total_tokens, dtype=torch.float64, device=torch.cuda.current_device())
-    for origin_N, logprobs_N in run_schedule(mesh, chunks, batch.micro_batches, _forward, collect, forward_only=True):
-        flat[origin_N] = logprobs_N.to(torch.float64)
+    return _collect(mesh, chunks, batch, logprobs, ())
+
+
+def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
+    """The logits that predict each target, [total tokens, vocab_size] fp64, as `run_logprobs`. For small models."""
+
+    def logits(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+        return labelled_logits(chunks[-1], hidden, micro_batch.labelled_N, arch, mesh)
+
+    return _collect(mesh, chunks, batch, logits, (arch.vocab_size,))
+
+
+def _collect(mesh: Mesh, chunks: Sequence[nn.Module], batch: StepBatch, of_targets, shape: tuple[int, ...]) -> Tensor:
+    """What `of_targets(micro_batch, hidden)` gives for each target, in the order of the samples, on every rank."""
+
+    def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        return hidden.new_zeros(()), (micro_batch.origin_N, of_targets(micro_batch, hidden))
+
+    flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
+    for origin_N, found in run_schedule(mesh, chunks, batch.micro_batches, _forward, collect, forward_only=True):
+        flat[origin_N] = found.to(torch.float64)
     dist.all_reduce(flat, group=mesh.dp_context)
     dist.all_reduce(flat, group=mesh.pp)
     return flat

@@ -20,7 +20,7 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, identity, open_output
 from isoloss.engine.rows import check_paths
 from isoloss.engine.step import StepMetrics
-from isoloss.models.registry import read_architecture
+from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
 
@@ -104,7 +104,7 @@ def load_data(config: Config) -> RunData:
     if min(max_length, max_tokens) > arch.max_positions:
         raise UserError(
             f"{limit}={min(max_length, max_tokens)} is more than max_position_embeddings={arch.max_positions} in "
-            f"{config.model.path}/config.json: set data.max_length to at most {arch.max_positions}"
+            f"{hf_folder(config.model.path)}/config.json: set data.max_length to at most {arch.max_positions}"
         )
     options = {
         "max_length": min(max_length, max_tokens),
@@ -113,7 +113,7 @@ def load_data(config: Config) -> RunData:
         "vocab_size": arch.vocab_size,
         "cache_dir": cache_folder(config),
     }
-    tokenizer = config.model.tokenizer or config.model.path
+    tokenizer = config.model.tokenizer or str(hf_folder(config.model.path))
     train = load_dataset(config.data.train, tokenizer, **options)
     evaluation = load_dataset(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)

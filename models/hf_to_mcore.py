@@ -21,7 +21,7 @@ from isoloss.models import transfer
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import INDEX, HFReader, check
 from isoloss.models.checkpoint_keys import Style, native_style, places
-from isoloss.models.distcp import Chunk, check_tiling, plan_files
+from isoloss.models.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
 from isoloss.models.registry import read_architecture

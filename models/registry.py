@@ -9,6 +9,7 @@ from typing import Any
 
 from isoloss.models import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from isoloss.models.architecture import Architecture
+from isoloss.models.distcp import is_checkpoint
 from isoloss.parallel.errors import UserError
 
 FAMILIES: Mapping[str, ModuleType] = {
@@ -24,12 +25,32 @@ FAMILIES: Mapping[str, ModuleType] = {
 }
 
 
+# The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.
+HUGGINGFACE = "huggingface"
+
+
+def hf_folder(path: str | Path) -> Path:
+    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint the folder inside of it.
+
+    Raises UserError where a checkpoint has none.
+    """
+    path = Path(path)
+    if not is_checkpoint(path):
+        return path
+    if not (path / HUGGINGFACE / "config.json").is_file():
+        raise UserError(
+            f"{path} is a checkpoint without {HUGGINGFACE}/config.json, so nothing says what model it is; make that "
+            "folder, with config.json and tokenizer of the Hugging Face model that it came from"
+        )
+    return path / HUGGINGFACE
+
+
 def read_architecture(folder: str | Path) -> Architecture:
-    """The architecture of the Hugging Face model in `folder`.
+    """The architecture of the Hugging Face model or the checkpoint in `folder`.
 
     Raises UserError where folder or config.json is missing, or names an architecture or a field that is not understood.
     """
-    folder = Path(folder)
+    folder = hf_folder(folder)
     config = read_config(folder)
     try:
         return FAMILIES[_architecture_name(config, folder)].architecture(config)

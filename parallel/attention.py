@@ -1,14 +1,17 @@
 """Ulysses attention over packed rows: all-to-all of heads around any core attention.
 
-Shape suffixes: R tokens of this rank's slice of a packed row, G tokens of the whole row, H query heads, K key/value
-heads (both of this TP rank), D head size, U Ulysses degree.
+Shape suffixes: R tokens of this rank's slice of a packed row, G tokens of the whole row, T of one document, H query
+heads, K key/value heads (both of this TP rank), D width of a query or key head, E of a value head, U Ulysses degree.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -28,15 +31,28 @@ class PackedRow(PackedSeqParams):
     lengths: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Heads:
+    """How the query heads of a layer attend.
+
+    scale: of the logits. window: how many tokens a token sees, itself included; None: all before it.
+    sinks_H: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453, learned).
+    """
+
+    scale: float
+    window: int | None = None
+    sinks_H: Tensor | None = None
+
+
 def ulysses_attention(
     query_RHD: Tensor,
     key_RKD: Tensor,
-    value_RKD: Tensor,
+    value_RKE: Tensor,
     lengths: tuple[int, ...],
     group: dist.ProcessGroup,
-    scale: float,
+    heads: Heads,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split, in order, over `group`. Returns [R, H, D].
+    """Causal attention within each document of a row that is split, in order, over `group`. Returns [R, H, E].
 
     One all-to-all brings all tokens of H/U query heads (and the key/value heads they read) to each rank, a second one
     takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). Key/value heads are repeated where U does not divide
@@ -44,17 +60,21 @@ def ulysses_attention(
     """
     degree = group.size()
     if degree == 1:
-        return document_attention(query_RHD, key_RKD, value_RKD, lengths, scale)
-    heads, kv_heads = query_RHD.shape[1], key_RKD.shape[1]
-    repeats = kv_repeats(heads, kv_heads, degree)
+        return document_attention(query_RHD, key_RKD, value_RKE, lengths, heads)
+    repeats = kv_repeats(query_RHD.shape[1], key_RKD.shape[1], degree)
     if repeats > 1:
-        key_RKD, value_RKD = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKD))
-    qkv = [t.unflatten(1, (degree, -1)) for t in (query_RHD, key_RKD, value_RKD)]  # [R, U, heads/U, D]
-    sizes = [t.shape[2] for t in qkv]
-    exchanged = all_to_all(torch.cat(qkv, dim=2).transpose(0, 1), group)  # [U, R, heads/U, D]: rank-major is row order
-    query, key, value = exchanged.flatten(0, 1).split(sizes, dim=1)
-    out_GHD = document_attention(query, key, value, lengths, scale)
-    back = all_to_all(out_GHD.unflatten(0, (degree, -1)), group)  # [U, R, H/U, D]
+        key_RKD, value_RKE = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKE))
+    qkv = (query_RHD, key_RKD, value_RKE)
+    mine = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
+    blocks = torch.cat([t.reshape(t.shape[0], degree, -1) for t in qkv], dim=2)  # [R, U, all channels of a rank]
+    exchanged = all_to_all(blocks.transpose(0, 1), group).flatten(0, 1)  # rank-major is row order
+    query, key, value = (
+        part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in mine], dim=1), mine)
+    )
+    if heads.sinks_H is not None:
+        heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[group.rank()])
+    out_GHE = document_attention(query, key, value, lengths, heads)
+    back = all_to_all(out_GHE.unflatten(0, (degree, -1)), group)  # [U, R, H/U, E]
     return back.transpose(0, 1).flatten(1, 2)
 
 
@@ -68,31 +88,98 @@ def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
     return degree // kv_heads if degree % kv_heads == 0 else heads // kv_heads
 
 
-def document_attention(query_GHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, lengths: tuple[int, ...], scale: float):
-    """Causal attention within each document of a whole row, [G, H, D]; no document sees another. No collectives."""
+def document_attention(
+    query_GHD: Tensor, key_GKD: Tensor, value_GKE: Tensor, lengths: tuple[int, ...], heads: Heads
+) -> Tensor:
+    """Causal attention within each document of a whole row, [G, H, E]; no document sees another. No collectives."""
+    documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_GHD, key_GKD, value_GKE)))
     grouped = query_GHD.shape[1] != key_GKD.shape[1]
-    documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_GHD, key_GKD, value_GKD)))
-    outputs = [
-        scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped)[0]
-        for q, k, v in documents
-    ]
+    outputs = []
+    for q, k, v in documents:
+        if heads.sinks_H is None and (heads.window is None or q.shape[1] <= heads.window):
+            out = scaled_dot_product_attention(
+                q[None], k[None], v[None], is_causal=True, scale=heads.scale, enable_gqa=grouped
+            )[0]
+        else:
+            out = _masked_attention(q, k, v, heads)
+        outputs.append(out)
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
-class PackedAttention(nn.Module):
-    """Megatron-Core's `core_attention` slot. Parameter-free; `group` is the Ulysses group, set by the layer spec."""
+QUERY_BLOCK = 512
 
-    def __init__(self, config, layer_number, attn_mask_type, attention_type, *, group, softmax_scale=None, **unused):
-        super().__init__()
-        del layer_number, attn_mask_type, attention_type, unused
-        self.group = group
-        self.scale = softmax_scale or config.kv_channels**-0.5
+
+def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTE: Tensor, heads: Heads) -> Tensor:
+    """One document, with a window, sinks or both. Blocks of queries see only the keys within reach, so that a mask, and
+    with a window the work, never grows with the square of the document's length."""
+    length = query_HTD.shape[1]
+    grouped = query_HTD.shape[0] != key_KTD.shape[0]
+    place = torch.arange(length, device=query_HTD.device)
+    outputs = []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        first = 0 if heads.window is None else max(0, start - heads.window + 1)
+        distance = place[start:stop, None] - place[None, first:stop]
+        hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
+        bias = torch.zeros(hidden.shape, dtype=query_HTD.dtype, device=query_HTD.device).masked_fill(hidden, -torch.inf)
+        key, value = key_KTD[:, first:stop], value_KTE[:, first:stop]
+        if heads.sinks_H is not None:  # a key of zeros, whose logit is the bias alone, with a value of zeros
+            sinks = heads.sinks_H.to(bias.dtype)[:, None, None].expand(-1, stop - start, 1)
+            bias = torch.cat([bias.expand(len(sinks), -1, -1), sinks], -1)
+            key, value = (torch.cat([t, t.new_zeros(t.shape[0], 1, t.shape[2])], 1) for t in (key, value))
+        outputs.append(
+            scaled_dot_product_attention(
+                query_HTD[None, :, start:stop], key[None], value[None], attn_mask=bias[None], scale=heads.scale,
+                enable_gqa=grouped,
+            )[0]
+        )  # fmt: skip
+    return torch.cat(outputs, dim=1)
+
+
+class PackedAttention(MegatronModule):
+    """Megatron-Core's `core_attention` slot. group: the Ulysses group; the rest is what the layer's heads do.
+
+    `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Every rank of the Ulysses group adds
+    its heads' part to their gradient, which is summed over the group like any other.
+    """
+
+    def __init__(
+        self,
+        config,
+        layer_number: int = 0,
+        *unused,
+        group: dist.ProcessGroup,
+        tp_group: dist.ProcessGroup,
+        scale: float,
+        window: int | None,
+        sinks: bool,
+        **also_unused,
+    ):
+        super().__init__(config)
+        del layer_number, unused, also_unused
+        self.group, self.tp_group, self.scale, self.window = group, tp_group, scale, window
+        offset = None
+        if sinks:
+            count = config.num_attention_heads // tp_group.size()
+            empty = torch.empty(count, dtype=config.params_dtype, device=torch.cuda.current_device())
+            offset = nn.Parameter(empty)
+            set_tensor_model_parallel_attributes(offset, True, 0, 1)
+        self.register_parameter("softmax_offset", offset)
 
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """query: [R, 1, H, D]; key, value: [R, 1, K, D]. Returns [R, 1, H*D]."""
+        """query: [R, 1, H, D]; key: [R, 1, K, D]; value: [R, 1, K, E]. Returns [R, 1, H*E]."""
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
-        out = ulysses_attention(query, key, value, packed_seq_params.lengths, self.group, self.scale)
+        heads = Heads(self.scale, self.window, self.softmax_offset)
+        out = ulysses_attention(query, key, value, packed_seq_params.lengths, self.group, heads)
         return out.reshape(out.shape[0], 1, -1)
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
+        """The sinks, divided over TP; nothing else."""
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True), prefix, {"softmax_offset": 0}, sharded_offsets,
+            tp_group=self.tp_group, dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip

@@ -10,13 +10,15 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from isoloss.parallel.errors import UserError
 
 # The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2.
-_AXES = ("tp", "pp", "vpp", "ulysses", "ring", "dp")
+_AXES = ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp", "dp")
 
 
 @dataclass(frozen=True)
 class Layout:
     """Parallel degrees. Megatron's context-parallel size is ulysses x ring; dp is what remains of the world.
 
+    ep, etp: how many ways the experts of a layer, and each expert's matrices, are divided over the ranks of a pipeline
+    stage (tp x ulysses x ring x dp); ranks that are left hold copies.
     sequence_parallel: Megatron's TP sequence parallelism (activations between the TP regions are split over TP).
     """
 
@@ -25,6 +27,8 @@ class Layout:
     vpp: int = 1
     ulysses: int = 1
     ring: int = 1
+    ep: int = 1
+    etp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
 
@@ -86,7 +90,15 @@ class Layout:
                 f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "
                 f"ring {self.ring} = {self.replica_size}; start a multiple of it, or lower a degree"
             )
-        return replace(self, dp=world_size // self.replica_size)
+        layout = replace(self, dp=world_size // self.replica_size)
+        ranks = layout.tp * layout.context * layout.dp
+        if ranks % (self.ep * self.etp):
+            raise UserError(
+                f"parallel.ep={self.ep} x etp={self.etp} does not divide the {ranks} ranks of a pipeline stage (tp "
+                f"{self.tp} x ulysses {self.ulysses} x ring {self.ring} x dp {layout.dp}); lower "
+                "one of them, or start more ranks"
+            )
+        return layout
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,9 @@ class Mesh:
     dp: dist.ProcessGroup  # the ranks with the same shard of other samples: loss counts are reduced here
     dp_context: dist.ProcessGroup  # dense gradients and losses are summed here
     stage: dist.ProcessGroup  # tp x pp: the ranks that hold the distinct parameters of one replica
+    ep: dist.ProcessGroup  # the ranks that divide the experts of a layer among them
+    etp: dist.ProcessGroup  # the ranks that divide each expert's matrices
+    expert_dp: dist.ProcessGroup  # the ranks that hold the same part of the same experts: their gradients' sum
     megatron: ProcessGroupCollection
 
     @classmethod
@@ -117,6 +132,8 @@ class Mesh:
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.context,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=False,
         )
         context = _one(parallel_state.get_context_parallel_group())
@@ -129,6 +146,9 @@ class Mesh:
             dp=_one(parallel_state.get_data_parallel_group()),
             dp_context=_one(parallel_state.get_data_parallel_group(with_context_parallel=True)),
             stage=_one(parallel_state.get_model_parallel_group()),
+            ep=_one(parallel_state.get_expert_model_parallel_group()),
+            etp=_one(parallel_state.get_expert_tensor_parallel_group()),
+            expert_dp=_one(parallel_state.get_expert_data_parallel_group()),
             megatron=ProcessGroupCollection.use_mpu_process_groups(),
         )
 

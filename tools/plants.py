@@ -153,7 +153,7 @@ def _fully_masked_sequence_counted():
 
 
 def _attention_sees_its_own_shard():
-    def ulysses_attention(query, key, value, lengths, group, scale):
+    def ulysses_attention(query, key, value, lengths, group, heads):
         local = query.shape[0]
         first = group.rank() * local
         own, start = [], 0
@@ -161,7 +161,7 @@ def _attention_sees_its_own_shard():
             inside = min(start + length, first + local) - max(start, first)
             own += [inside] if inside > 0 else []
             start += length
-        return attention_module.document_attention(query, key, value, tuple(own), scale)
+        return attention_module.document_attention(query, key, value, tuple(own), heads)
 
     return mock.patch.object(attention_module, "ulysses_attention", ulysses_attention)
 

@@ -25,7 +25,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, ParallelConfig
 from isoloss.engine.data import step_indices
 from isoloss.engine.trainer import load_data
-from isoloss.models.gpt import check_layout
+from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config, tell_once
@@ -150,7 +150,7 @@ def prove(
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one."""
     parallel = ParallelConfig(
-        layout.tp, layout.pp, layout.vpp, layout.ulysses, layout.ring,
+        layout.tp, layout.pp, layout.vpp, layout.ulysses, layout.ring, layout.ep, layout.etp,
         sequence_parallel=layout.sequence_parallel, distributed_optimizer=False,
     )  # fmt: skip
     train = dataclasses.replace(config.train, precision=precision)

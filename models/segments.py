@@ -1,0 +1,86 @@
+"""Segments of an output file that are put together from several places.
+
+Like `transfer_worker`, whose workers import it, this module needs little more than the standard library.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from isoloss.models.transfer_worker import PIECE_BYTES, Buffer, Segment, Sources
+
+# So few rows at a time that the cache lines of a column are still there when its neighbour is read.
+VIEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A block of a matrix in a file: all rows, `nbytes` of each, one row right behind the other from `offset` on."""
+
+    path: str
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """A matrix of `rows` rows from blocks of its columns, left to right."""
+
+    blocks: tuple[Columns, ...]
+    rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.rows * sum(block.nbytes for block in self.blocks)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(block.path for block in self.blocks)
+
+    def read(self, sources: Sources) -> Iterator[Buffer]:
+        import numpy
+
+        width = sum(block.nbytes for block in self.blocks)
+        step = max(1, PIECE_BYTES // width)
+        for start in range(0, self.rows, step):
+            rows = min(step, self.rows - start)
+            whole, left = numpy.empty((rows, width), numpy.uint8), 0
+            for block in self.blocks:
+                columns = numpy.empty((rows, block.nbytes), numpy.uint8)
+                sources.read_into(columns.reshape(-1).data, block.path, block.offset + start * block.nbytes)
+                whole[:, left : left + block.nbytes] = columns
+                left += block.nbytes
+            yield whole.reshape(-1).data
+
+
+@dataclass(frozen=True, slots=True)
+class Viewed:
+    """A tensor that is collected from `parts`, then read through strides: a transposed or an interleaved matrix.
+
+    shape, strides: in elements of `itemsize` bytes, strides not negative. Holds all of `parts` in memory.
+    """
+
+    parts: tuple[Segment, ...]
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return tuple(path for part in self.parts for path in part.paths)
+
+    def read(self, sources: Sources) -> Iterator[Buffer]:
+        import numpy
+
+        whole, filled = bytearray(self.nbytes), 0
+        for part in self.parts:
+            for piece in part.read(sources):
+                whole[filled : filled + len(piece)] = piece
+                filled += len(piece)
+        strides = tuple(stride * self.itemsize for stride in self.strides)
+        view: numpy.ndarray = numpy.ndarray(self.shape, f"u{self.itemsize}", whole, strides=strides)
+        for start in range(0, self.shape[0], VIEW_ROWS):
+            yield numpy.ascontiguousarray(view[start : start + VIEW_ROWS]).reshape(-1).view(numpy.uint8).data

@@ -1,0 +1,111 @@
+"""Where `torch.save` puts the numbers of a tensor: found without unpickling what the archive holds."""
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Shape = tuple[int, ...]
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Payload:
+    """The numbers of a tensor, row-major and little-endian, at this offset of its archive.
+
+    crc32: their checksum, 0 where the writer left it out.
+    """
+
+    offset: int
+    dtype: torch.dtype
+    shape: Shape
+    crc32: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def locate(archive: memoryview) -> Payload:
+    """The payload of an archive of one tensor. Raises an error of some kind where it is anything else, or damaged."""
+    with zipfile.ZipFile(_View(archive)) as file:
+        records = {info.filename.partition("/")[2]: info for info in file.infolist()}
+        dtype, storage, shape = _Unpickler(io.BytesIO(file.read(records["data.pkl"]))).load()
+        if "byteorder" in records and file.read(records["byteorder"]) != b"little":
+            raise ValueError("numbers are not little-endian")
+    record = records[f"data/{storage}"]
+    # A record starts with a header of 30 bytes, a name and an extra field, whose lengths stand at bytes 26 and 28.
+    lengths = archive[record.header_offset + 26 : record.header_offset + 30]
+    name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
+    payload = Payload(record.header_offset + 30 + name + extra, dtype, shape, record.CRC)
+    if record.compress_type != zipfile.ZIP_STORED or record.file_size != payload.nbytes:
+        raise ValueError(f"{record.file_size} bytes for a tensor of {payload.nbytes}")
+    if payload.offset + payload.nbytes > len(archive):
+        raise ValueError("the numbers reach beyond the end")
+    return payload
+
+
+class _Unpickler(pickle.Unpickler):
+    """Gives (dtype, name of the storage, shape)."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return _describe
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor")
+
+    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
+        _, dtype, name, *_ = pid
+        return dtype, name
+
+
+def _describe(
+    storage: tuple[torch.dtype, str], offset: int, size: Iterable[int], stride: Sequence[int], *rest: Any
+) -> tuple[torch.dtype, str, Shape]:
+    """Stands for torch's function of the same signature; refuses a tensor that is not its storage, in order."""
+    shape, run = tuple(size), 1
+    for length, step in zip(reversed(shape), reversed(stride)):
+        if length != 1 and step != run:
+            raise ValueError(f"strides {list(stride)} of shape {list(shape)}")
+        run *= length
+    if offset:
+        raise ValueError(f"offset {offset} in its storage")
+    return *storage, shape
+
+
+class _View(io.RawIOBase):
+    """The interface of a file to memory, without a copy of it."""
+
+    def __init__(self, view: memoryview):
+        self._memory, self._at = view, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._memory)}[whence]
+        if start + offset < 0:
+            raise ValueError("before the start")
+        self._at = start + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1) -> bytes:
+        stop = len(self._memory) if size is None or size < 0 else self._at + size
+        data = bytes(self._memory[self._at : stop])
+        self._at += len(data)
+        return data

@@ -1,0 +1,171 @@
+"""Checkpoints of plain Megatron-Core: its own GPTModel of the local spec, saved by its own dist_checkpointing."""
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from torch import nn
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.checkpoint_hf import HFReader
+from isoloss.models.forms import Columns, Vocabulary
+from isoloss.models.registry import read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel import Layout, Mesh
+
+METADATA = {
+    "stacked": {},
+    "per-layer": {"non_homogeneous_layers": True},
+    "singleton": {"singleton_local_shards": True},
+}
+
+# Options of `save`, with the world that each takes.
+LAYOUTS = {
+    "tp2": {"world": 2, "tp": 2, "etp": 2, "vocab_multiple": 37},
+    "pp2": {"world": 2, "pp": 2, "vocab_multiple": 74},
+    "tp2+pp2, fully parallel": {"world": 4, "tp": 2, "pp": 2, "etp": 2, "fully_parallel": True, "vocab_multiple": 37},
+    "tp2+dp2, fully parallel": {"world": 4, "tp": 2, "fully_parallel": True, "vocab_multiple": 37},
+}
+
+
+def experts_apart(architecture: str) -> dict:
+    """Options of `save` for a model with experts on different ranks, each of them sharded where Megatron can."""
+    if architecture == "GptOssForCausalLM":  # it shards no expert with a bias
+        return {"world": 2, "tp": 2, "ep": 2}
+    return {"world": 4, "tp": 2, "ep": 2, "etp": 2}
+
+
+def save(
+    hf: Path,
+    folder: Path,
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    etp: int = 1,
+    style: str = "stacked",
+    fully_parallel: bool = False,
+    vocab_multiple: int = 128,
+    dtype: torch.dtype = torch.float32,
+    prefix: str = "",
+) -> list[str]:
+    """Build the model of the Hugging Face folder `hf` at this layout, fill it and save it; returns its parameters."""
+    layout = Layout(tp=tp, pp=pp, ep=ep, etp=etp).with_world(dist.get_world_size())
+    mesh = Mesh.create(layout)
+    arch = read_architecture(hf)
+    padded = -(-arch.vocab_size // (vocab_multiple * tp)) * vocab_multiple * tp
+    model = build(arch, mesh, padded).to(dtype)
+    names = fill(model, arch, hf, mesh, padded)
+    metadata = {**METADATA[style], "dp_cp_group": mesh.dp_context}
+    strategy = get_default_save_sharded_strategy("torch_dist")
+    if fully_parallel:
+        strategy = FullyParallelSaveStrategyWrapper(strategy, mesh.dp)
+    if dist.get_rank() == 0:
+        folder.mkdir(parents=True)
+    dist.barrier()
+    state = {"model": model.sharded_state_dict(prefix=prefix, metadata=metadata), "iteration": 7}
+    dist_checkpointing.save(state, str(folder), strategy)
+    return names
+
+
+class LatentCoreAttention(DotProductAttention):
+    """The local core attention lacks the arguments that Megatron's latent attention gives it; it has no weights."""
+
+    def __init__(self, *args, k_channels: int = 0, v_channels: int = 0, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
+    model_parallel_cuda_manual_seed(0, force_reset_rng=True)
+    moe, latent, layout = arch.experts, arch.latent, mesh.layout
+    options = {
+        "num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "num_attention_heads": arch.num_heads,
+        "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.intermediate_size,
+        "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": arch.linear_bias,
+        "add_qkv_bias": arch.qkv_bias, "qk_layernorm": arch.qk_norm or bool(latent), "use_cpu_initialization": True,
+        "activation_func": nn.functional.silu, "bias_activation_fusion": False,
+        "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
+        "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
+        "pipeline_dtype": torch.float32, "softmax_type": "learnable" if arch.sinks else "vanilla",
+    }  # fmt: skip
+    if moe:
+        options |= {
+            "num_moe_experts": moe.count, "moe_router_topk": moe.top_k, "moe_ffn_hidden_size": moe.intermediate_size,
+            "moe_router_score_function": moe.score, "moe_router_enable_expert_bias": moe.selection_bias,
+            "moe_shared_expert_intermediate_size": moe.shared_size or None, "moe_token_dispatcher_type": "allgather",
+        }  # fmt: skip
+        if moe.dense_layers:
+            options["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+    if latent:
+        options |= {
+            "multi_latent_attention": True, "q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank,
+            "qk_head_dim": latent.nope_dim, "qk_pos_emb_head_dim": latent.rope_dim, "v_head_dim": latent.value_dim,
+        }  # fmt: skip
+        del options["kv_channels"], options["num_query_groups"]
+    config = (MLATransformerConfig if latent else TransformerConfig)(**options)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    if latent:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    # Megatron takes Transformer Engine for present as soon as a part of it that needs none imports.
+    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
+        return GPTModel(
+            config,
+            spec,
+            vocab_size=padded_vocab,
+            max_sequence_length=arch.max_positions,
+            pre_process=mesh.is_first_stage(0),
+            post_process=mesh.is_last_stage(0),
+            share_embeddings_and_output_weights=arch.tie_embeddings,
+            position_embedding_type="rope",
+        )
+
+
+@torch.no_grad()
+def fill(model: GPTModel, arch: Architecture, hf: Path, mesh: Mesh, padded_vocab: int) -> list[str]:
+    """Give every parameter and buffer its shard of the weight of its global name. Rows that pad the vocabulary are 9,
+    so that none gets lost among zeros."""
+    weights, reader = {weight.name: weight for weight in weight_map(arch)}, HFReader(hf)
+    offset = {index: layer.layer_number - 1 for index, layer in enumerate(model.decoder.layers)}
+    local = arch.experts.count // mesh.layout.ep if arch.experts else 0
+    first_expert = local * mesh.ep.rank()
+    filled = []
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+    for own, parameter in {**dict(model.named_parameters()), **buffers}.items():
+        name, parts = own, own.split(".")
+        if parts[:2] == ["decoder", "layers"]:
+            parts[2] = str(offset[int(parts[2])])
+            if "local_experts" in parts:
+                at = parts.index("local_experts") + 1
+                parts[at] = str(first_expert + int(parts[at]))
+            name = ".".join(parts)
+        if name == "output_layer.weight" and arch.tie_embeddings:
+            name = "embedding.word_embeddings.weight"
+        weight = weights[name]
+        whole = reader.whole(weight).to(parameter.dtype)
+        if isinstance(weight.form, Vocabulary):
+            padding = whole.new_full((padded_vocab - len(whole), whole.shape[1]), 9.0)
+            shard = torch.cat([whole, padding]).chunk(mesh.layout.tp)[mesh.tp.rank()]
+        elif weight.expert is not None:
+            shard = weight.form.shard(whole, mesh.layout.etp, mesh.etp.rank())
+        else:  # the local spec shards what Transformer Engine's replicates
+            form = Columns() if "_down_proj" in name else weight.form
+            shard = form.shard(whole, mesh.layout.tp, mesh.tp.rank())
+        parameter.copy_(shard)
+        filled.append(name)
+    return filled
+
+
+def save_as(hf: Path, folder: Path, options: dict) -> list[str]:
+    """`save`, for a pool, which hands on no keywords."""
+    return save(hf, folder, **options)
