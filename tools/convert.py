@@ -34,15 +34,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m isoloss.tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    prog, as_written = "python -m isoloss.tools.convert", argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "hf-to-mcore",
         help="a Hugging Face folder into a Megatron-Core checkpoint, for any tensor, pipeline and expert parallelism",
-        description="Convert a Hugging Face folder (config.json and safetensors) into a Megatron-Core checkpoint in the "
-        "torch_dist format. It does not depend on a layout: load it with any tensor, pipeline and expert parallelism.",
+        description="Convert a Hugging Face folder (config.json and safetensors) into a Megatron-Core checkpoint in "
+        "the torch_dist format. It fits every layout: load it with any tensor, pipeline and expert parallelism.",
     )
     command.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the Hugging Face folder")
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the checkpoint; must not exist yet")
@@ -58,6 +57,8 @@ def _add_common(command: argparse.ArgumentParser) -> None:
 
 
 def _hf_to_mcore(arguments: argparse.Namespace) -> None:
+    _check_folder("--hf", arguments.hf, "config.json")
+    transfer.check_target(arguments.out)
     plan = hf_to_mcore.plan(arguments.hf, DTYPES.get(arguments.dtype))
     print(
         f"{arguments.hf}: {plan.arch.family}, {plan.num_source_tensors} tensors used, {len(plan.left_out)} left out\n"
@@ -70,6 +71,13 @@ def _hf_to_mcore(arguments: argparse.Namespace) -> None:
         _print_files(plan.transfer)
     else:
         _run(plan.transfer, arguments, "hf-to-mcore")
+
+
+def _check_folder(option: str, folder: Path, file: str) -> None:
+    if not folder.is_dir():
+        raise UserError(f"{option} {folder} is not a folder; give one that exists")
+    if not (folder / file).is_file():
+        raise UserError(f"{option} {folder} has no {file}; give the folder that holds the model")
 
 
 def _print_files(plan: transfer.Plan) -> None:
