@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from isoloss.models import hf_to_mcore, transfer
 from isoloss.parallel import UserError
@@ -28,14 +29,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"isoloss: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"isoloss: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"isoloss: interrupted; {transfer.AGAIN}", file=sys.stderr)
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"isoloss: error: {message}; --help tells more\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     prog, as_written = "python -m isoloss.tools.convert", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=as_written)
+    parser = _Parser(prog=prog, description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "hf-to-mcore",
@@ -100,10 +109,9 @@ def _run(plan: transfer.Plan, arguments: argparse.Namespace, label: str) -> None
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":
