@@ -205,25 +205,37 @@ def finish(folder: str | Path, entries: Sequence[Mapping[str, Entry]]) -> None:
 def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
     """Copy config.json, tokenizer, chat template and generation defaults, so that `target` is a model of its own.
 
-    config.json is kept as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and
-    for layers for multi-token prediction, of which there are none.
     Raises UserError where `source` has no config.json.
     """
     source, target = Path(source), Path(target)
-    path = source / "config.json"
+    text = config_text(source, arch)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(text, encoding="utf-8")
+    for name in sidecars(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def sidecars(source: str | Path) -> tuple[str, ...]:
+    """Relative names of the files that belong to a model besides its weights and its config.json."""
+    source = Path(source)
+    found = [path for name in SIDECARS for path in (source / name, *sorted((source / name).rglob("*")))]
+    return tuple(path.relative_to(source).as_posix() for path in found if path.is_file())
+
+
+def config_text(source: str | Path, arch: Architecture) -> str:
+    """config.json as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and for
+    layers for multi-token prediction, of which there are none. Raises UserError where `source` has none."""
+    path = Path(source) / "config.json"
     if not path.is_file():
         raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
-    target.mkdir(parents=True, exist_ok=True)
-    config = json.loads(path.read_text(encoding="utf-8"))
+    published = path.read_text(encoding="utf-8")
+    config = json.loads(published)
+    changed = dict(config)
     keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    config |= dict.fromkeys(keys, arch.dtype)
-    config |= {name: 0 for name in MTP_LAYERS if config.get(name)}
-    (target / "config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    for name in SIDECARS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    changed |= dict.fromkeys(keys, arch.dtype)
+    changed |= {name: 0 for name in MTP_LAYERS if config.get(name)}
+    return published if changed == config else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
 
 
 def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:

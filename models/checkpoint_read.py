@@ -44,7 +44,8 @@ class Spot:
 class CheckpointWeights:
     """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
 
-    style: how its keys are made. padded_vocab: rows of its embedding. skipped: model tensors that were passed over.
+    style: how its keys are made. keys: those of the model. skipped: those of tensors that the model has no use for.
+    padded_vocab: rows of the embedding.
     """
 
     def __init__(self, folder: str | Path, arch: Architecture):
@@ -57,6 +58,7 @@ class CheckpointWeights:
         self._spots = {weight.name: self._find(weight, tensors) for weight in weights}
         used = {spot.stored.key for spots in self._spots.values() for spot in spots}
         self.skipped = tuple(sorted(key for key in tensors.keys() - used if self._beyond(key)))
+        self.keys = tuple(sorted(used))
         self._refuse(tensors.keys() - used - set(self.skipped))
         self.padded_vocab = self._spots[EMBEDDING][0].stored.shape[0]
 
