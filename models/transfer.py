@@ -1,0 +1,326 @@
+"""Writing a folder of large files out of byte ranges of others: in parallel, atomically, and again after a kill.
+
+A plan names every byte beforehand; `run` makes it come true:
+
+    .NAME.partial/lock            held by a run and by each of its workers
+    .NAME.partial/plan            hash of the plan and of the identity of its sources
+    .NAME.partial/journal/...     a record for each finished file: size and sha256
+    .NAME.partial/files/...       the files; renamed to NAME at the end, in one step
+
+A run that finds the same plan there keeps the files that are finished, and writes the others.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+
+from tqdm import tqdm
+
+from isoloss.models import transfer_worker
+from isoloss.models.manifest import FileRecord
+from isoloss.models.transfer_worker import CheckFile, Literal, Segment, WriteFile, write_whole
+from isoloss.parallel.errors import UserError
+
+LOCK_SECONDS = 10.0
+AGAIN = "what is finished is kept: run the same command again to go on"
+# A worker's answer and what it was about.
+Answer = tuple
+
+
+@dataclass(frozen=True)
+class OutputFile:
+    """name: relative to the target, with "/". segments: what it consists of, one after the other."""
+
+    name: str
+    segments: tuple[Segment, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(segment.nbytes for segment in self.segments)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file that is read. sha256: checked if its publisher gave one; mend: what to do where it differs."""
+
+    path: str
+    sha256: str | None = None
+    mend: str = "copy it again"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """files: written by the workers, in about this order. sources: every file that they are read from.
+
+    manifest: name of the last file, and its text from the records of all others.
+    """
+
+    files: tuple[OutputFile, ...]
+    sources: tuple[Source, ...]
+    manifest: tuple[str, Callable[[Mapping[str, FileRecord]], str]]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(file.nbytes for file in self.files)
+
+
+@dataclass(frozen=True)
+class Report:
+    """nbytes: of the target without its manifest; kept: how many of them an earlier run had written."""
+
+    nbytes: int
+    kept: int
+    seconds: float
+
+
+def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: str = "writing") -> Report:
+    """Make `target`, a folder that does not exist yet. workers: processes; default one a core.
+
+    Whatever happens, `target` is absent or complete, and what is finished is kept for the next run, except where a
+    source turns out to be damaged.
+    Raises UserError where target exists, another run writes it, a source is damaged or changes, the disk is full or
+    fails, or a worker is killed.
+    """
+    started = time.perf_counter()
+    target = Path(os.path.abspath(target))
+    partial = target.with_name(f".{target.name}.partial")
+    _refuse_existing(target, partial)
+    identity = _identity(plan)
+    _check_space(plan, target, partial)
+    try:
+        with _locked(partial) as lock:
+            _refuse_existing(target, partial)  # another run may have finished it in the meantime
+            if _read_text(partial / "plan") != identity:
+                _clear(partial)
+                write_whole(str(partial / "plan"), identity.encode())
+            records, kept = _work(plan, partial, lock, _worker_count(plan, workers), label)
+            if _identity(plan) != identity:
+                _clear(partial)
+                raise UserError("a source changed while it was read; run the same command again")
+            _publish(plan, records, partial / "files", target)
+            shutil.rmtree(partial)
+    except OSError as error:
+        raise UserError(_machine_trouble(error.errno or 0, f"{error.filename or target}: {error.strerror}")) from None
+    return Report(plan.nbytes, kept, time.perf_counter() - started)
+
+
+def _identity(plan: Plan) -> str:
+    """A hash that changes with any byte that the plan would write and with any touch of a source."""
+    digest = hashlib.sha256()
+    for file in plan.files:
+        digest.update(f"\nfile {file.name}\n".encode())
+        for segment in file.segments:
+            digest.update(segment.data if isinstance(segment, Literal) else repr(segment).encode())
+    for source in plan.sources:
+        status = os.stat(source.path)
+        digest.update(f"\n{source} {status.st_size} {status.st_mtime_ns}".encode())
+    return digest.hexdigest()
+
+
+def _refuse_existing(target: Path, partial: Path) -> None:
+    if os.path.lexists(target):
+        if not (partial / "files").exists():  # of a run that was killed right after its rename
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{target} exists already; choose another folder to write to, or delete it")
+
+
+def _check_space(plan: Plan, target: Path, partial: Path) -> None:
+    """What an earlier run wrote is kept or overwritten, so it needs no new room."""
+    written = sum(path.stat().st_size for path in (partial / "files").rglob("*") if path.is_file())
+    existing = next(folder for folder in target.parents if folder.exists())
+    free, needed = shutil.disk_usage(existing).free, plan.nbytes - written
+    if needed > free:
+        raise UserError(
+            f"{target} needs {needed:,} more bytes and {existing} has {free:,} free; make room or choose another disk"
+        )
+
+
+@contextlib.contextmanager
+def _locked(partial: Path) -> Iterator[int]:
+    """Hold the lock of a partial folder; yields its descriptor. The workers inherit it, so that it lasts as long as
+    the last of them, whatever becomes of this process."""
+    partial.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        deadline = time.monotonic() + LOCK_SECONDS  # the workers of a run that was killed need a moment to see it
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise UserError(f"{partial} is being written by another process; wait until it is done") from None
+                time.sleep(0.1)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _clear(partial: Path) -> None:
+    """Forget an earlier run. The plan goes last: while it is there, so is what belongs to it."""
+    for name in ("journal", "files"):
+        shutil.rmtree(partial / name, ignore_errors=True)
+    (partial / "plan").unlink(missing_ok=True)
+
+
+def _work(plan: Plan, partial: Path, lock: int, num_workers: int, label: str) -> tuple[dict[str, FileRecord], int]:
+    """Have all jobs done; returns the records of the files, and how many bytes were there already."""
+    jobs = list(_jobs(plan, partial))
+    total = plan.nbytes + sum(job.nbytes for _, job in jobs if isinstance(job, CheckFile))
+    records: dict[str, FileRecord] = {}
+    kept_bytes = 0
+    bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
+    with bar, _Workers(num_workers, lock) as workers:
+        for file, answer in workers.answers(jobs, bar.update):
+            if answer[0] == "done":
+                _, nbytes, sha256, kept = answer
+                if file is not None:
+                    records[file.name] = FileRecord(nbytes, sha256)
+                    kept_bytes += nbytes * kept
+            elif answer[0] == "source":
+                workers.kill()
+                _clear(partial)  # nothing that came from a damaged file is worth keeping
+                raise UserError(answer[1])
+            elif answer[0] == "failed":
+                _, number, text = answer
+                if number in (errno.ENOSPC, errno.EDQUOT):
+                    raise UserError(_disk_full(plan, partial, records, text))
+                raise UserError(_machine_trouble(number, text))
+            else:
+                raise RuntimeError(answer[1])
+    return records, kept_bytes
+
+
+def _jobs(plan: Plan, partial: Path) -> Iterator[tuple[OutputFile | None, WriteFile | CheckFile]]:
+    """What the workers do, in order, with the file that each job is about. A source is checked right before the first
+    file that is made of it, so that it is read from the disk once."""
+    unchecked = {source.path: source for source in plan.sources if source.sha256}
+    for file in plan.files:
+        for path in dict.fromkeys(path for segment in file.segments for path in segment.paths):
+            if source := unchecked.pop(path, None):
+                record = partial / "journal" / "sources" / hashlib.sha256(path.encode()).hexdigest()
+                yield None, CheckFile(path, str(record), os.stat(path).st_size, source.sha256 or "", source.mend)
+        yield file, WriteFile(_file_path(partial, file), _record_path(partial, file), file.segments)
+
+
+def _publish(plan: Plan, records: Mapping[str, FileRecord], files: Path, target: Path) -> None:
+    """Manifest last, everything on the disk, then the one rename."""
+    name, text = plan.manifest
+    write_whole(str(files / name), text({file.name: records[file.name] for file in plan.files}).encode())
+    _sync(files / name)
+    for folder, _, _ in os.walk(files):
+        _sync(folder)
+    os.rename(files, target)
+    _sync(target.parent)
+
+
+class _Workers:
+    """Worker processes, each with one job at a time."""
+
+    def __init__(self, count: int, lock: int):
+        self._processes = {}
+        for _ in range(count):
+            here, there = Pipe()
+            command = [sys.executable, "-P", transfer_worker.__file__, str(there.fileno()), str(os.getpid())]
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(), lock))
+            there.close()
+            self._processes[here] = process
+
+    def __enter__(self) -> "_Workers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def kill(self) -> None:
+        """End them: they wait for a job, or their work is not wanted any more."""
+        for process in self._processes.values():
+            process.kill()
+        for connection, process in self._processes.items():
+            process.wait()
+            connection.close()
+        self._processes.clear()
+
+    def answers(
+        self, jobs: list[tuple[OutputFile | None, WriteFile | CheckFile]], progress: Callable[[int], object]
+    ) -> Iterator[tuple[OutputFile | None, Answer]]:
+        """The last answer to each job, as they come. progress: is told how many bytes were done."""
+        waiting, busy = iter(jobs), {}
+        for connection in self._processes:
+            self._send(connection, sys.path)
+            self._next(connection, waiting, busy)
+        while busy:
+            for connection in wait(list(busy)):
+                assert isinstance(connection, Connection)
+                file, job = busy[connection]
+                try:
+                    answer = connection.recv()
+                except (EOFError, ConnectionResetError):
+                    status = self._processes[connection].wait()
+                    why = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
+                    raise UserError(
+                        f"a worker {why} at {job.path}; if memory ran out, give fewer workers; {AGAIN}"
+                    ) from None
+                if answer[0] == "bytes":
+                    progress(answer[1])
+                else:
+                    del busy[connection]
+                    self._next(connection, waiting, busy)
+                    yield file, answer
+
+    def _next(self, connection: Connection, waiting: Iterator, busy: dict) -> None:
+        if item := next(waiting, None):
+            busy[connection] = item
+            self._send(connection, item[1])
+
+    @staticmethod
+    def _send(connection: Connection, message: object) -> None:
+        with contextlib.suppress(BrokenPipeError):  # a worker that is gone is found when its answer is read
+            connection.send(message)
+
+
+def _worker_count(plan: Plan, asked: int | None) -> int:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(asked or cores, len(plan.files))
+
+
+def _disk_full(plan: Plan, partial: Path, records: Mapping[str, FileRecord], text: str) -> str:
+    needed = plan.nbytes - sum(record.bytes for record in records.values())
+    free = shutil.disk_usage(partial).free
+    return f"{text}: the rest needs {needed:,} bytes and {free:,} are free; make room, {AGAIN}"
+
+
+def _machine_trouble(number: int, text: str) -> str:
+    mend = "check the permissions" if number in (errno.EACCES, errno.EPERM, errno.EROFS) else "check the disk"
+    return f"{text}; {mend}; {AGAIN}"
+
+
+def _file_path(partial: Path, file: OutputFile) -> str:
+    return str(partial / "files" / file.name)
+
+
+def _record_path(partial: Path, file: OutputFile) -> str:
+    return str(partial / "journal" / "files" / f"{file.name}.json")
+
+
+def _read_text(path: Path) -> str | None:
+    return path.read_text() if path.is_file() else None
+
+
+def _sync(path: str | Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""The manifest of a checkpoint folder: written and read back; what is damaged is named."""
+
+import json
+
+import pytest
+
+from isoloss.models.checkpoint_keys import Style
+from isoloss.models.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, read, sha256
+from isoloss.parallel.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "huggingface").mkdir()
+    for name in ("a.distcp", "huggingface/config.json"):
+        (tmp_path / name).write_text(name)
+    files = {name: FileRecord(len(name), sha256(tmp_path / name)) for name in ("a.distcp", "huggingface/config.json")}
+    manifest = Manifest("converted", "llama", 131, Style.STACKED, ("bfloat16", "float32"), 12, files)
+    (tmp_path / NAME).write_text(manifest.to_json())
+    assert read(tmp_path) == manifest
+    return tmp_path
+
+
+def test_whole(folder):
+    check_sizes(folder, read(folder))
+    check_checksums(folder, read(folder))
+
+
+def test_a_flipped_bit_is_named(folder):
+    (folder / "a.distcp").write_text("a.distcq")
+    check_sizes(folder, read(folder))
+    check_checksums(folder, read(folder), ["huggingface/config.json"])
+    with pytest.raises(UserError, match=r"a\.distcp is damaged \(its sha256 differs\); copy or convert"):
+        check_checksums(folder, read(folder))
+
+
+def test_a_file_cut_short_or_missing_is_named(folder):
+    (folder / "a.distcp").write_text("a.dist")
+    with pytest.raises(UserError, match=r"a\.distcp has 6 bytes instead of 8; copy or convert"):
+        check_sizes(folder, read(folder))
+    (folder / "a.distcp").unlink()
+    with pytest.raises(UserError, match=r"lacks a\.distcp, which its isoloss.json names; copy or convert"):
+        check_checksums(folder, read(folder))
+
+
+def test_a_manifest_that_is_none_is_named(folder):
+    fields = json.loads((folder / NAME).read_text())
+
+    def refused(text, match):
+        (folder / NAME).write_text(text)
+        with pytest.raises(UserError, match=match) as caught:
+            read(folder)
+        assert NAME in str(caught.value) and "\n" not in str(caught.value)
+
+    refused("{", "is not valid JSON")
+    refused("[]", "must hold a JSON object, not list")
+    refused(json.dumps({**fields, "format": 2}), "format=2 is not 1; use the isoloss that wrote it")
+    refused(json.dumps({**fields, "kind": "found"}), "kind='found' is not one of converted, trained")
+    refused(json.dumps({**fields, "key_style": "other"}), "is damaged .*other")
+    refused(json.dumps({**fields, "files": {"x": {"bytes": 1}}}), "is damaged .*sha256")
+    refused(json.dumps({**fields, "files": 3}), "is damaged")
+    refused(json.dumps({name: fields[name] for name in fields if name != "family"}), "is damaged .*family")
+    (folder / NAME).unlink()
+    with pytest.raises(UserError, match=r"isoloss.json is missing; the checkpoint is not complete"):
+        read(folder)

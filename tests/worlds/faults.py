@@ -1,0 +1,100 @@
+"""Run `transfer` and its workers with a fault at their k-th operation on the disk: killed, or refused by the system."""
+
+import errno
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from unittest import mock
+
+from isoloss.models import transfer, transfer_worker
+
+OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
+
+
+class Operations:
+    """Counts the operations of this process and of those forked from it.
+
+    at: the one that the fault strikes, from 0.
+    fault: "kill" (the whole process group; a write is left half done), or the number of an OSError.
+    """
+
+    def __init__(self, at: int | None, fault: str | int):
+        self.at, self.fault = at, fault
+        self._count = multiprocessing.get_context("fork").Value("i", 0)
+        self._real = {name: getattr(os, name) for name in OPERATIONS}
+
+    def __enter__(self) -> "Operations":
+        for name in OPERATIONS:
+            setattr(os, name, lambda *args, _name=name, **options: self._operate(_name, args, options))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._real.items():
+            setattr(os, name, function)
+
+    @property
+    def count(self) -> int:
+        return self._count.get_obj().value  # a process that was killed may have held the lock
+
+    def _operate(self, name: str, args: tuple, options: dict) -> object:
+        with self._count.get_lock():
+            now = self._count.value
+            self._count.value += 1
+        if now == self.at:
+            if self.fault != "kill":
+                raise OSError(self.fault, os.strerror(self.fault))
+            if name == "write":
+                self._real["write"](args[0], bytes(args[1])[: len(args[1]) // 2])
+            os.killpg(0, signal.SIGKILL)
+        return self._real[name](*args, **options)
+
+
+class _Forked:
+    """In place of the subprocess of a worker: a fork, which inherits the counting."""
+
+    def __init__(self, command, **_):
+        descriptor, parent = int(command[-2]), os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            try:
+                connection = Connection(os.dup(descriptor))
+                connection.recv()
+                transfer_worker.serve(connection, parent)
+            finally:
+                os._exit(0)
+
+    def kill(self) -> None:
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> int:
+        return -(os.waitpid(self._pid, 0)[1] & 0x7F)
+
+
+def struck(work: Callable[[], object], at: int | None, fault: str | int = "kill") -> tuple[str, int]:
+    """Do `work` in a process group of its own. Returns how it ended ("done", "killed", or the text of its exception)
+    and the number of operations."""
+    operations = Operations(at, fault)
+    here, there = os.pipe()
+    pid = os.fork()
+    if not pid:
+        text = "done"
+        try:
+            os.setpgid(0, 0)
+            with operations, mock.patch.object(transfer.subprocess, "Popen", _Forked):
+                work()
+        except Exception as error:
+            text = str(error) if isinstance(error, ValueError) else traceback.format_exc()
+        finally:
+            os.write(there, text.encode())
+            os._exit(0)
+    os.close(there)
+    with os.fdopen(here, "rb") as pipe:
+        text = pipe.read().decode()
+    status = os.waitpid(pid, 0)[1]
+    return ("killed" if os.WIFSIGNALED(status) else text), operations.count
+
+
+DISK_FULL, DISK_BROKEN = errno.ENOSPC, errno.EIO
