@@ -29,11 +29,11 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Export:
-    """arch: with the dtype that is written. sidecars: the Hugging Face folder that config and tokenizer come from."""
+    """arch: of the folder that is written. dtypes: what each weight is written as, by its name."""
 
     arch: Architecture
     weights: CheckpointWeights
-    sidecars: Path
+    dtypes: Mapping[str, torch.dtype]
     files: tuple[HFFile, ...]
     plan: Plan
 
@@ -62,7 +62,9 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
         _sources(outputs, checkpoint, folder),
         (certificate.NAME, lambda records: _record(checkpoint, weights, files, records)),
     )
-    return Export(arch, weights, folder, files, plan)
+    dtype_of = {tensor.name: tensor.dtype for tensor in tensors}
+    dtypes = {weight.name: dtype_of[weight.parts[0].tensor] for weight in weight_map(arch)}
+    return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
 
 
 @dataclass(frozen=True)

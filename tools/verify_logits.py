@@ -15,7 +15,7 @@ from torch import Tensor
 from isoloss.engine.chat import VOCABULARY_FILES, encode, load_tokenizer
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import WeightSource
-from isoloss.tools.verify_models import Rounded, TransformersModel, Unverified, isoloss_model
+from isoloss.tools.verify_models import TransformersModel, Unverified, isoloss_model
 
 # The first is long enough to tell the usual scalings of rotary positions apart, and sliding windows from none.
 LENGTHS = (2048, 257, 64)
@@ -61,13 +61,15 @@ class Question:
     targets_N: Tensor
 
 
-def compare_logits(arch: Architecture, source: WeightSource, hf: Path, dtype: torch.dtype) -> LogitsEvidence:
-    """source: the weights of the checkpoint. dtype: both sides' weights are rounded to it first.
+def compare_logits(
+    arch: Architecture, source: WeightSource, hf: Path, dtype: torch.dtype | None = None
+) -> LogitsEvidence:
+    """source: the weights of the checkpoint. dtype: of them, where those of the folder `hf` are wider.
 
     Raises Unverified where the logits differ, an expert saw no token, or transformers finds other tensors.
     """
     text = _text(arch, hf)
-    questions, ours, visited = _ask_isoloss(arch, Rounded(source, dtype), text)
+    questions, ours, visited = _ask_isoloss(arch, source, text)
     model = TransformersModel(hf, dtype)
     theirs = [model.logits(q.tokens_T, q.targets_N) for q in questions]
     model.other_kernels()

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ class Unverified(Exception):
 
 
 class Rounded:
-    """A source of weights, as they are in the other format, whose type may be a narrower one."""
+    """A source of weights as the other format holds them, whose types may be narrower."""
 
-    def __init__(self, source: WeightSource, dtype: torch.dtype):
-        self._source, self._dtype = source, dtype
+    def __init__(self, source: WeightSource, dtypes: Mapping[str, torch.dtype]):
+        """dtypes: by name of weight."""
+        self._source, self._dtypes = source, dtypes
 
     def whole(self, weight: Weight) -> Tensor:
-        whole = self._source.whole(weight)
-        return whole.to(self._dtype) if weight.trained else whole
+        return self._source.whole(weight).to(self._dtypes[weight.name])
 
 
 class IsolossModel:
@@ -83,12 +83,12 @@ def isoloss_model(arch: Architecture, source: WeightSource) -> Iterator[IsolossM
 
 
 class TransformersModel:
-    """The model of a Hugging Face folder in fp32, its weights rounded to `dtype` first.
+    """The model of a Hugging Face folder in fp32, its weights rounded to `dtype` first if there is one.
 
     Raises Unverified where the folder lacks a tensor of the model or holds another one.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype):
+    def __init__(self, folder: Path, dtype: torch.dtype | None):
         from transformers import AutoModelForCausalLM
 
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -101,7 +101,7 @@ class TransformersModel:
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 raise Unverified(f"transformers finds {kind} in {folder}: {min(map(str, info[kind]))} and others")
-        for parameter in model.parameters():
+        for parameter in model.parameters() if dtype else ():
             parameter.data = parameter.data.to(dtype).float()
         self._model = model.eval().to(torch.cuda.current_device())
 

@@ -7,6 +7,7 @@ checkpoint, the safetensors library the Hugging Face folder, and `Form.merge` ma
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import safe_open
@@ -33,9 +34,9 @@ class TensorEvidence:
 
 
 def compare_tensors(
-    arch: Architecture, weights: CheckpointWeights, hf: Path, dtype: torch.dtype | None
+    arch: Architecture, weights: CheckpointWeights, hf: Path, made: Literal["checkpoint", "hf"]
 ) -> TensorEvidence:
-    """dtype: that both sides' weights are rounded to, None where neither is rounded.
+    """made: which of the two was made from the other, whose numbers are rounded to its types.
 
     Raises Unverified, or UserError, naming the tensor that is missing, left over, of another shape, or different.
     """
@@ -48,7 +49,13 @@ def compare_tensors(
         dcp.load(state, storage_reader=dcp.FileSystemReader(weights.folder.path), no_dist=True)
         for weight in batch:
             whole = _whole(weight, weights.spots(weight), state)
-            _compare(weight, reader.whole(weight), whole, dtype if weight.trained else None)
+            if made == "checkpoint":
+                _check_padding(weight, state[weights.spots(weight)[0].stored.key])
+            of_hf = reader.whole(weight)
+            if made == "hf":
+                _compare(weight, whole.to(of_hf.dtype), of_hf)
+            else:
+                _compare(weight, of_hf.to(whole.dtype), whole)
             compared, nbytes = compared + 1, nbytes + whole.nbytes
     return TensorEvidence(compared, len(hf_shapes(weight_map(arch))), nbytes)
 
@@ -85,18 +92,18 @@ def _whole(weight: Weight, spots: Sequence[Spot], state: dict[str, Tensor]) -> T
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
-def _compare(weight: Weight, of_hf: Tensor, of_checkpoint: Tensor, dtype: torch.dtype | None) -> None:
-    if dtype is not None:
-        of_hf, of_checkpoint = of_hf.to(dtype), of_checkpoint.to(dtype)
-    elif of_hf.dtype != of_checkpoint.dtype:  # a selection bias, which Megatron-Core holds in float32
-        of_hf = of_hf.to(of_checkpoint.dtype)
-    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (of_hf, of_checkpoint))
+def _check_padding(weight: Weight, stored: Tensor) -> None:
+    if isinstance(weight.form, Vocabulary) and stored[weight.shape[0] :].any():
+        raise Unverified(f"{weight.name}: a row that pads the vocabulary is not zero")
+
+
+def _compare(weight: Weight, wanted: Tensor, found: Tensor) -> None:
+    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (wanted, found))  # NaN is equal to itself here
     if one.shape != other.shape:
-        raise Unverified(f"{weight.name}: shape {list(of_hf.shape)} against {list(of_checkpoint.shape)}")
+        raise Unverified(f"{weight.name} has shape {list(found.shape)} instead of {list(wanted.shape)}")
     if not torch.equal(one, other):
-        places = (of_hf != of_checkpoint).nonzero()
-        first = places[0].tolist() if len(places) else "a NaN"
+        places = (one != other).nonzero()
         raise Unverified(
-            f"{weight.name} ({', '.join(part.tensor for part in weight.parts)}) differs in {len(places):,} of "
-            f"{of_hf.numel():,} numbers, first at {first}"
+            f"{weight.name} ({', '.join(part.tensor for part in weight.parts)}) differs in {len(places):,} bytes, the "
+            f"first of them in row {places[0][0]}"
         )
