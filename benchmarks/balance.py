@@ -21,9 +21,14 @@ from pathlib import Path
 import numpy as np
 
 from isoloss.engine.plan import CostModel, assign_ranks, imbalance, make_plan
+from isoloss.models.architecture import Architecture, Rope
 
 # A 7B decoder: hidden 3584, 28 layers, 28 heads of 128, 4 kv heads, MLP 18944, vocabulary 152064.
-COST = CostModel.from_shape(3584, 28, 28, 128, 4, 18944, 152064)
+COST = CostModel.of(
+    Architecture(
+        "llama", 28, 3584, 28, 4, 128, 18944, 152064, 1e-6, Rope(1e4), False, False, False, 4096, "bfloat16", 128
+    )
+)
 MAX_TOKENS = 4096
 SIZES = ((512, 8), (4096, 64), (65536, 512))  # (samples, ranks)
 

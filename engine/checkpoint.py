@@ -11,24 +11,37 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
 from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from isoloss.engine.optimizer import complete_state
-from isoloss.models import checkpoint_hf
+from isoloss.models import checkpoint_hf, manifest
 from isoloss.models.architecture import Architecture
+from isoloss.models.checkpoint_keys import native_style
 from isoloss.models.gpt import unwrap
 from isoloss.models.parameters import hf_tensors
+from isoloss.models.registry import HUGGINGFACE
 from isoloss.parallel import Mesh, UserError
 
 STEP_FOLDER = "step_{:08d}"
+COMMON = "common.pt"  # what Megatron writes besides tensors
 
 
 def save(
-    folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh, extra: Mapping[str, object]
+    folder: Path,
+    chunks: Sequence[nn.Module],
+    optimizer: MegatronOptimizer,
+    mesh: Mesh,
+    arch: Architecture,
+    huggingface: Path,
+    extra: Mapping[str, object],
 ) -> None:
     """Write `folder`: under a temporary name, synced to disk, then renamed at once. Raises UserError where it exists.
 
-    Nothing in training reads a global random state (dropout is 0, the data order is a function of seed and step), so
-    weights, optimizer state and `extra` are all that a run needs to go on exactly. Collective over the world.
+    It has the form that the converter writes: weights under Megatron-Core's names, a manifest with checksums, and
+    config.json and tokenizer from the folder `huggingface`. Nothing in training reads a global random state (dropout is
+    0, the data order is a function of seed and step), so weights, optimizer state and `extra` are all that a run needs
+    to go on exactly. Collective over the world.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
@@ -40,7 +53,11 @@ def save(
     dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial))
     dist.barrier()
     if dist.get_rank() == 0:
-        for path in (*partial.iterdir(), partial):
+        checkpoint_hf.copy_sidecars(huggingface, partial / HUGGINGFACE, arch)
+    records = _gather_records(partial)
+    if dist.get_rank() == 0:
+        (partial / manifest.NAME).write_text(_describe(partial, chunks, arch, records).to_json(), encoding="utf-8")
+        for path in (*partial.rglob("*"), partial):
             _sync(path)
         partial.rename(folder)
         _sync(folder.parent)
@@ -49,27 +66,32 @@ def save(
 
 def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh) -> dict[str, object]:
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
-    if not (folder / "metadata.json").exists():
-        raise UserError(f"checkpoint {folder} is not complete or does not exist; choose another step folder")
+    _verify(folder)
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
-    for part in (state["optimizer"], state["optimizer"].get("optimizer", {})):
-        if "state" in part:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
-            part["state"].setdefault("common_step", torch.zeros(()))
+    whole = state["optimizer"]
+    for part in [whole] if "optimizer" in whole or "state" in whole else whole.values():  # one, or dense and experts
+        for level in (part, part.get("optimizer", {})):
+            if "state" in level:  # not with the distributed optimizer; Megatron leaves a step count of 0 out
+                level["state"].setdefault("common_step", torch.zeros(()))
     optimizer.load_state_dict(state["optimizer"])
     complete_state(optimizer)
     return state["extra"]
 
 
 def read_extra(folder: Path) -> dict[str, object]:
-    """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group."""
+    """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group.
+
+    Raises UserError where the file that holds it is damaged.
+    """
+    manifest.check_checksums(folder, manifest.read(folder), [COMMON])
     return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
 
 
 def latest(checkpoints: Path) -> Path | None:
     """The newest complete checkpoint below a run's `checkpoints` folder."""
-    complete = sorted(path for path in checkpoints.glob("step_*") if (path / "metadata.json").exists())
+    complete = sorted(path for path in checkpoints.glob("step_*") if (path / manifest.NAME).exists())
     return complete[-1] if complete else None
 
 
@@ -108,6 +130,50 @@ def _state(chunks, optimizer, mesh: Mesh, extra, *, is_loading: bool) -> dict:
     }
     state["optimizer"] = optimizer.sharded_state_dict(state.copy(), is_loading, metadata=metadata)
     return state if is_loading else {**state, "extra": dict(extra)}
+
+
+def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
+    """Size and checksum of every file; each rank reads those that it wrote. One all-gather over the world."""
+    rank = dist.get_rank()
+    paths = [path for path in folder.rglob("*") if path.is_file()]
+    mine = [p for p in paths if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
+    records = {
+        p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.sha256(p)) for p in mine
+    }
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, records)
+    return {name: record for of_rank in everyone for name, record in of_rank.items()}
+
+
+def _describe(
+    folder: Path, chunks: Sequence[nn.Module], arch: Architecture, records: Mapping[str, manifest.FileRecord]
+) -> manifest.Manifest:
+    tensors = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
+    return manifest.Manifest(
+        kind="trained",
+        family=arch.family,
+        vocab_size=arch.vocab_size,
+        key_style=native_style(arch),
+        dtypes=(str(next(chunks[0].parameters()).dtype).removeprefix("torch."),),
+        num_tensors=sum(isinstance(tensor, TensorStorageMetadata) for tensor in tensors),
+        files=records,
+    )
+
+
+def _verify(folder: Path) -> None:
+    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank."""
+    said = None
+    try:
+        written = manifest.read(folder)
+        names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
+        manifest.check_checksums(folder, written, names)
+    except UserError as error:
+        said = str(error)
+    everyone: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, said)
+    for message in everyone:
+        if message:
+            raise UserError(message)
 
 
 def _sync(path: Path) -> None:

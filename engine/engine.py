@@ -65,10 +65,7 @@ class Engine:
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
-        a = self.arch
-        self.cost_model = CostModel.from_shape(
-            a.hidden_size, a.num_layers, a.num_heads, a.head_dim, a.num_kv_heads, a.intermediate_size, a.vocab_size
-        )
+        self.cost_model = CostModel.of(self.arch)
         self._reduced = False
         self._finite = True
         self._tokens = 0
@@ -179,7 +176,8 @@ class Engine:
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
-        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, extra or {})
+        huggingface = hf_folder(self.config.model.path)
+        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, self.arch, huggingface, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""

@@ -173,7 +173,7 @@ def _summary(row: Mapping[str, float]) -> str:
 def flops_per_step(cost_model: CostModel, lengths_S: ArrayLike) -> float:
     """Training FLOPs of all samples of a step: three times forward, as backward makes two products for each it made.
 
-    `cost_model` must be in FLOPs (`CostModel.from_shape`). Recomputing activations does not count as work of the model.
+    `cost_model` must be in FLOPs (`CostModel.of`). Recomputing activations does not count as work of the model.
     Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
     return 3.0 * float(cost_model.cost(lengths_S).sum())

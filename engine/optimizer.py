@@ -83,10 +83,10 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
     tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0. Both times
     torch's fused kernel is chosen where there is one.
     """
-    for part in optimizer.chained_optimizers:
-        inner = getattr(part, "optimizer", None)
-        if not isinstance(inner, torch.optim.Adam):  # none on this rank, or a fused one that counts steps itself
-            continue
+    inners = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
+    # Others: none on this rank, or a fused one that counts steps itself.
+    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
+    for inner in adams:
         for group in inner.param_groups:
             # On a CPU one pass over memory instead of six. A checkpoint brings the value of the machine that saved it.
             group["fused"] = not torch.cuda.is_available() or None
@@ -96,6 +96,11 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
+    # On a pipeline stage without experts their optimizer is empty; it counts the steps of the other one.
+    steps = [state["step"] for inner in adams for state in inner.state.values()]
+    for inner in adams:
+        if not inner.state:
+            inner.state["empty"] = {"step": steps[0]}
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:

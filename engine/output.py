@@ -16,6 +16,7 @@ import yaml
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
+from isoloss.models import manifest
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError
 
@@ -54,7 +55,8 @@ def check_resume(config: Config, checkpoints: Path) -> None:
         broken = sorted(checkpoints.glob("step_*"))
         if broken:
             raise UserError(
-                f"checkpoint {broken[-1]} is not complete (no metadata.json): copy it again, or delete it to start anew"
+                f"checkpoint {broken[-1]} is not complete (no {manifest.NAME}): copy it again, or delete it to start "
+                "anew"
             )
         return
     extra = checkpoint.read_extra(newest)

@@ -15,55 +15,65 @@ from heapq import heappop, heappush, heapreplace
 import numpy as np
 from numpy.typing import ArrayLike
 
+from isoloss.models.architecture import Architecture
+from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Forward FLOPs of one causal sequence of n tokens: linear * n + quadratic * n**2.
+    """Forward FLOPs of one causal sequence of n tokens: linear * n + quadratic * n**2, and for layers with a sliding
+    window of w tokens windowed * m * (2 n - m), with m = min(n, w): n**2 up to the window, a straight line beyond.
 
-    ValueError where a coefficient is negative or both are 0: the plan relies on longer samples costing more.
+    ValueError where a coefficient is negative or all are 0: the plan relies on longer samples costing more.
     """
 
     linear: float
     quadratic: float
+    windowed: float = 0.0
+    window: int = 0
 
     def __post_init__(self):
-        if not (self.linear >= 0 and self.quadratic >= 0 and 0 < self.linear + self.quadratic < math.inf):
-            raise ValueError(f"coefficients must be finite, >= 0 and not both 0: got {self.linear}, {self.quadratic}")
+        coefficients = (self.linear, self.quadratic, self.windowed)
+        if not (min(coefficients) >= 0 and 0 < sum(coefficients) < math.inf):
+            raise ValueError(f"coefficients must be finite, >= 0 and not all 0: got {coefficients}")
 
     def cost(self, lengths_S: ArrayLike) -> np.ndarray:
         """Cost of each length, float64, of the shape of lengths_S."""
         lengths_S = np.asarray(lengths_S, dtype=np.float64)
-        return self.linear * lengths_S + self.quadratic * lengths_S**2
+        seen_S = np.minimum(lengths_S, self.window)
+        windowed_S = self.windowed * seen_S * (2 * lengths_S - seen_S)
+        return self.linear * lengths_S + self.quadratic * lengths_S**2 + windowed_S
 
     @classmethod
-    def from_shape(
-        cls,
-        hidden_size: int,
-        num_layers: int,
-        num_heads: int,
-        head_dim: int,
-        num_kv_heads: int,
-        intermediate_size: int,
-        vocab_size: int,
-        *,
-        gated: bool = True,
-    ) -> "CostModel":
-        """The FLOPs of a dense decoder, from its architecture.
+    def of(cls, arch: Architecture) -> "CostModel":
+        """The FLOPs of a model.
 
-        linear: 2 FLOPs (multiply, add) per token and matrix parameter: q, k, v, o, the MLP (three matrices if `gated`,
-            else two) and the output projection. Looking up an embedding costs nothing.
-        quadratic: q k^T and probabilities x v take 2 * heads * head_dim * n^2 each and layer; causality leaves half.
+        linear: 2 FLOPs (multiply, add) per token and matrix parameter that the token meets: of the experts the share
+            that is chosen, and the output projection. Looking up an embedding costs nothing.
+        quadratic, windowed: q k^T and probabilities x v take 2 * heads * width * n^2 each and layer; causality leaves
+            half.
 
         Source: Chowdhery et al. 2022 (PaLM), appendix B, and Narayanan et al. 2021 (arXiv 2104.04473); both count the
         whole attention square, here it is the causal half. The output projection is counted at every token, as is usual
         for MFU, though only labelled positions compute it: masked prompts are a little cheaper than this says.
         """
-        attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
-        mlp = (3 if gated else 2) * hidden_size * intermediate_size
-        parameters = num_layers * (attention + mlp) + hidden_size * vocab_size
-        return cls(linear=2.0 * parameters, quadratic=num_layers * 2 * 2 * num_heads * head_dim / 2)
+        chosen = arch.experts.top_k / arch.experts.count if arch.experts else 1.0
+        parameters = sum(
+            math.prod(weight.shape) * (1.0 if weight.expert is None else chosen)
+            for weight in weight_map(arch)
+            if len(weight.shape) == 2 and weight.layer is not None
+        )
+        parameters += arch.vocab_size * arch.hidden_size
+        layer = 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
+        windows = [window for window in map(arch.window, range(arch.num_layers)) if window is not None]
+        assert len(set(windows)) <= 1, "config.json gives one window for all layers that have one"
+        return cls(
+            linear=2.0 * parameters,
+            quadratic=(arch.num_layers - len(windows)) * layer,
+            windowed=len(windows) * layer,
+            window=windows[0] if windows else 0,
+        )
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,8 @@ def _check_expert_layout(arch: Architecture, layout: Layout) -> None:
         for key in ("ep", "etp"):
             if getattr(layout, key) > 1:
                 raise UserError(
-                    f"parallel.{key}={getattr(layout, key)} is for mixture-of-experts models; this one is dense: set 1"
+                    f"parallel.{key}={getattr(layout, key)} is for mixture-of-experts models and this one is dense; "
+                    "set it to 1"
                 )
         return
     if layout.tp > 1 and not layout.sequence_parallel:
@@ -251,6 +252,7 @@ def _mark_parameters(chunk: PackedGPT) -> None:
             for parameter in module.parameters(recurse=False):
                 parameter.allreduce = False
                 parameter.sequence_parallel = False
+                parameter.tensor_model_parallel = True  # TP ranks hold other experts, or copies that are not counted
 
 
 def _cast(chunk: PackedGPT, dtype: torch.dtype) -> PackedGPT:

@@ -27,8 +27,9 @@ PINNED = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-# Widths that transformers derives from the others and writes down beside them.
-DERIVED = frozenset({"head_dim", "qk_head_dim"})
+# Widths that transformers derives from the others and writes down beside them; and where the hub files point at code
+# that transformers has long taken over.
+IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
 FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 
 
@@ -50,7 +51,7 @@ def architecture(config: Mapping[str, Any]) -> Architecture:
         config,
         "deepseek_v3",
         pinned=PINNED,
-        irrelevant=MOE_IRRELEVANT | DERIVED,
+        irrelevant=IRRELEVANT,
         fields=FIELDS,
         kv_heads_default=True,
         latent=latent,

@@ -90,7 +90,9 @@ def read(
     layer_types_default: what an absent `layer_types` means for each layer.
     Raises UserError, beginning with "config.json: ", for a field that is missing, unknown or not supported.
     """
-    pinned = {**PINNED, "model_type": family, **pinned}
+    pinned = {
+        name: value for name, value in {**PINNED, "model_type": family, **pinned}.items() if name not in irrelevant
+    }
     _refuse_unknown(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned))
     for name, wanted in pinned.items():
         value = config.get(name)

@@ -76,6 +76,18 @@ def _tensor_type(original):
     return type_
 
 
+def _with_listed_splits(all_to_all_single):
+    """Megatron's token dispatcher turns split sizes into something that can be iterated over only where they come from
+    a GPU."""
+
+    @functools.wraps(all_to_all_single)
+    def wrapped(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
+        splits = (s.tolist() if torch.is_tensor(s) else s for s in (output_split_sizes, input_split_sizes))
+        return all_to_all_single(output, input, *splits, **kwargs)
+
+    return wrapped
+
+
 @functools.cache
 def install() -> bool:
     """Install the stand-ins, once, if this process has no GPU. Returns whether they are active."""
@@ -108,4 +120,5 @@ def install() -> bool:
     torch.nn.Module.cuda = lambda self, *args, **kwargs: self
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.type = _tensor_type(torch.Tensor.type)
+    torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
     return True

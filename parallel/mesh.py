@@ -95,7 +95,8 @@ class Layout:
         if ranks % (self.ep * self.etp):
             raise UserError(
                 f"parallel.ep={self.ep} x etp={self.etp} does not divide the {ranks} ranks of a pipeline stage (tp "
-                f"{self.tp} x ulysses {self.ulysses} x ring {self.ring} x dp {layout.dp}); lower one of them"
+                f"{self.tp} x ulysses {self.ulysses} x ring {self.ring} x dp {layout.dp}); lower "
+                "one of them, or start more ranks"
             )
         return layout
 

@@ -89,7 +89,7 @@ def measure(
 ) -> list[Measurement]:
     """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
 
-    Returns this rank's measurements: parameters of its pipeline stage on one rank of each stage, none on the others.
+    Returns this rank's measurements: parameters on the first of the ranks that hold the same ones, none on the others.
     """
     engine = Engine(config)
     samples = thaw(frozen)
@@ -103,7 +103,8 @@ def measure(
             gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in engine.gradients()}
             if write:
                 save_file({name: g.contiguous() for name, g in gradients.items()}, reference)
-            leader = engine.mesh.dp_context.rank() == 0 and engine.mesh.tp.rank() == 0
+            mesh = engine.mesh
+            leader = (mesh.dp_context.rank() == 0 and mesh.tp.rank() == 0) or mesh.expert_dp.rank() == 0
             norms = _compare(gradients, reference) if leader else {}
             engine.optimizer.prepare_grads()
             grad_norm = global_grad_norm(engine.optimizer)

@@ -150,7 +150,7 @@ def prove(
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one."""
     parallel = ParallelConfig(
-        layout.tp, layout.pp, layout.vpp, layout.ulysses, layout.ring,
+        layout.tp, layout.pp, layout.vpp, layout.ulysses, layout.ring, layout.ep, layout.etp,
         sequence_parallel=layout.sequence_parallel, distributed_optimizer=False,
     )  # fmt: skip
     train = dataclasses.replace(config.train, precision=precision)

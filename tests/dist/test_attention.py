@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from worlds.attention import dense_reference, on_slices
+from worlds.attention import SCALE, Case, dense_reference, on_slices
 
-from isoloss.parallel.attention import kv_repeats
+from isoloss.parallel.attention import Heads, document_attention, kv_repeats
 
 HEADS = [
     (8, 8, 2), (8, 4, 2), (8, 2, 2), (8, 1, 2), (6, 3, 2), (6, 2, 2), (6, 6, 2),
@@ -29,18 +29,43 @@ def document_lengths(degree: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize(("heads", "kv_heads", "degree"), HEADS)
 def test_ulysses_attention_equals_dense_attention(pool, heads, kv_heads, degree, seed):
+    """Plain; with a window and wider queries than values; and with sinks as well."""
     lengths = document_lengths(degree, seed)
     borders = {sum(lengths[:i]) for i in range(len(lengths) + 1)}
     assert not set(range(8, 8 * degree, 8)) <= borders  # a document crosses the border of a shard
     random = torch.Generator().manual_seed(seed)
+    value_dim, window, sinks = [(HEAD_DIM, None, False), (4, 3, False), (HEAD_DIM, 5, True)][seed]
     query, key, value, grad = (
-        torch.randn(8 * degree, count, HEAD_DIM, generator=random, dtype=torch.float64)
-        for count in (heads, kv_heads, kv_heads, heads)
+        torch.randn(8 * degree, count, width, generator=random, dtype=torch.float64)
+        for count, width in ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, value_dim), (heads, value_dim))
     )
-    wanted = dense_reference(query, key, value, lengths, 0.7, grad)
-    ranks = pool.run(degree, on_slices, query, key, value, lengths, 0.7, grad)
-    for name, whole, parts in zip(("output", "query", "key", "value"), wanted, zip(*ranks)):
-        torch.testing.assert_close(torch.cat(parts), whole, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+    sinks_H = torch.randn(heads, generator=random, dtype=torch.float64) if sinks else None
+    case = Case(query, key, value, grad, tuple(lengths), window, sinks_H)
+    wanted = dense_reference(case)
+    ranks = pool.run(degree, on_slices, case)
+    for name, whole, parts in zip(("output", "query", "key", "value", "sinks"), wanted, zip(*ranks)):
+        found = sum(parts) if name == "sinks" else torch.cat(parts)
+        torch.testing.assert_close(found, whole, rtol=1e-12, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 600, 2000])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_documents_of_many_blocks_of_queries(window, sinks):
+    """Longer than a block, than the window and shorter, forward and backward."""
+    lengths = (1200, 3, 517)
+    random = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(sum(lengths), count, 4, generator=random, dtype=torch.float64) for count in (2, 1, 1, 2)
+    )
+    sinks_H = torch.randn(2, generator=random, dtype=torch.float64) if sinks else None
+    case = Case(query, key, value, grad, lengths, window, sinks_H)
+    q, k, v = (t.clone().requires_grad_() for t in (query, key, value))
+    s = None if sinks_H is None else sinks_H.clone().requires_grad_()
+    out = document_attention(q, k, v, lengths, Heads(SCALE, window, s))
+    (grad * out).sum().backward()
+    found = [out, q.grad, k.grad, v.grad] + ([] if s is None else [s.grad])
+    for a, b in zip(found, dense_reference(case), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_the_documents_of_the_cases_have_single_tokens():

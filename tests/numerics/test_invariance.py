@@ -18,6 +18,7 @@ from worlds import invariance as world
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.models import qwen3
 from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
@@ -81,7 +82,7 @@ def all_layouts(arch) -> Iterator[Layout]:
         if not 2 <= tp * pp * ulysses * dp <= 8 or (vpp > 1 and pp == 1):
             continue
         for sequence_parallel in (True, False) if tp > 1 else (False,):
-            layout = Layout(tp, pp, vpp, ulysses, 1, dp, sequence_parallel)
+            layout = Layout(tp, pp, vpp, ulysses, dp=dp, sequence_parallel=sequence_parallel)
             try:
                 check_layout(arch, layout)
             except UserError:
@@ -145,9 +146,7 @@ def grid(pool, folder) -> Grid:
 
 
 PAIRS = list(itertools.product(MODES, BUDGETS))
-LAYOUTS = list(
-    all_layouts(type("Shape", (), {"num_heads": 8, "num_kv_heads": 4, "intermediate_size": 72, "num_layers": 8}))
-)
+LAYOUTS = list(all_layouts(qwen3.architecture(QWEN3)))
 FULL_PRODUCT = ("tp2", "pp2+vpp2", "ulysses4", "dp4", "tp2+pp2+ulysses2", "tp2+ulysses2+dp2+nosp")
 
 

@@ -255,7 +255,7 @@ def test_the_folder_holds_another_run(overrides, says, arguments, capsys):
 
 def test_no_complete_checkpoint(arguments, capsys):
     assert launch.main("sft", Config, sft.run, arguments) == 0
-    Path("out/checkpoints/step_00000002/metadata.json").unlink()
+    Path("out/checkpoints/step_00000002/isoloss.json").unlink()
     before = everything("out")
     line = complain(capsys, [*arguments, "checkpoint.resume=true"])
     assert "out/checkpoints/step_00000002 is not complete" in line and "delete it" in line

@@ -148,7 +148,7 @@ def test_prune_after_a_kill(tmp_path):
     """What a kill in the middle of a prune or of a save leaves behind goes with the next prune."""
     for name in ("step_00000001", "step_00000002", "step_00000003", ".step_00000001.old", ".step_00000004.partial"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "metadata.json").touch()
+        (tmp_path / name / "isoloss.json").touch()
     checkpoint.prune(tmp_path, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
 

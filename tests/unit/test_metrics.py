@@ -13,6 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from isoloss.engine import metrics
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.plan import CostModel
+from isoloss.models.architecture import Architecture, Rope
 
 
 def rows(path: Path) -> list[dict]:
@@ -143,7 +144,11 @@ def test_training_flops_are_three_times_forward():
     assert flops_per_step(model, [1, 3]) == 3 * (12 + 48)
     assert flops_per_step(model, []) == 0.0
     # The rule of thumb, 6 FLOPs per parameter and token, holds for short sequences of a wide model.
-    wide = CostModel.from_shape(4096, 32, 32, 128, 32, 11008, 32000)
+    wide = CostModel.of(
+        Architecture(
+            "llama", 32, 4096, 32, 32, 128, 11008, 32000, 1e-5, Rope(1e4), False, False, False, 4096, "float16", 128
+        )
+    )
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
     assert flops_per_step(wide, [128] * 4) == pytest.approx(6 * parameters * 512, rel=0.01)
 

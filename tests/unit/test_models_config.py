@@ -1,15 +1,34 @@
 """config.json, in both spellings, to an Architecture; and every field that is not understood refused by name."""
 
 import json
+import math
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from isoloss.models import llama, qwen2, qwen3
-from isoloss.models.architecture import Architecture, LinearScaling, Llama3Scaling, Rope
+from isoloss.models import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from isoloss.models.architecture import (
+    Architecture,
+    Experts,
+    Latent,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
 from isoloss.models.registry import FAMILIES, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel.errors import UserError
@@ -43,7 +62,77 @@ QWEN3_8B = {
     "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
     "vocab_size": 151936,
 }  # fmt: skip
-HUB = [(llama, LLAMA_31_8B, LlamaConfig), (qwen2, QWEN25_7B, Qwen2Config), (qwen3, QWEN3_8B, Qwen3Config)]
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+DEEPSEEK_V3 = {  # without its quantization_config
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0, "eos_token_id": 1,
+    "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+    "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+GPT_OSS_20B = {  # without its quantization_config
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+HUB = [
+    (llama, LLAMA_31_8B, LlamaConfig), (mistral, MISTRAL_7B, MistralConfig), (qwen2, QWEN25_7B, Qwen2Config),
+    (qwen3, QWEN3_8B, Qwen3Config), (qwen3_moe, QWEN3_30B_A3B, Qwen3MoeConfig), (mixtral, MIXTRAL_8X7B, MixtralConfig),
+    (deepseek_v3, DEEPSEEK_V3, DeepseekV3Config), (glm4_moe, GLM_45_AIR, Glm4MoeConfig),
+    (gpt_oss, GPT_OSS_20B, GptOssConfig),
+]  # fmt: skip
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
           "original_max_position_embeddings": 512, "rope_theta": 500000.0}  # fmt: skip
 
@@ -66,8 +155,30 @@ def test_qwen_as_published():
     assert arch.qk_norm and not arch.qkv_bias
 
 
-@pytest.mark.parametrize(("published", "billions"), [(LLAMA_31_8B, 8.030261248), (QWEN25_7B, 7.615616512),
-                                                     (QWEN3_8B, 8.190735360)])  # fmt: skip
+def test_other_families_as_published():
+    assert mistral.architecture(MISTRAL_7B).windows == (4096,) * 32
+    arch = mixtral.architecture(MIXTRAL_8X7B)
+    assert arch.windows == () and arch.experts == Experts(8, 2, 14336, "softmax", True)
+    assert qwen3_moe.architecture(QWEN3_30B_A3B).experts == Experts(128, 8, 768, "softmax", True)
+    arch = deepseek_v3.architecture(DEEPSEEK_V3)
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048, 3)
+    assert arch.latent == Latent(1536, 512, 128, 64, 128) and (arch.head_dim, arch.rotary_dim) == (192, 64)
+    mscale = 0.1 * math.log(40) + 1
+    assert arch.rope == Rope(10000.0, YarnScaling(40, 4096, 32, 1, True, 1.0, mscale**2), interleaved=True)
+    assert arch.mtp_layers == 1
+    arch = glm4_moe.architecture(GLM_45_AIR)
+    assert (arch.head_dim, arch.rotary_dim, arch.qkv_bias, arch.qk_norm) == (128, 64, True, False)
+    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408, 1)
+    arch = gpt_oss.architecture(GPT_OSS_20B)
+    assert arch.windows == (128, None) * 12 and arch.sinks and arch.linear_bias and arch.clamped_swiglu
+    assert arch.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
+
+
+@pytest.mark.parametrize(("published", "billions"), [
+    (LLAMA_31_8B, 8.030261248), (MISTRAL_7B, 7.241732096), (QWEN25_7B, 7.615616512), (QWEN3_8B, 8.190735360),
+    (QWEN3_30B_A3B, 30.532122624), (MIXTRAL_8X7B, 46.702792704), (DEEPSEEK_V3, 671.026404352),
+    (GPT_OSS_20B, 20.914757184),
+])  # fmt: skip
 def test_number_of_parameters_is_the_published_one(published, billions):
     assert num_parameters(FAMILIES[published["architectures"][0]].architecture(published)) == round(billions * 1e9)
 
@@ -164,6 +275,35 @@ REFUSED = [
     (QWEN25_7B, {"layer_types": ["full_attention"] * 27}, "layer_types='27 entries' must have num_hidden_layers=28"),
     (QWEN3_8B, {"attention_bias": True}, "attention_bias=True"),
     (QWEN3_8B, {"use_sliding_window": True}, "use_sliding_window=True"),
+    (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "x"}}, "rope_scaling.mscale='x' must be"),
+    (MISTRAL_7B, {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+    (
+        MISTRAL_7B,
+        {"layer_types": ["chunked_attention"] * 32},
+        "layer_types='chunked_attention' is not supported; one of",
+    ),
+    (MIXTRAL_8X7B, {"num_experts": 4}, "num_experts=4 contradicts num_local_experts=8"),
+    (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts that can be chosen, of 8"),
+    (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+    (MIXTRAL_8X7B, {"output_router_logits": True}, "output_router_logits=True"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+    (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
+    (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (DEEPSEEK_V3, {"n_group": 7}, "n_group=7 must divide the number of experts, 256"),
+    (DEEPSEEK_V3, {"topk_group": 9}, "topk_group=9 must not exceed n_group=8"),
+    (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads=8 must be num_attention_heads=128"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
+    (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 must be a whole number"),
+    (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+    (GLM_45_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be a number greater than 0"),
+    (GLM_45_AIR, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "together with YaRN's attention factor"),
+    (GLM_45_AIR, {"sliding_window": 128}, "sliding_window=128 is a field that the glm4_moe family does not know"),
+    (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok"),
+    (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
+    (GPT_OSS_20B, {"sliding_window": None}, "sliding_window is missing"),
     (QWEN3_8B, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention="),
 ]
 

@@ -8,7 +8,17 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCau
 
 from isoloss.models import llama, qwen2, qwen3
 from isoloss.models.architecture import Architecture, Rope
-from isoloss.models.forms import GateUp, Qkv, Replicated, Rows, Vocabulary, padded_vocab_size
+from isoloss.models.forms import (
+    Columns,
+    GateUp,
+    InterleavedGateUp,
+    Qkv,
+    Replicated,
+    Rows,
+    TransposedRows,
+    Vocabulary,
+    padded_vocab_size,
+)
 from isoloss.models.weights import num_parameters, weight_map
 from isoloss.parallel.errors import UserError
 
@@ -98,6 +108,14 @@ def test_gate_and_up_are_sharded_each_for_itself():
     assert torch.equal(GateUp().shard(whole, 2, 1), torch.cat([gate[2:], up[2:]]))
 
 
+def test_what_gpt_oss_stores_transposed_and_interleaved():
+    gate, up = numbered((4, 2)), numbered((4, 2)) + 100
+    stored = torch.stack([gate, up], 1).reshape(8, 2).T  # [inputs, gate 0, up 0, gate 1, ...]
+    assert torch.equal(InterleavedGateUp().merge([stored]), torch.cat([gate, up]))
+    assert torch.equal(InterleavedGateUp().merge([stored[0]]), torch.cat([gate, up])[:, 0])
+    assert torch.equal(TransposedRows().merge([gate.T]), gate)
+
+
 def test_rows_and_replicated():
     whole = numbered((4, 6))
     assert torch.equal(Rows().shard(whole, 2, 1), whole[:, 3:])
@@ -130,13 +148,17 @@ def forms(draw):
     """(form, shapes of its Hugging Face tensors, tp) for sizes that tp divides."""
     tp = draw(st.sampled_from([1, 2, 4]))
     n, m, rest = (draw(st.integers(1, 5)) for _ in range(3))
-    kind = draw(st.sampled_from([Replicated, Rows, Qkv, GateUp, Vocabulary]))
+    kind = draw(
+        st.sampled_from([Replicated, Columns, Rows, TransposedRows, Qkv, GateUp, InterleavedGateUp, Vocabulary])
+    )
     if kind is Qkv:
         g, d = tp * n, draw(st.integers(1, 4))
         tail = draw(st.sampled_from([(), (rest,)]))
         return Qkv(g * m, g, d), [(g * m * d, *tail), (g * d, *tail), (g * d, *tail)], tp
     if kind is GateUp:
         return GateUp(), [(tp * n, m), (tp * n, m)], tp
+    if kind is InterleavedGateUp:
+        return InterleavedGateUp(), [(m, 2 * tp * n) if draw(st.booleans()) else (2 * tp * n,)], tp
     if kind is Vocabulary:
         size = draw(st.integers(1, 600))
         return Vocabulary(size), [(size, m)], tp
@@ -149,6 +171,7 @@ def test_there_and_back_again(case, dtype):
     form, shapes, tp = case
     tensors = [numbered(shape, dtype) + 1000 * i for i, shape in enumerate(shapes)]
     whole = form.merge(tensors)
+    assert torch.equal(torch.cat(form.pieces(tensors)), whole)
     parts = form.split(whole)
     assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(parts, tensors, strict=True))
     shards = [form.shard(whole, tp, rank) for rank in range(tp)]

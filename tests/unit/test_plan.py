@@ -1,6 +1,7 @@
 """The balancing plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
 
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,11 +9,16 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isoloss.engine.plan import CostModel, Plan, imbalance, make_plan
+from isoloss.models.architecture import Architecture, Experts, Latent, Rope
 from isoloss.parallel.errors import UserError
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)
-DECODER_7B = CostModel.from_shape(3584, 28, 28, 128, 4, 18944, 152064)
+DECODER_7B = CostModel.of(
+    Architecture(
+        "llama", 28, 3584, 28, 4, 128, 18944, 152064, 1e-6, Rope(1e4), False, False, False, 4096, "bfloat16", 128
+    )
+)
 
 cost_models = st.sampled_from([TOKENS, SQUARES, DECODER_7B, CostModel(24576.0, 1.0)])
 lengths_and_budget = st.integers(1, 300).flatmap(
@@ -181,13 +187,30 @@ def test_cost_model_refuses_coefficients_that_do_not_grow(coefficients):
         CostModel(*coefficients)
 
 
-def test_cost_from_shape_counts_every_matrix():
+def test_cost_counts_every_matrix():
     # Two layers: q 8x8, k and v 8x4 each, o 8x8, three 8x16 of the MLP; the head 8x32. Attention: 2 heads of 4.
-    model = CostModel.from_shape(
-        hidden_size=8, num_layers=2, num_heads=2, head_dim=4, num_kv_heads=1, intermediate_size=16, vocab_size=32
-    )
+    arch = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
+    model = CostModel.of(arch)
     assert model.linear == 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 256)
     assert model.quadratic == 2 * (2 * 2 * 2 * 4) / 2
     assert model.cost([[1, 10]]).tolist() == [
         [model.linear + model.quadratic, 10 * model.linear + 100 * model.quadratic]
     ]
+
+
+def test_cost_counts_what_a_token_meets():
+    plain = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
+    sparse = replace(plain, experts=Experts(6, 2, 12, "softmax", True, shared_size=5, dense_layers=1))
+    moe = 6 * 8 + 2 * 3 * 8 * 12 + 3 * 8 * 5  # router, two of six experts, the shared one
+    assert CostModel.of(sparse).linear == pytest.approx(CostModel.of(plain).linear + 2 * (moe - 3 * 8 * 16))
+
+    latent = replace(plain, num_kv_heads=2, head_dim=5, latent=Latent(7, 6, 3, 2, 4))
+    attention = 8 * 7 + 7 * 2 * 5 + 8 * (6 + 2) + 6 * 2 * (3 + 4) + 2 * 4 * 8
+    assert CostModel.of(latent).linear == 2 * (2 * (attention + 3 * 8 * 16) + 256)
+    assert CostModel.of(latent).quadratic == 2 * (2 * 2 * (5 + 4)) / 2
+
+    windowed = CostModel.of(replace(plain, windows=(None, 10)))
+    assert windowed.cost([10])[0] == CostModel.of(plain).cost([10])[0]
+    pairs = [sum(min(t + 1, 10) for t in range(n)) for n in (1000, 1001)]
+    slope = windowed.linear + (2 * 2 * 2 * 4) * (1000 + 0.5 + pairs[1] - pairs[0] - 1)  # a half square and a strip
+    assert np.diff(windowed.cost([1000, 1001]))[0] == pytest.approx(slope, rel=2e-3)

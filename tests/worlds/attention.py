@@ -1,5 +1,7 @@
 """Ulysses attention on several ranks, and dense masked attention over the whole row as its reference."""
 
+from dataclasses import dataclass
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -7,26 +9,48 @@ from torch import Tensor
 from isoloss.parallel.attention import Heads, ulysses_attention
 
 
-def dense_reference(query_GHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, lengths, scale: float, grad_GHD: Tensor):
+@dataclass(frozen=True)
+class Case:
+    """A row of documents. sinks_H: None, or a logit for each query head."""
+
+    query_GHD: Tensor
+    key_GKD: Tensor
+    value_GKE: Tensor
+    grad_GHE: Tensor
+    lengths: tuple[int, ...]
+    window: int | None = None
+    sinks_H: Tensor | None = None
+
+
+SCALE = 0.7
+
+
+def dense_reference(case: Case) -> list[Tensor]:
     """Output and gradients of (grad * output).sum(): one softmax over the whole row under an explicit mask."""
-    q, k, v = (t.clone().requires_grad_() for t in (query_GHD, key_GKD, value_GKD))
+    q, k, v = (t.clone().requires_grad_() for t in (case.query_GHD, case.key_GKD, case.value_GKE))
     repeats = q.shape[1] // k.shape[1]
-    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     order = torch.arange(len(document))
     visible = (document[:, None] == document[None]) & (order[:, None] >= order[None])
-    scores = torch.einsum("ghd,jhd->hgj", q, k.repeat_interleave(repeats, 1)) * scale
-    weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    if case.window is not None:
+        visible &= order[:, None] - order[None] < case.window
+    scores = torch.einsum("ghd,jhd->hgj", q, k.repeat_interleave(repeats, 1)) * SCALE
+    scores = scores.masked_fill(~visible, -torch.inf)
+    sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(order), 1)], -1)
+    weights = scores.softmax(-1)[..., : len(order)]
     out = torch.einsum("hgj,jhd->ghd", weights, v.repeat_interleave(repeats, 1))
-    (grad_GHD * out).sum().backward()
-    return out.detach(), q.grad, k.grad, v.grad
+    (case.grad_GHE * out).sum().backward()
+    return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
-def on_slices(query_GHD: Tensor, key_GKD: Tensor, value_GKD: Tensor, lengths, scale: float, grad_GHD: Tensor):
-    """The same of this rank's slice of the row."""
+def on_slices(case: Case) -> list[Tensor]:
+    """The same of this rank's slice of the row; of the sinks, which every rank holds, this rank's part."""
     group = dist.group.WORLD
-    q, k, v, grad = (
-        t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in (query_GHD, key_GKD, value_GKD, grad_GHD)
-    )
-    out = ulysses_attention(q, k, v, tuple(lengths), group, Heads(scale))
+    whole = (case.query_GHD, case.key_GKD, case.value_GKE, case.grad_GHE)
+    q, k, v, grad = (t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in whole)
+    sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
+    out = ulysses_attention(q, k, v, case.lengths, group, Heads(SCALE, case.window, sinks))
     (grad.detach() * out).sum().backward()
-    return out.detach(), q.grad, k.grad, v.grad
+    return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])

@@ -11,17 +11,18 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
+from isoloss.engine.optimizer import global_grad_norm
 from isoloss.models.weights import weight_map
 
 TOKEN_MEAN = cross_entropy(LossConfig())
 
 
-def make_engine(folder: Path, precision: str, **parallel) -> Engine:
-    """Micro-batches of at most 64 tokens, so that a step of a few sequences has several."""
+def make_engine(folder: Path, precision: str, from_scratch: bool = False, **parallel) -> Engine:
+    """Micro-batches of at most 128 tokens, so that a step of a few sequences has several."""
     return Engine(
         Config(
-            model=ModelConfig(path=str(folder)),
-            batch=BatchConfig(max_tokens=64),
+            model=ModelConfig(path=str(folder), from_scratch=from_scratch),
+            batch=BatchConfig(max_tokens=128),
             parallel=ParallelConfig(**parallel),
             optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1),
             train=TrainConfig(precision=precision),
@@ -61,6 +62,25 @@ def _by_hf_name(engine: Engine, named) -> dict[str, Tensor]:
             else:
                 rows.setdefault(part.tensor, []).append(tensor.clone())
     return tensors | {name: torch.stack(experts) for name, experts in rows.items()}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """logits: of the samples. gradients: of this rank's share of the weights, by Megatron-Core name."""
+
+    logits: Tensor
+    grad_norm: float
+    gradients: dict[str, Tensor]
+
+
+def evaluate(folder: Path, samples: Sequence[Sample], parallel: dict) -> Evaluated:
+    """A step in fp64."""
+    engine = make_engine(folder, "fp64", **parallel)
+    logits = torch.cat(engine.logits(samples))
+    engine.forward_backward(samples, TOKEN_MEAN)
+    gradients = {name: gradient.clone() for name, gradient in engine.gradients()}
+    engine.optimizer.prepare_grads()
+    return Evaluated(logits, global_grad_norm(engine.optimizer), gradients)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,84 @@
+"""A stand-in for the package `transformer_engine`, with which Megatron-Core builds models of its TE spec on a CPU.
+
+Only what Megatron-Core's wrappers (megatron/core/extensions/transformer_engine.py) derive from or call while a model is
+built: modules with the parameters of the real ones, under their names and with their shard shapes, and no forward.
+Keyword arguments that shape no parameter are ignored.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import torch
+from torch import nn
+
+# Old enough that Megatron-Core asks for no fused operations, new enough for grouped experts (1.11).
+VERSION = "1.12.0"
+
+
+def _unset(*shape: int) -> nn.Parameter:
+    """NaN, so that a parameter which nobody loads is seen."""
+    return nn.Parameter(torch.full(shape, torch.nan))
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, hidden_size, **_):
+        super().__init__()
+        self.weight = _unset(hidden_size)
+
+
+class Linear(nn.Module):
+    def __init__(self, in_features, out_features, *, tp_size, parallel_mode, bias, **_):
+        super().__init__()
+        if parallel_mode == "column":
+            out_features //= tp_size
+        elif parallel_mode == "row":
+            in_features //= tp_size
+        self.weight = _unset(out_features, in_features)
+        if bias:
+            self.bias = _unset(out_features)
+
+
+class LayerNormLinear(Linear):
+    def __init__(self, in_features, out_features, **kwargs):
+        super().__init__(in_features, out_features, **kwargs)
+        self.layer_norm_weight = _unset(in_features)
+
+
+class GroupedLinear(nn.Module):
+    def __init__(self, num_gemms, in_features, out_features, **_):
+        super().__init__()  # Megatron-Core has divided the features by the expert TP already
+        self.num_gemms = num_gemms
+        for expert in range(num_gemms):
+            setattr(self, f"weight{expert}", _unset(out_features, in_features))
+
+
+class DotProductAttention(nn.Module):
+    def __init__(self, **_):
+        super().__init__()
+
+
+def install() -> None:
+    """Make `import transformer_engine` find this stub; before the first import of megatron."""
+    te = _package("transformer_engine", __version__=VERSION)
+    te.common = SimpleNamespace(recipe=SimpleNamespace(DelayedScaling=object))
+    te.pytorch = _package(
+        "transformer_engine.pytorch",
+        Linear=Linear,
+        LayerNormLinear=LayerNormLinear,
+        GroupedLinear=GroupedLinear,
+        RMSNorm=RMSNorm,
+        DotProductAttention=DotProductAttention,
+        distributed=SimpleNamespace(CudaRNGStatesTracker=object),
+    )
+    _package("transformer_engine.pytorch.fp8", FP8GlobalStateManager=None, fp8_autocast=None)
+    _package("transformer_engine.pytorch.float8_tensor", Float8Tensor=type("Float8Tensor", (), {}))
+    _package("transformer_engine.pytorch.cpp_extensions", cast_to_fp8=None)
+
+
+def _package(name: str, **members) -> ModuleType:
+    module = ModuleType(name)
+    module.__spec__ = ModuleSpec(name, loader=None)  # libraries look for it with importlib.util.find_spec
+    module.__dict__.update(members)
+    sys.modules[name] = module
+    return module

@@ -1,0 +1,58 @@
+"""Layouts as text, in a world, and for a model: every refusal names the key and the value. No process group."""
+
+from dataclasses import replace
+
+import pytest
+
+from isoloss.models.architecture import Architecture, Experts, Rope
+from isoloss.models.build import check_layout
+from isoloss.parallel import Layout, UserError
+
+DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
+SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True, shared_size=36))
+
+
+@pytest.mark.parametrize("text", ["1", "tp2", "tp2+nosp", "pp2+vpp3", "tp2+pp2+ulysses2+ep2+etp2+dp2", "ep4+dp4"])
+def test_a_layout_is_written_as_it_is_read(text):
+    assert str(Layout.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])
+def test_dense_models_admit(text):
+    check_layout(DENSE, Layout.parse(text))
+
+
+@pytest.mark.parametrize("text", ["tp2", "ep2", "ep6", "tp2+etp2", "tp2+ep3+etp2", "pp2+ep2", "ulysses2+ep2"])
+def test_models_with_experts_admit(text):
+    check_layout(SPARSE, Layout.parse(text))
+
+
+REFUSED = [
+    (DENSE, "tp3", "parallel.tp=3 does not divide the model's 8 attention heads"),
+    (replace(DENSE, num_kv_heads=8, num_heads=24, intermediate_size=96), "tp3", "neither divides nor is a multiple of"),
+    (replace(DENSE, intermediate_size=73), "tp2", "parallel.tp=2 does not divide the model's intermediate_size 73"),
+    (DENSE, "tp2+ulysses8", "parallel.ulysses=8 does not divide the 4 attention heads of a TP rank"),
+    (DENSE, "pp4", "parallel.pp=4 x vpp=1 does not divide the model's 6 layers"),
+    (DENSE, "ep2", "parallel.ep=2 is for mixture-of-experts models and this one is dense; set it to 1"),
+    (DENSE, "tp2+etp2", "parallel.etp=2 is for mixture-of-experts models"),
+    (SPARSE, "tp2+nosp", "parallel.sequence_parallel=false does not work with experts and parallel.tp > 1"),
+    (SPARSE, "ep4", r"parallel.ep=4 does not divide the model's 6 experts; use one of \[1, 2, 3, 6\]"),
+    (SPARSE, "tp8+etp8", "parallel.etp=8 does not divide the model's expert width 28"),
+    (SPARSE, "tp8", "parallel.tp=8 does not divide the model's shared expert's width 36"),
+    (replace(SPARSE, linear_bias=True), "tp2+etp2", "parallel.etp=2 does not work with biases in the experts"),
+]
+
+
+@pytest.mark.parametrize(("arch", "text", "message"), REFUSED, ids=[text for _, text, _ in REFUSED])
+def test_what_a_model_does_not_admit_is_refused_by_name(arch, text, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        check_layout(arch, Layout.parse(text))
+    assert "\n" not in str(refusal.value)
+
+
+def test_what_a_world_does_not_admit_is_refused_by_name():
+    assert Layout.parse("tp2+ep4").with_world(8).dp == 4
+    with pytest.raises(UserError, match=r"world size 6 is not a multiple of tp 4 x pp 1 .* = 4"):
+        Layout.parse("tp4").with_world(6)
+    with pytest.raises(UserError, match=r"parallel.ep=3 x etp=1 does not divide the 4 ranks of a pipeline stage"):
+        Layout.parse("tp2+ep3").with_world(4)
