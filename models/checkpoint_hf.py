@@ -53,11 +53,11 @@ class HFReader:
         self._open: dict[str, safe_open] = {}
         # Where both exist, transformers reads the single file; so do we.
         indexed = (self.folder / INDEX).is_file() and not (self.folder / SINGLE).is_file()
-        self._file_of = self._from_index() if indexed else self._from_single()
+        self.file_of: Mapping[str, str] = self._from_index() if indexed else self._from_single()
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self._file_of)
+        return tuple(self.file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
@@ -71,9 +71,9 @@ class HFReader:
         return weight.form.merge([self.get(part) for part in weight.parts])
 
     def _handle(self, name: str) -> safe_open:
-        if name not in self._file_of:
+        if name not in self.file_of:
             raise UserError(f"{self.folder} has no tensor {name}; its weights do not belong to its config.json")
-        file = self._file_of[name]
+        file = self.file_of[name]
         handle = self._opened(file)
         if name not in set(handle.keys()):
             raise UserError(f"{self.folder / file} lacks {name}, which {INDEX} places there; copy the folder again")

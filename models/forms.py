@@ -30,7 +30,7 @@ class Form(Protocol):
     def split(self, whole: Tensor) -> tuple[Tensor, ...]: ...
 
     def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`merge` left in pieces: runs of rows (dim 0) that, one below the other, are the whole."""
+        """`merge` left in pieces: runs of rows (dim 0) that, one below the other, are the whole. All are views."""
         ...
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
@@ -48,22 +48,15 @@ def padded_vocab_size(vocab_size: int, tp_size: int) -> int:
     return -(-vocab_size // multiple) * multiple
 
 
-class _OnePiece:
-    """Pieces by merging."""
-
-    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        raise NotImplementedError
-
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (self.merge(tensors),)
-
-
-class _OneTensor(_OnePiece):
+class _OneTensor:
     """The Hugging Face tensor is the Megatron-Core weight."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (whole,) = tensors
         return whole
+
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return (self.merge(tensors),)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         return (whole,)
@@ -114,7 +107,7 @@ class TransposedRows(Rows):
 
 
 @dataclass(frozen=True)
-class Qkv(_OnePiece):
+class Qkv:
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
     merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
@@ -126,11 +119,12 @@ class Qkv(_OnePiece):
     num_kv_heads: int
     head_dim: int
 
+    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        groups = zip(*(tensor.chunk(self.num_kv_heads, 0) for tensor in tensors))
+        return tuple(piece for group in groups for piece in group)
+
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        q, k, v = tensors
-        rest, g, d = q.shape[1:], self.num_kv_heads, self.head_dim
-        grouped = [q.reshape(g, -1, *rest), k.reshape(g, d, *rest), v.reshape(g, d, *rest)]
-        return torch.cat(grouped, 1).reshape(-1, *rest)
+        return torch.cat(self.pieces(tensors), 0)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         rest, g, d = whole.shape[1:], self.num_kv_heads, self.head_dim
