@@ -22,7 +22,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.distcp_reader import is_checkpoint
+from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import Place, Style, places
-from isoloss.models.distcp_reader import Folder, Stored
+from isoloss.models.distcp import Folder, Stored
 from isoloss.models.forms import Vocabulary
 from isoloss.models.weights import Weight, weight_map
 from isoloss.parallel.errors import UserError

@@ -21,12 +21,12 @@ from isoloss.models import transfer
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import INDEX, HFReader, check
 from isoloss.models.checkpoint_keys import Style, native_style, places
-from isoloss.models.distcp import Chunk, check_tiling, plan_files
+from isoloss.models.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
 from isoloss.models.registry import read_architecture
 from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
-from isoloss.models.sidecars import HUGGINGFACE, SHARDS, Shard, ShardLayout, sidecar_files
+from isoloss.models.sidecars import HUGGINGFACE, SHARDS, shard_layout, sidecar_files
 from isoloss.models.transfer import OutputFile, Source
 from isoloss.models.transfer_worker import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.weights import Part, Weight, weight_map
@@ -83,10 +83,7 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
         sizes[chunk.dtype] += math.prod(chunk.shape) * ITEMSIZE[chunk.dtype]
     arch = replace(arch, dtype=sizes.most_common(1)[0][0])
     file_bytes = file_bytes or min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-sizes.total() // NUM_FILES)))
-    layout = ShardLayout(
-        {file: Shard(tuple(header.tensors), header.metadata) for file, header in headers.items()},
-        indexed=(folder / INDEX).is_file(),
-    )
+    layout = shard_layout(headers, (folder / INDEX).is_file())
     files = (
         *plan_files(chunks, _extra_states(weights, arch, style), file_bytes),
         *sidecar_files(folder, arch, f"{HUGGINGFACE}/"),

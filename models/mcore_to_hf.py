@@ -4,27 +4,28 @@ Each weight of the model is in the checkpoint once, and each Hugging Face tensor
 of the one to the places of the other; no tensor is ever built.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from isoloss.models import certificate, manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, config_text, sidecars
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader
 from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.hf_files import HFFile, HFTensor, arrange, index_text
+from isoloss.models.hf_files import HFFile, HFTensor, arrange, arrange_as, index_text
 from isoloss.models.manifest import FileRecord
 from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.safetensors_header import DTYPES, read_header
+from isoloss.models.sidecars import ShardLayout, read_shard_layout, shard_layout, sidecar_files
 from isoloss.models.transfer import OutputFile, Plan, Source
-from isoloss.models.transfer_worker import Literal, Run, Segment
+from isoloss.models.transfer_worker import Literal, Segment
 from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import Weight, weight_map
-from isoloss.parallel.errors import UserError
 
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_TYPES = {getattr(torch, name): kind for kind, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -41,30 +42,49 @@ class Export:
 def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str | None = None) -> Export:
     """What turns `checkpoint` into a Hugging Face folder.
 
-    hf: where config.json and the tokenizer are; default the checkpoint's own. dtype: "fp32", "bf16" or "fp16"; default
-    the one of config.json. Raises UserError where checkpoint and config.json do not belong together.
+    hf: where config.json and the tokenizer are, and perhaps the files whose names are wanted; default the checkpoint's
+    own. dtype: name of a torch dtype for the weights; default the one of config.json, or for a checkpoint that was
+    converted each weight's own. Weights that are not trained (the experts' selection bias) keep theirs.
+    Raises UserError where checkpoint and config.json do not belong together.
     """
     checkpoint, folder = Path(checkpoint), Path(hf) if hf else hf_folder(checkpoint)
     arch = read_architecture(folder)
-    arch = replace(arch, dtype=DTYPES[dtype]) if dtype else arch
+    arch = replace(arch, dtype=dtype) if dtype else arch
     weights = CheckpointWeights(checkpoint, arch)
+    layout = _published_layout(folder) if hf else read_shard_layout(checkpoint)
     parts = _parts(weight_map(arch))
-    tensors = [_tensor(name, members, arch) for name, members in parts.items()]
-    files = arrange(tensors, _recorded_files(folder, parts))
+    kinds = _kinds(arch, weights, layout, keep=dtype is None and hf is None and layout is not None)
+    tensors = [_tensor(name, members[0], kinds) for name, members in parts.items()]
+    files = arrange_as(layout, tensors) if layout else arrange(tensors)
     rows = {weight.name: WeightRows(weights, weight) for weight in weight_map(arch)}
     outputs = [_output(file, parts, rows) for file in files]
-    if len(files) > 1:
+    if len(files) > 1 or (layout and layout.indexed):
         outputs.append(OutputFile(INDEX, (Literal(index_text(files).encode()),)))
-    outputs.append(OutputFile("config.json", (Literal(config_text(folder, arch).encode()),)))
-    outputs += [OutputFile(name, (_whole_file(folder / name),)) for name in sidecars(folder)]
-    plan = Plan(
-        tuple(outputs),
-        _sources(outputs, checkpoint, folder),
-        (certificate.NAME, lambda records: _record(checkpoint, weights, files, records)),
-    )
-    dtype_of = {tensor.name: tensor.dtype for tensor in tensors}
-    dtypes = {weight.name: dtype_of[weight.parts[0].tensor] for weight in weight_map(arch)}
+    outputs += sidecar_files(folder, arch)
+    record = partial(_record, checkpoint, weights, files)
+    plan = Plan(tuple(outputs), _sources(outputs, checkpoint), (certificate.NAME, record))
+    dtypes = {name: getattr(torch, DTYPES[kind]) for name, kind in kinds.items()}
     return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
+
+
+def _published_layout(folder: Path) -> ShardLayout | None:
+    """The files of a Hugging Face folder, None where it holds no weights."""
+    if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
+        return None
+    files = dict.fromkeys(HFReader(folder).file_of.values())
+    return shard_layout({file: read_header(folder / file) for file in files}, (folder / INDEX).is_file())
+
+
+def _kinds(arch: Architecture, weights: CheckpointWeights, layout: ShardLayout | None, keep: bool) -> dict[str, str]:
+    """The safetensors type that each weight is written as, by its name. keep: its own."""
+    recorded = {name: kind for file in layout.files.values() for name, kind in file.tensors.items()} if layout else {}
+    kinds = {}
+    for weight in weight_map(arch):
+        if weight.trained:
+            kinds[weight.name] = _TYPES[weights.dtype(weight) if keep else arch.torch_dtype]
+        else:
+            kinds[weight.name] = recorded.get(weight.parts[0].tensor, "F32")
+    return kinds
 
 
 @dataclass(frozen=True)
@@ -91,45 +111,21 @@ def _parts(weights: Sequence[Weight]) -> dict[str, list[Member]]:
     return {name: [rows[row] for row in sorted(rows)] for name, rows in found.items()}
 
 
-def _tensor(name: str, members: Sequence[Member], arch: Architecture) -> HFTensor:
-    weight = members[0].weight
-    dtype = arch.torch_dtype if weight.trained else torch.float32
-    return HFTensor(name, dtype, weight.parts[members[0].index].tensor_shape)
+def _tensor(name: str, member: Member, kinds: Mapping[str, str]) -> HFTensor:
+    return HFTensor(name, kinds[member.weight.name], member.weight.parts[member.index].tensor_shape)
 
 
 def _output(file: HFFile, parts: Mapping[str, Sequence[Member]], rows: Mapping[str, WeightRows]) -> OutputFile:
     segments: list[Segment] = [Literal(file.header())]
     for tensor in file.tensors:
-        own = [
-            part for member in parts[tensor.name] for part in rows[member.weight.name].part(member.index, tensor.dtype)
-        ]
+        dtype = getattr(torch, DTYPES[tensor.dtype])
+        own = [part for member in parts[tensor.name] for part in rows[member.weight.name].part(member.index, dtype)]
         assert sum(segment.nbytes for segment in own) == tensor.nbytes, tensor.name
         segments += own
     return OutputFile(file.name, tuple(segments))
 
 
-def _whole_file(path: Path) -> Run:
-    return Run(str(path), 0, path.stat().st_size)
-
-
-def _recorded_files(folder: Path, tensors: Mapping[str, object]) -> dict[str, str] | None:
-    """The file of each tensor as the model was published, or None where that is not known."""
-    if not (folder / INDEX).is_file():
-        return None
-    try:
-        file_of = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / INDEX} is not a safetensors index ({error!r}); copy it again") from None
-    missing = [name for name in tensors if name not in file_of]
-    if missing:
-        raise UserError(
-            f"{folder / INDEX} does not name {missing[0]} ({len(missing)} such), which the model of its config.json "
-            "has; the two do not belong together"
-        )
-    return {name: str(file_of[name]) for name in tensors}
-
-
-def _sources(outputs: Sequence[OutputFile], checkpoint: Path, folder: Path) -> tuple[Source, ...]:
+def _sources(outputs: Sequence[OutputFile], checkpoint: Path) -> tuple[Source, ...]:
     """Every file that is read, with the checksum that the checkpoint's manifest has for it."""
     known: Mapping[str, FileRecord] = {}
     if (checkpoint / manifest.NAME).is_file():

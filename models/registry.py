@@ -9,7 +9,7 @@ from typing import Any
 
 from isoloss.models import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from isoloss.models.architecture import Architecture
-from isoloss.models.distcp_reader import is_checkpoint
+from isoloss.models.distcp import is_checkpoint
 from isoloss.parallel.errors import UserError
 
 FAMILIES: Mapping[str, ModuleType] = {

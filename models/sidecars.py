@@ -12,6 +12,7 @@ from pathlib import Path
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import SIDECARS, config_text
 from isoloss.models.manifest import read_json
+from isoloss.models.safetensors_header import Header
 from isoloss.models.transfer import OutputFile
 from isoloss.models.transfer_worker import Literal, Run
 from isoloss.parallel.errors import UserError
@@ -22,9 +23,10 @@ SHARDS = "shards.json"
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file. tensors: in the order of their bytes. metadata: of its header, or None."""
+    """A safetensors file. tensors: their types, such as "BF16", in the order of their bytes. metadata: of its header,
+    or None."""
 
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, str]
     metadata: Mapping[str, str] | None
 
 
@@ -36,8 +38,17 @@ class ShardLayout:
     indexed: bool
 
     def to_json(self) -> str:
-        files = {name: {"metadata": file.metadata, "tensors": file.tensors} for name, file in self.files.items()}
+        files = {name: {"metadata": file.metadata, "tensors": dict(file.tensors)} for name, file in self.files.items()}
         return json.dumps({"indexed": self.indexed, "files": files}, indent=1) + "\n"
+
+
+def shard_layout(headers: Mapping[str, Header], indexed: bool) -> ShardLayout:
+    """The layout of the files with these headers."""
+    files = {
+        name: Shard({tensor: stored.dtype for tensor, stored in header.tensors.items()}, header.metadata)
+        for name, header in headers.items()
+    }
+    return ShardLayout(files, indexed)
 
 
 def read_shard_layout(checkpoint: Path) -> ShardLayout | None:
@@ -48,7 +59,8 @@ def read_shard_layout(checkpoint: Path) -> ShardLayout | None:
     fields = read_json(path, "copy or convert the checkpoint again")
     try:
         files = {
-            name: Shard(tuple(map(str, file["tensors"])), file["metadata"]) for name, file in fields["files"].items()
+            name: Shard({tensor: str(dtype) for tensor, dtype in file["tensors"].items()}, file["metadata"])
+            for name, file in fields["files"].items()
         }
         return ShardLayout(files, bool(fields["indexed"]))
     except (KeyError, TypeError, AttributeError) as error:

@@ -35,14 +35,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m isoloss.tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m isoloss.tools.convert",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "hf-to-mcore",
         help="a Hugging Face folder into a Megatron-Core checkpoint, for any tensor, pipeline and expert parallelism",
-        description="Convert a Hugging Face folder (config.json and safetensors) into a Megatron-Core checkpoint in the "
-        "torch_dist format. It does not depend on a layout: load it with any tensor, pipeline and expert parallelism.",
+        description="Convert a Hugging Face folder (config.json and safetensors) into a Megatron-Core checkpoint, "
+        "in the torch_dist format. It fits every layout: load it with any tensor, pipeline and expert parallelism.",
     )
     command.add_argument("--hf", required=True, type=Path, metavar="DIR", help="the Hugging Face folder")
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the checkpoint; must not exist yet")

@@ -14,7 +14,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.checkpoint_keys import Style
 from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.distcp_reader import Folder
+from isoloss.models.distcp import Folder
 from isoloss.models.registry import FAMILIES, read_architecture
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError

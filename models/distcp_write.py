@@ -1,0 +1,162 @@
+"""The files of a Megatron-Core distributed checkpoint (format torch_dist), planned down to the byte.
+
+A `.distcp` file is a sequence of blobs, each what torch.save makes of one tensor; `.metadata`, a pickle of PyTorch's
+classes, tells which chunk of which tensor is which blob. An envelope is such a blob without the tensor's bytes, so the
+bytes can be copied into it by somebody who knows nothing about tensors.
+"""
+
+import io
+import json
+import math
+import pickle
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from isoloss.models.transfer import OutputFile
+from isoloss.models.transfer_worker import Literal, Segment
+
+Shape = tuple[int, ...]
+# What megatron.core.dist_checkpointing 0.16 writes itself; it refuses other backends and later versions.
+_FORMAT = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_METADATA_VERSION = "1.0.0"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a checkpoint tensor.
+
+    key, global_shape, dtype: of the tensor; dtype is the name of a torch dtype. offsets, shape: of the box.
+    segments: its bytes, row-major.
+    """
+
+    key: str
+    global_shape: Shape
+    dtype: str
+    offsets: Shape
+    shape: Shape
+    segments: tuple[Segment, ...]
+
+
+def plan_files(chunks: Sequence[Chunk], empty_objects: Iterable[str], file_bytes: int) -> tuple[OutputFile, ...]:
+    """Every file of the checkpoint: the chunks in their order, in files of about `file_bytes` bytes.
+
+    empty_objects: keys of objects that a loader asks for and that hold nothing (Megatron's `_extra_state`).
+    """
+    state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    nothing = _saved([None])
+    files: list[list[Segment]] = [[Literal(nothing)]]
+    written = len(nothing)
+    for key in empty_objects:  # all of them are the same bytes
+        state[key] = BytesStorageMetadata()
+        where[MetadataIndex(key)] = _StorageInfo(_name(0), 0, len(nothing))
+    for chunk in chunks:
+        before, after = (Literal(part) for part in envelope(chunk.shape, chunk.dtype))
+        nbytes = sum(segment.nbytes for segment in chunk.segments)
+        blob_bytes = before.nbytes + nbytes + after.nbytes
+        if written and written + blob_bytes > file_bytes:
+            files.append([])
+            written = 0
+        tensor = state.setdefault(
+            chunk.key,
+            TensorStorageMetadata(TensorProperties(getattr(torch, chunk.dtype)), torch.Size(chunk.global_shape), []),
+        )
+        assert isinstance(tensor, TensorStorageMetadata)
+        tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)))
+        where[MetadataIndex(chunk.key, chunk.offsets)] = _StorageInfo(_name(len(files) - 1), written, blob_bytes)
+        files[-1] += [before, *chunk.segments, after]
+        written += blob_bytes
+    return (
+        *(OutputFile(_name(k), tuple(segments)) for k, segments in enumerate(files)),
+        OutputFile("common.pt", (Literal(_saved({})),)),
+        OutputFile(".metadata", (Literal(pickle.dumps(Metadata(state, None, where, version=_METADATA_VERSION))),)),
+        OutputFile("metadata.json", (Literal(json.dumps(_FORMAT).encode()),)),
+    )
+
+
+@cache
+def envelope(shape: Shape, dtype: str) -> tuple[bytes, bytes]:
+    """What torch.save writes before and after the bytes of a contiguous tensor, without a checksum of them.
+
+    torch.save itself makes it, from a tensor whose memory is never touched.
+    """
+    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    recorder = _Recorder(tensor.data_ptr(), tensor.nbytes)
+    with_checksum = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(tensor, recorder)
+    finally:
+        torch.serialization.set_crc32_options(with_checksum)
+    before, after = recorder.parts
+    return bytes(before), bytes(after)
+
+
+class _Recorder(io.BytesIO):
+    """Keeps what is written, in parts around the one write that comes from the given memory."""
+
+    def __init__(self, address: int, nbytes: int):
+        super().__init__()
+        self.parts = [bytearray()]
+        self._payload = (address, nbytes)
+
+    def write(self, data) -> int:
+        view = np.frombuffer(data, np.uint8)
+        if (view.ctypes.data, view.nbytes) == self._payload:
+            self.parts.append(bytearray())
+        else:
+            self.parts[-1] += data
+        return view.nbytes
+
+
+def check_tiling(chunks: Iterable[Chunk]) -> None:
+    """That the chunks of each tensor agree on its type and shape and cover it once.
+
+    For chunks that are runs in memory: one index on the first axes, a range on the next, everything on the rest.
+    A fault is a mistake of the planner, so an AssertionError.
+    """
+    by_key: dict[str, list[Chunk]] = {}
+    for chunk in chunks:
+        by_key.setdefault(chunk.key, []).append(chunk)
+    for key, parts in by_key.items():
+        shape = parts[0].global_shape
+        assert {(chunk.global_shape, chunk.dtype) for chunk in parts} == {(shape, parts[0].dtype)}, key
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        runs = []
+        for chunk in parts:
+            ranged = next((axis for axis, size in enumerate(chunk.shape) if size > 1), len(shape))
+            assert chunk.shape[ranged + 1 :] == shape[ranged + 1 :], (key, chunk.shape)
+            itemsize = getattr(torch, chunk.dtype).itemsize
+            assert sum(s.nbytes for s in chunk.segments) == math.prod(chunk.shape) * itemsize, (key, chunk.offsets)
+            start = sum(offset * stride for offset, stride in zip(chunk.offsets, strides))
+            runs.append((start, start + math.prod(chunk.shape)))
+        ends = [0, *(stop for _, stop in sorted(runs))]
+        assert [*(start for start, _ in sorted(runs)), math.prod(shape)] == ends, key
+
+
+def _name(k: int) -> str:
+    return f"__0_{k}.distcp"
+
+
+def _saved(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
