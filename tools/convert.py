@@ -1,11 +1,15 @@
 """Convert checkpoints between Hugging Face and Megatron-Core, without a model, a GPU or a process group.
 
-    python -m isoloss.tools.convert hf-to-mcore --hf DIR --out DIR [--dtype bf16]
+    python -m isoloss.tools.convert hf-to-mcore --hf DIR --out DIR [--dtype bf16] [--verify]
+    python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR [--dtype bf16] [--verify]
 
 --dry-run prints what would be done. Files are written by several processes, under a temporary name beside --out that is
 renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
 again with the same arguments.
-Exit status: 0 done, 2 a mistake in the arguments or the files, told in one line.
+--verify then reads everything back, compares every tensor bit by bit and, with the whole model in memory, the logits
+with those of transformers; what stands the test is certified by conversion.json ("verified": true) in --out. If --out
+was written already by the same command without --verify, it is verified as it is.
+Exit status: 0 done, 1 written but not verified, 2 a mistake in the arguments or the files; told in one line.
 """
 
 import argparse
@@ -25,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments.command(arguments)
         return 0
+    except Unverified as error:
+        print(f"isoloss: not verified: {error}; {arguments.out} has no certificate, do not use it", file=sys.stderr)
+        return 1
     except UserError as error:
         print(f"isoloss: error: {error}", file=sys.stderr)
         return 2
