@@ -211,11 +211,16 @@ def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) ->
     text = config_text(source, arch)
     target.mkdir(parents=True, exist_ok=True)
     (target / "config.json").write_text(text, encoding="utf-8")
-    for name in SIDECARS:
-        if (source / name).is_dir():
-            shutil.copytree(source / name, target / name, dirs_exist_ok=True)
-        elif (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    for name in sidecars(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def sidecars(source: str | Path) -> tuple[str, ...]:
+    """Relative names of the files that belong to a model besides its weights and its config.json."""
+    source = Path(source)
+    found = [path for name in SIDECARS for path in (source / name, *sorted((source / name).rglob("*")))]
+    return tuple(path.relative_to(source).as_posix() for path in found if path.is_file())
 
 
 def config_text(source: str | Path, arch: Architecture) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from isoloss.models.checkpoint_hf import MAX_SHARD_BYTES, SINGLE
 from isoloss.models.safetensors_header import DTYPES, ITEMSIZE
-from isoloss.models.sidecars import ShardLayout
+from isoloss.models.shard_layout import ShardLayout
 from isoloss.parallel.errors import UserError
 
 _HEADER_MULTIPLE = 8

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from isoloss.models import transfer
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, HFReader, check
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_text, sidecars
 from isoloss.models.checkpoint_keys import Style, native_style, places
 from isoloss.models.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
-from isoloss.models.registry import read_architecture
+from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
 from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
-from isoloss.models.sidecars import HUGGINGFACE, SHARDS, shard_layout, sidecar_files
+from isoloss.models.shard_layout import SHARDS, shard_layout
 from isoloss.models.transfer import OutputFile, Source
 from isoloss.models.transfer_worker import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.weights import Part, Weight, weight_map
@@ -64,7 +64,11 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
     Raises UserError where the folder is damaged or is not a model that isoloss knows.
     """
     folder = Path(os.path.abspath(folder))
+    if hf_folder(folder) != folder:
+        raise UserError(f"{folder} is a checkpoint already; give a Hugging Face folder with safetensors weights")
     arch = read_architecture(folder)
+    if (folder / SINGLE).is_file():
+        read_header(folder / SINGLE)  # tells what is wrong with it better than the reader
     reader = HFReader(folder)
     headers = {file: read_header(folder / file) for file in dict.fromkeys(reader.file_of.values())}
     for file, header in headers.items():
@@ -75,20 +79,15 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
     tensors = _Tensors(folder, headers, dtype)
     weights, style = weight_map(arch), native_style(arch)
     chunks = [chunk for weight in weights for chunk in _chunks(weight, arch, style, tensors)]
-    check_tiling(chunks)
     _check_types(chunks)
+    check_tiling(chunks)
     used = tensors.check_used({part.tensor for weight in weights for part in weight.parts})
     sizes = Counter[str]()
     for chunk in chunks:
         sizes[chunk.dtype] += math.prod(chunk.shape) * ITEMSIZE[chunk.dtype]
     arch = replace(arch, dtype=sizes.most_common(1)[0][0])
     file_bytes = file_bytes or min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-sizes.total() // NUM_FILES)))
-    layout = shard_layout(headers, (folder / INDEX).is_file())
-    files = (
-        *plan_files(chunks, _extra_states(weights, arch, style), file_bytes),
-        *sidecar_files(folder, arch, f"{HUGGINGFACE}/"),
-        OutputFile(f"{HUGGINGFACE}/{SHARDS}", (Literal(layout.to_json().encode()),)),
-    )
+    files = (*plan_files(chunks, _extra_states(weights, arch, style), file_bytes), *_huggingface(folder, headers, arch))
     dtypes, num_tensors = tuple(sorted(sizes)), len({chunk.key for chunk in chunks})
     text = partial(_manifest_text, arch, style, dtypes, num_tensors)
     left_out = tuple(sorted(set(reader.names) - used))
@@ -213,6 +212,15 @@ def _extra_states(weights: Sequence[Weight], arch: Architecture, style: Style) -
         if module.endswith(".linear_proj"):  # attention itself need not have a weight
             keys[f"{module.removesuffix('linear_proj')}core_attention._extra_state/shard_{offset}_{shape}"] = None
     return tuple(keys)
+
+
+def _huggingface(folder: Path, headers: Mapping[str, Header], arch: Architecture) -> Iterator[OutputFile]:
+    """All of the folder but its weights, and a list that tells in which file each of them was, for the way back."""
+    layout = shard_layout(headers, (folder / INDEX).is_file())
+    yield OutputFile(f"{HUGGINGFACE}/config.json", (Literal(config_text(folder, arch).encode()),))
+    yield OutputFile(f"{HUGGINGFACE}/{SHARDS}", (Literal(layout.to_json().encode()),))
+    for name in sidecars(folder):
+        yield OutputFile(f"{HUGGINGFACE}/{name}", (Run(str(folder / name), 0, (folder / name).stat().st_size),))
 
 
 def _sources(files: Iterable[OutputFile]) -> tuple[Source, ...]:

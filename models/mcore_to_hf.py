@@ -13,15 +13,15 @@ import torch
 
 from isoloss.models import certificate, manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, config_text, sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.hf_files import HFFile, HFTensor, arrange, arrange_as, index_text
 from isoloss.models.manifest import FileRecord
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.safetensors_header import DTYPES, read_header
-from isoloss.models.sidecars import ShardLayout, read_shard_layout, shard_layout, sidecar_files
+from isoloss.models.shard_layout import ShardLayout, read_shard_layout, shard_layout
 from isoloss.models.transfer import OutputFile, Plan, Source
-from isoloss.models.transfer_worker import Literal, Segment
+from isoloss.models.transfer_worker import Literal, Run, Segment
 from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import Weight, weight_map
 
@@ -60,7 +60,10 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     outputs = [_output(file, parts, rows) for file in files]
     if len(files) > 1 or (layout and layout.indexed):
         outputs.append(OutputFile(INDEX, (Literal(index_text(files).encode()),)))
-    outputs += sidecar_files(folder, arch)
+    outputs.append(OutputFile("config.json", (Literal(config_text(folder, arch).encode()),)))
+    outputs += [
+        OutputFile(name, (Run(str(folder / name), 0, (folder / name).stat().st_size),)) for name in sidecars(folder)
+    ]
     record = partial(_record, checkpoint, weights, files)
     plan = Plan(tuple(outputs), _sources(outputs, checkpoint), (certificate.NAME, record))
     dtypes = {name: getattr(torch, DTYPES[kind]) for name, kind in kinds.items()}

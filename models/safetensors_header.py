@@ -91,9 +91,7 @@ def published_sha256(path: Path) -> tuple[str, str] | None:
             if found:
                 return str(found["sha256"]), "convert it again"
         except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(
-                f"{own} is damaged; convert the folder again, or delete it to go without its checksums"
-            ) from None
+            raise UserError(f"{own} is damaged; delete it to go without the checksums in it") from None
     record = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
     if record.is_file():
         lines = record.read_text(encoding="utf-8").split("\n")

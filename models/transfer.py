@@ -93,14 +93,12 @@ def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: st
     fails, or a worker is killed.
     """
     started = time.perf_counter()
-    target = Path(os.path.abspath(target))
-    partial = target.with_name(f".{target.name}.partial")
-    _refuse_existing(target, partial)
+    target, partial = check_target(target)
     identity = _identity(plan)
     _check_space(plan, target, partial)
     try:
         with _locked(partial) as lock:
-            _refuse_existing(target, partial)  # another run may have finished it in the meantime
+            check_target(target)  # another run may have finished it in the meantime
             if _read_text(partial / "plan") != identity:
                 _clear(partial)
                 write_whole(str(partial / "plan"), identity.encode())
@@ -115,6 +113,17 @@ def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: st
     return Report(plan.nbytes, kept, time.perf_counter() - started)
 
 
+def check_target(target: str | Path) -> tuple[Path, Path]:
+    """The target and the folder that it is made in. Raises UserError where the target exists."""
+    target = Path(os.path.abspath(target))
+    partial = target.with_name(f".{target.name}.partial")
+    if os.path.lexists(target):
+        if not (partial / "files").exists():  # of a run that was killed right after its rename
+            shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(f"{target} exists already; choose another folder to write to, or delete it")
+    return target, partial
+
+
 def _identity(plan: Plan) -> str:
     """A hash that changes with any byte that the plan would write and with any touch of a source."""
     digest = hashlib.sha256()
@@ -126,13 +135,6 @@ def _identity(plan: Plan) -> str:
         status = os.stat(source.path)
         digest.update(f"\n{source} {status.st_size} {status.st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _refuse_existing(target: Path, partial: Path) -> None:
-    if os.path.lexists(target):
-        if not (partial / "files").exists():  # of a run that was killed right after its rename
-            shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(f"{target} exists already; choose another folder to write to, or delete it")
 
 
 def _check_space(plan: Plan, target: Path, partial: Path) -> None:

@@ -1,7 +1,6 @@
-"""What a model folder holds besides weights, planned as files of a `transfer`: the same going there and back.
+"""`huggingface/shards.json` in a converted checkpoint: which tensor was in which safetensors file, and how.
 
-A checkpoint keeps it under `huggingface/`, and with it `shards.json`: which tensor was in which safetensors file, so
-that the way back can give every file the name and the tensors that it had.
+With it the way back can make every file what it was.
 """
 
 import json
@@ -9,15 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import SIDECARS, config_text
 from isoloss.models.manifest import read_json
+from isoloss.models.registry import HUGGINGFACE
 from isoloss.models.safetensors_header import Header
-from isoloss.models.transfer import OutputFile
-from isoloss.models.transfer_worker import Literal, Run
 from isoloss.parallel.errors import UserError
 
-HUGGINGFACE = "huggingface"
 SHARDS = "shards.json"
 
 
@@ -65,18 +60,3 @@ def read_shard_layout(checkpoint: Path) -> ShardLayout | None:
         return ShardLayout(files, bool(fields["indexed"]))
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path} is damaged ({error!r}); copy or convert the checkpoint again") from None
-
-
-def sidecar_files(source: Path, arch: Architecture, prefix: str = "") -> tuple[OutputFile, ...]:
-    """config.json, tokenizer, chat template and generation defaults of `source`, as `checkpoint_hf.copy_sidecars`
-    copies them. prefix: goes before each name, such as "huggingface/"."""
-    files = [OutputFile(f"{prefix}config.json", (Literal(config_text(source, arch).encode()),))]
-    for name in SIDECARS:
-        path = source / name
-        found = sorted(inner for inner in path.rglob("*") if inner.is_file()) if path.is_dir() else [path]
-        files += [
-            OutputFile(f"{prefix}{inner.relative_to(source).as_posix()}", (Run(str(inner), 0, inner.stat().st_size),))
-            for inner in found
-            if inner.is_file()
-        ]
-    return tuple(files)
