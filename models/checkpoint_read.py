@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import Place, Style, places
 from isoloss.models.distcp import Folder, Stored
@@ -51,6 +52,7 @@ class CheckpointWeights:
     def __init__(self, folder: str | Path, arch: Architecture):
         self.folder = Folder(folder)
         self.arch = arch
+        self._check_manifest()
         tensors = {key: stored for key, stored in self.folder.tensors.items() if not _OPTIMIZER.match(key)}
         self._prefix = _prefix(tensors, self.folder.path)
         self.style = _style(tensors)
@@ -74,6 +76,21 @@ class CheckpointWeights:
         for spot in self._spots[weight.name]:
             self.folder.read_into(target[slice(*spot.rows)], spot.stored, spot.index)
         return target
+
+    def _check_manifest(self) -> None:
+        """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
+        path = self.folder.path
+        if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
+            return
+        found = manifest.read(path)
+        manifest.check_sizes(path, found)
+        for field in ("family", "vocab_size"):
+            ours, theirs = getattr(self.arch, field), getattr(found, field)
+            if ours != theirs:
+                raise UserError(
+                    f"{path / manifest.NAME}: {field}={theirs!r} where config.json says {ours!r}; the checkpoint and "
+                    "config.json do not belong together"
+                )
 
     def _find(self, weight: Weight, tensors: Mapping[str, Stored]) -> tuple[Spot, ...]:
         spots = []

@@ -25,6 +25,7 @@ from isoloss.models.distcp_write import envelope
 from isoloss.models.forms import padded_vocab_size
 from isoloss.models.hf_to_mcore import plan
 from isoloss.models.registry import read_architecture
+from isoloss.models.shard_layout import read_shard_layout
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 
