@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,7 +101,8 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
     steps = [state["step"] for inner in adams for state in inner.state.values()]
     for inner in adams:
         if not inner.state:
-            inner.state["empty"] = {"step": steps[0]}
+            state: Any = inner.state  # a key that is no parameter is kept as it is
+            state["empty"] = {"step": steps[0]}
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:

@@ -5,6 +5,7 @@ Megatron's own layers, with our norm, activation, attention and router in their 
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -141,7 +142,7 @@ def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Tr
     )
 
 
-def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, object]:
+def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
     moe = arch.experts
     if moe is None:
         return {}

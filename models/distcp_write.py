@@ -9,6 +9,7 @@ import io
 import json
 import math
 import pickle
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -94,20 +95,26 @@ def plan_files(chunks: Sequence[Chunk], empty_objects: Iterable[str], file_bytes
 
 @cache
 def envelope(shape: Shape, dtype: str) -> tuple[bytes, bytes]:
-    """What torch.save writes before and after the bytes of a contiguous tensor, without a checksum of them.
+    """What torch.save writes before and after the bytes of a contiguous tensor.
 
-    torch.save itself makes it, from a tensor whose memory is never touched.
+    torch.save itself makes it, from zeros. It is a zip archive; the checksum of the tensor's record in it becomes 0, as
+    if none had been computed: loaders do not look at it, and the manifest has a better one.
     """
-    tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+    tensor = torch.zeros(shape, dtype=getattr(torch, dtype))
     recorder = _Recorder(tensor.data_ptr(), tensor.nbytes)
-    with_checksum = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(tensor, recorder)
-    finally:
-        torch.serialization.set_crc32_options(with_checksum)
+    torch.save(tensor, recorder)
     before, after = recorder.parts
+    for start, checksum in ((0, _DESCRIPTOR_CRC), (after.index(_RECORD) - _ENTRY_BYTES, _ENTRY_CRC)):
+        at = start + checksum
+        assert after[at : at + 4] == recorder.crc32.to_bytes(4, "little")
+        after[at : at + 4] = bytes(4)
     return bytes(before), bytes(after)
+
+
+# Of the zip format: behind a record's bytes comes its descriptor, and a directory of entries, which end with the name,
+# at the end of the file. Where the checksum is in them:
+_DESCRIPTOR_CRC, _ENTRY_CRC, _ENTRY_BYTES = 4, 16, 46
+_RECORD = b"archive/data/0"
 
 
 class _Recorder(io.BytesIO):
@@ -115,13 +122,14 @@ class _Recorder(io.BytesIO):
 
     def __init__(self, address: int, nbytes: int):
         super().__init__()
-        self.parts = [bytearray()]
+        self.parts, self.crc32 = [bytearray()], 0
         self._payload = (address, nbytes)
 
     def write(self, data) -> int:
         view = np.frombuffer(data, np.uint8)
         if (view.ctypes.data, view.nbytes) == self._payload:
             self.parts.append(bytearray())
+            self.crc32 = zlib.crc32(view)
         else:
             self.parts[-1] += data
         return view.nbytes

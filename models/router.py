@@ -18,6 +18,9 @@ from isoloss.models.architecture import Experts
 class Router(MegatronModule):
     """Chooses top_k experts for each token. Its weights see only this TP rank's tokens under sequence parallelism."""
 
+    bias: nn.Parameter | None
+    expert_bias: Tensor | None
+
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config)
         del pg_collection

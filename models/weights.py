@@ -204,10 +204,10 @@ def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
 def _stacked_expert(arch: Architecture, mcore: str, hf: str, layer: int, expert: int) -> Iterator[Weight]:
     """An expert of gpt-oss, whose tensors hold all experts."""
     assert arch.experts is not None
-    hidden, wide = arch.hidden_size, arch.experts.intermediate_size
+    hidden, wide, count = arch.hidden_size, arch.experts.intermediate_size, arch.experts.count
 
     def of(tensor: str, shape: Shape) -> tuple[Part]:
-        return (Part(hf + tensor, shape, expert, arch.experts.count),)
+        return (Part(hf + tensor, shape, expert, count),)
 
     fc1, fc2 = f"{mcore}linear_fc1.", f"{mcore}linear_fc2."
     gate_up = InterleavedGateUp()

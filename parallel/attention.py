@@ -143,6 +143,8 @@ class PackedAttention(MegatronModule):
     its heads' part to their gradient, which is summed over the group like any other.
     """
 
+    softmax_offset: nn.Parameter | None
+
     def __init__(
         self,
         config,

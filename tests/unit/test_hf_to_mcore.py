@@ -6,6 +6,8 @@ import math
 import os
 import pickle
 import shutil
+import zipfile
+import zlib
 from hashlib import sha256
 from pathlib import Path
 
@@ -140,7 +142,10 @@ def test_an_envelope_is_what_torch_save_writes_around_the_bytes():
         loaded = torch.load(io.BytesIO(before + tensor.view(torch.uint8).numpy().tobytes() + after), weights_only=True)
         assert torch.equal(loaded, tensor) and loaded.dtype == tensor.dtype
         assert loaded.untyped_storage().nbytes() == tensor.nbytes
-    assert torch.serialization.get_crc32_options()
+        archive = zipfile.ZipFile(io.BytesIO(before + bytes(tensor.nbytes) + after))
+        checksums = {info.filename.partition("/")[2]: info.CRC for info in archive.infolist()}
+        assert checksums.pop("data/0") == 0
+        assert all(zlib.crc32(archive.read(f"archive/{name}")) == crc32 for name, crc32 in checksums.items())
 
 
 def test_shards_and_sidecars_are_remembered(tmp_path):
