@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import Place, Style, places
 from isoloss.models.distcp import Folder, Stored
@@ -44,12 +45,14 @@ class Spot:
 class CheckpointWeights:
     """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
 
-    style: how its keys are made. padded_vocab: rows of its embedding. skipped: model tensors that were passed over.
+    style: how its keys are made. keys: those of the model. skipped: those of tensors that the model has no use for.
+    padded_vocab: rows of the embedding.
     """
 
     def __init__(self, folder: str | Path, arch: Architecture):
         self.folder = Folder(folder)
         self.arch = arch
+        self._check_manifest()
         tensors = {key: stored for key, stored in self.folder.tensors.items() if not _OPTIMIZER.match(key)}
         self._prefix = _prefix(tensors, self.folder.path)
         self.style = _style(tensors)
@@ -57,6 +60,7 @@ class CheckpointWeights:
         self._spots = {weight.name: self._find(weight, tensors) for weight in weights}
         used = {spot.stored.key for spots in self._spots.values() for spot in spots}
         self.skipped = tuple(sorted(key for key in tensors.keys() - used if self._beyond(key)))
+        self.keys = tuple(sorted(used))
         self._refuse(tensors.keys() - used - set(self.skipped))
         self.padded_vocab = self._spots[EMBEDDING][0].stored.shape[0]
 
@@ -72,6 +76,21 @@ class CheckpointWeights:
         for spot in self._spots[weight.name]:
             self.folder.read_into(target[slice(*spot.rows)], spot.stored, spot.index)
         return target
+
+    def _check_manifest(self) -> None:
+        """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
+        path = self.folder.path
+        if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
+            return
+        found = manifest.read(path)
+        manifest.check_sizes(path, found)
+        for field in ("family", "vocab_size"):
+            ours, theirs = getattr(self.arch, field), getattr(found, field)
+            if ours != theirs:
+                raise UserError(
+                    f"{path / manifest.NAME}: {field}={theirs!r} where config.json says {ours!r}; the checkpoint and "
+                    "config.json do not belong together"
+                )
 
     def _find(self, weight: Weight, tensors: Mapping[str, Stored]) -> tuple[Spot, ...]:
         spots = []

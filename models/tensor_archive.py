@@ -39,19 +39,30 @@ def locate(archive: memoryview) -> Payload:
     """The payload of an archive of one tensor. Raises an error of some kind where it is anything else, or damaged."""
     with zipfile.ZipFile(_View(archive)) as file:
         records = {info.filename.partition("/")[2]: info for info in file.infolist()}
-        dtype, storage, shape = _Unpickler(io.BytesIO(file.read(records["data.pkl"]))).load()
-        if "byteorder" in records and file.read(records["byteorder"]) != b"little":
-            raise ValueError("numbers are not little-endian")
+    dtype, storage, shape = _Unpickler(io.BytesIO(_record(archive, records["data.pkl"]))).load()
+    if "byteorder" in records and bytes(_record(archive, records["byteorder"])) != b"little":
+        raise ValueError("numbers are not little-endian")
     record = records[f"data/{storage}"]
-    # A record starts with a header of 30 bytes, a name and an extra field, whose lengths stand at bytes 26 and 28.
+    payload = Payload(_start(archive, record), dtype, shape, record.CRC)
+    if record.file_size != payload.nbytes:
+        raise ValueError(f"{record.file_size} bytes for a tensor of {payload.nbytes}")
+    return payload
+
+
+def _record(archive: memoryview, record: zipfile.ZipInfo) -> memoryview:
+    """The bytes of a record. Not by `ZipFile.read`: it insists on checksums, which writers may leave out."""
+    start = _start(archive, record)
+    return archive[start : start + record.file_size]
+
+
+def _start(archive: memoryview, record: zipfile.ZipInfo) -> int:
+    """Where a record's bytes are: after a header of 30, a name and an extra field, whose lengths are at 26 and 28."""
     lengths = archive[record.header_offset + 26 : record.header_offset + 30]
     name, extra = int.from_bytes(lengths[:2], "little"), int.from_bytes(lengths[2:], "little")
-    payload = Payload(record.header_offset + 30 + name + extra, dtype, shape, record.CRC)
-    if record.compress_type != zipfile.ZIP_STORED or record.file_size != payload.nbytes:
-        raise ValueError(f"{record.file_size} bytes for a tensor of {payload.nbytes}")
-    if payload.offset + payload.nbytes > len(archive):
-        raise ValueError("the numbers reach beyond the end")
-    return payload
+    start = record.header_offset + 30 + name + extra
+    if record.compress_type != zipfile.ZIP_STORED or start + record.file_size > len(archive):
+        raise ValueError(f"{record.filename} is compressed, or reaches beyond the end")
+    return start
 
 
 class _Unpickler(pickle.Unpickler):

@@ -34,6 +34,7 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_ma
 GROUPED = {
     "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
     "moe_intermediate_size": 20, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
 }  # fmt: skip
 CONFIGS: Mapping[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "LlamaForCausalLM": (LlamaConfig, {"head_dim": 16, "rope_parameters": LLAMA3_ROPE}),

@@ -1,0 +1,121 @@
+"""The two models that `--verify` compares: logits by isoloss from a checkpoint, and by transformers from a folder."""
+
+import contextlib
+import gc
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.plan import Plan
+from isoloss.engine.step import prepare_step, run_logits
+from isoloss.models.architecture import Architecture
+from isoloss.models.build import build_model
+from isoloss.models.checkpoint_hf import WeightSource
+from isoloss.models.parameters import load_weights
+from isoloss.models.router import Router
+from isoloss.models.weights import Weight
+from isoloss.parallel import Layout, Mesh, launch, mesh
+
+
+class Unverified(Exception):
+    """A conversion that did not stand the test. One line: which check failed, with what numbers."""
+
+
+class Rounded:
+    """A source of weights as the other format holds them, whose types may be narrower."""
+
+    def __init__(self, source: WeightSource, dtypes: Mapping[str, torch.dtype]):
+        """dtypes: by name of weight."""
+        self._source, self._dtypes = source, dtypes
+
+    def whole(self, weight: Weight) -> Tensor:
+        return self._source.whole(weight).to(self._dtypes[weight.name])
+
+
+class IsolossModel:
+    """A model of one rank in fp32, forward only. visited: for each layer with experts, bool [E], whether a token so far
+    was sent to the expert."""
+
+    def __init__(self, arch: Architecture, source: WeightSource, own_mesh: Mesh):
+        self.arch, self._mesh = arch, own_mesh
+        self._chunks = build_model(arch, own_mesh, torch.float32)
+        load_weights(self._chunks, arch, source, own_mesh)
+        self.visited: dict[int, Tensor] = {}
+        for layer, block in enumerate(self._chunks[0].decoder.layers):
+            for module in block.modules():
+                if isinstance(module, Router):
+                    self.visited[layer] = torch.zeros(module.experts.count, dtype=torch.bool)
+                    module.register_forward_hook(self._watch(layer))
+
+    def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
+        """The logits that predict tokens_T[targets_N], [N, vocabulary] fp32 on the CPU."""
+        mask_T = torch.zeros(len(tokens_T), dtype=torch.bool)
+        mask_T[targets_N] = True
+        device = torch.device(torch.cuda.current_device())
+        loss = Loss(negative_log_likelihood, aggregation="sum")
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, Plan((((0,),),)), self._mesh, device)
+        with torch.no_grad():
+            return run_logits(self._mesh, self._chunks, self.arch, batch)[targets_N].float().cpu()
+
+    def _watch(self, layer: int):
+        def note(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+            self.visited[layer] |= outputs[1].any(0).cpu()
+
+        return note
+
+
+@contextlib.contextmanager
+def isoloss_model(arch: Architecture, source: WeightSource) -> Iterator[IsolossModel]:
+    """The model, in a world of this process alone; both are gone afterwards."""
+    launch.init_process_group()
+    try:
+        yield IsolossModel(arch, source, Mesh.create(Layout()))
+    finally:
+        mesh.destroy()
+        dist.destroy_process_group()
+        gc.collect()
+
+
+class TransformersModel:
+    """The model of a Hugging Face folder in fp32, its weights rounded to `dtype` first if there is one.
+
+    Raises Unverified where the folder lacks a tensor of the model or holds another one.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype | None):
+        from transformers import AutoModelForCausalLM
+
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
+        )
+        for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info[kind]:
+                raise Unverified(f"transformers finds {kind} in {folder}: {min(map(str, info[kind]))} and others")
+        for parameter in model.parameters() if dtype else ():
+            parameter.data = parameter.data.to(dtype).float()
+        self._model = model.eval().to(torch.cuda.current_device())
+
+    def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
+        """As `IsolossModel.logits`."""
+        with torch.no_grad():
+            tokens = tokens_T[None].to(self._model.device)
+            return self._model(input_ids=tokens, use_cache=False).logits[0, targets_N - 1].float().cpu()
+
+    def other_kernels(self) -> None:
+        """From now on compute the same in another order, where transformers has a choice."""
+        for change in (
+            lambda: self._model.set_attn_implementation("sdpa"),
+            lambda: self._model.set_experts_implementation("batched_mm"),
+        ):
+            with contextlib.suppress(ValueError, AttributeError):
+                change()
