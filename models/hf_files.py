@@ -69,22 +69,19 @@ def arrange(tensors: Sequence[HFTensor], max_bytes: int = MAX_SHARD_BYTES) -> tu
 
 
 def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile, ...]:
-    """The files of a layout that was recorded, without what is no weight of the model.
-
-    Raises UserError where the layout lacks a tensor.
-    """
+    """The files of a layout that was recorded. Raises UserError where it is not one of these tensors."""
     by_name = {tensor.name: tensor for tensor in tensors}
-    missing = sorted(by_name.keys() - {name for file in layout.files.values() for name in file.tensors})
-    if missing:
+    recorded = {name for file in layout.files.values() for name in file.tensors}
+    if recorded != by_name.keys():
+        name = min(recorded ^ by_name.keys())
         raise UserError(
-            f"the recorded files of the model have no {missing[0]} ({len(missing)} such), which the model of its "
-            "config.json has; the two do not belong together"
+            f"{name} {'was' if name in recorded else 'was not'} among the published tensors of the model, and is "
+            f"{'not ' if name in recorded else ''}among those of its config.json; the two do not belong together"
         )
-    files = (
-        HFFile(name, tuple(by_name[tensor] for tensor in file.tensors if tensor in by_name), file.metadata)
+    return tuple(
+        HFFile(name, tuple(by_name[tensor] for tensor in file.tensors), file.metadata)
         for name, file in layout.files.items()
     )
-    return tuple(file for file in files if file.tensors)
 
 
 def index_text(files: Iterable[HFFile]) -> str:

@@ -26,7 +26,7 @@ from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
 from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
 from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
-from isoloss.models.shard_layout import SHARDS, shard_layout
+from isoloss.models.shard_layout import SHARDS, ShardLayout, shard_layout
 from isoloss.models.transfer import OutputFile, Source
 from isoloss.models.transfer_worker import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.weights import Part, Weight, weight_map
@@ -87,7 +87,8 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
         sizes[chunk.dtype] += math.prod(chunk.shape) * ITEMSIZE[chunk.dtype]
     arch = replace(arch, dtype=sizes.most_common(1)[0][0])
     file_bytes = file_bytes or min(MAX_FILE_BYTES, max(MIN_FILE_BYTES, -(-sizes.total() // NUM_FILES)))
-    files = (*plan_files(chunks, _extra_states(weights, arch, style), file_bytes), *_huggingface(folder, headers, arch))
+    layout = shard_layout(headers, used, (folder / INDEX).is_file())
+    files = (*plan_files(chunks, _extra_states(weights, arch, style), file_bytes), *_huggingface(folder, layout, arch))
     dtypes, num_tensors = tuple(sorted(sizes)), len({chunk.key for chunk in chunks})
     text = partial(_manifest_text, arch, style, dtypes, num_tensors)
     left_out = tuple(sorted(set(reader.names) - used))
@@ -214,9 +215,8 @@ def _extra_states(weights: Sequence[Weight], arch: Architecture, style: Style) -
     return tuple(keys)
 
 
-def _huggingface(folder: Path, headers: Mapping[str, Header], arch: Architecture) -> Iterator[OutputFile]:
+def _huggingface(folder: Path, layout: ShardLayout, arch: Architecture) -> Iterator[OutputFile]:
     """All of the folder but its weights, and a list that tells in which file each of them was, for the way back."""
-    layout = shard_layout(headers, (folder / INDEX).is_file())
     yield OutputFile(f"{HUGGINGFACE}/config.json", (Literal(config_text(folder, arch).encode()),))
     yield OutputFile(f"{HUGGINGFACE}/{SHARDS}", (Literal(layout.to_json().encode()),))
     for name in sidecars(folder):

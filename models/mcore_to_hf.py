@@ -13,7 +13,7 @@ import torch
 
 from isoloss.models import certificate, manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, config_text, sidecars
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_text, sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.hf_files import HFFile, HFTensor, arrange, arrange_as, index_text
 from isoloss.models.manifest import FileRecord
@@ -23,7 +23,7 @@ from isoloss.models.shard_layout import ShardLayout, read_shard_layout, shard_la
 from isoloss.models.transfer import OutputFile, Plan, Source
 from isoloss.models.transfer_worker import Literal, Run, Segment
 from isoloss.models.weight_segments import WeightRows
-from isoloss.models.weights import Weight, weight_map
+from isoloss.models.weights import Weight, hf_shapes, weight_map
 
 _TYPES = {getattr(torch, name): kind for kind, name in DTYPES.items()}
 
@@ -51,7 +51,7 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     arch = read_architecture(folder)
     arch = replace(arch, dtype=dtype) if dtype else arch
     weights = CheckpointWeights(checkpoint, arch)
-    layout = _published_layout(folder) if hf else read_shard_layout(checkpoint)
+    layout = _published_layout(folder, arch) if hf else read_shard_layout(checkpoint)
     parts = _parts(weight_map(arch))
     kinds = _kinds(arch, weights, layout, keep=dtype is None and hf is None and layout is not None)
     tensors = [_tensor(name, members[0], kinds) for name, members in parts.items()]
@@ -70,12 +70,14 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
 
 
-def _published_layout(folder: Path) -> ShardLayout | None:
-    """The files of a Hugging Face folder, None where it holds no weights."""
+def _published_layout(folder: Path, arch: Architecture) -> ShardLayout | None:
+    """The files of a Hugging Face folder, None where it holds no weights; UserError if they are not of this model."""
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         return None
-    files = dict.fromkeys(HFReader(folder).file_of.values())
-    return shard_layout({file: read_header(folder / file) for file in files}, (folder / INDEX).is_file())
+    reader = HFReader(folder)
+    check(reader, arch)
+    headers = {file: read_header(folder / file) for file in dict.fromkeys(reader.file_of.values())}
+    return shard_layout(headers, hf_shapes(weight_map(arch)).keys(), (folder / INDEX).is_file())
 
 
 def _kinds(arch: Architecture, weights: CheckpointWeights, layout: ShardLayout | None, keep: bool) -> dict[str, str]:

@@ -4,7 +4,7 @@ With it the way back can make every file what it was.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,13 +37,13 @@ class ShardLayout:
         return json.dumps({"indexed": self.indexed, "files": files}, indent=1) + "\n"
 
 
-def shard_layout(headers: Mapping[str, Header], indexed: bool) -> ShardLayout:
-    """The layout of the files with these headers."""
+def shard_layout(headers: Mapping[str, Header], names: Set[str], indexed: bool) -> ShardLayout:
+    """The layout of the files with these headers, as far as these tensors go."""
     files = {
-        name: Shard({tensor: stored.dtype for tensor, stored in header.tensors.items()}, header.metadata)
-        for name, header in headers.items()
+        file: Shard({name: stored.dtype for name, stored in header.tensors.items() if name in names}, header.metadata)
+        for file, header in headers.items()
     }
-    return ShardLayout(files, indexed)
+    return ShardLayout({file: shard for file, shard in files.items() if shard.tensors}, indexed)
 
 
 def read_shard_layout(checkpoint: Path) -> ShardLayout | None:

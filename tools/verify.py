@@ -32,8 +32,8 @@ def verify_export(export: Export, out: Path) -> LogitsEvidence:
         arch = read_architecture(out)
         if arch != export.arch:
             raise Unverified(f"{out}/config.json describes another model than the checkpoint's")
-        _check_layout(export, out)
         tensors = compare_tensors(arch, export.weights, out, "hf")
+        _check_layout(export, out)
         logits = compare_logits(arch, Rounded(export.weights, export.dtypes), out)
     except UserError as error:
         raise Unverified(str(error)) from error

@@ -107,10 +107,10 @@ def _judge(evidence: LogitsEvidence, visited: Mapping[int, Tensor]) -> None:
         )
     for layer, experts in visited.items():
         if not experts.all():
+            others = evidence.experts - evidence.experts_visited - 1
             raise Unverified(
-                f"logits: expert {int(experts.int().argmin())} of layer {layer} saw none of the "
-                f"{sum(evidence.lengths):,} tokens, nor did {evidence.experts - evidence.experts_visited - 1} others "
-                f"of {evidence.experts}, so nothing is known of what they compute"
+                f"logits: expert {int(experts.int().argmin())} of layer {layer} (and {others} more of all "
+                f"{evidence.experts}) saw none of {sum(evidence.lengths):,} tokens, so nothing is known of what it does"
             )
 
 

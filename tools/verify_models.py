@@ -97,6 +97,7 @@ class TransformersModel:
             attn_implementation="eager",
             local_files_only=True,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
         )
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
