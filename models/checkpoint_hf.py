@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.hf_config import MTP_LAYERS
+from isoloss.models.hf_fields import MTP_LAYERS
 from isoloss.models.weights import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 

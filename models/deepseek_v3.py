@@ -8,15 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import Architecture, Latent
-from isoloss.models.hf_config import (
-    GROUPED_EXPERTS,
-    MOE_IRRELEVANT,
-    MOE_PINNED,
-    grouped_experts,
-    positive_int,
-    read,
-    refuse,
-)
+from isoloss.models.hf_config import read
+from isoloss.models.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
+from isoloss.models.hf_fields import positive_int, refuse
 
 PINNED = {
     **MOE_PINNED,

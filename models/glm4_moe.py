@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.hf_config import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, flag, grouped_experts, read
+from isoloss.models.hf_config import read
+from isoloss.models.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
+from isoloss.models.hf_fields import flag
 
 FIELDS = GROUPED_EXPERTS | {"attention_bias", "use_qk_norm"}
 

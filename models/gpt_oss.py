@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.hf_config import FULL, MOE_IRRELEVANT, MOE_PINNED, SLIDING, experts, read, refuse
+from isoloss.models.hf_config import FULL, SLIDING, read
+from isoloss.models.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
+from isoloss.models.hf_fields import refuse
 
 PINNED = {**MOE_PINNED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token"})

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.hf_config import MOE_IRRELEVANT, MOE_PINNED, SLIDING, experts, read
+from isoloss.models.hf_config import SLIDING, read
+from isoloss.models.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
 
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"})
 

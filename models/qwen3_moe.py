@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.hf_config import MOE_IRRELEVANT, MOE_PINNED, experts, flag, read
+from isoloss.models.hf_config import read
+from isoloss.models.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
+from isoloss.models.hf_fields import flag
 
 # Dense layers between the sparse ones are not supported; no published model has them.
 PINNED = {

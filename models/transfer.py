@@ -104,7 +104,7 @@ def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: st
                 write_whole(str(partial / "plan"), identity.encode())
             records, kept = _work(plan, partial, lock, _worker_count(plan, workers), label)
             if _identity(plan) != identity:
-                _clear(partial)
+                shutil.rmtree(partial)
                 raise UserError("a source changed while it was read; run the same command again")
             _publish(plan, records, partial / "files", target)
             shutil.rmtree(partial)
@@ -152,21 +152,27 @@ def _check_space(plan: Plan, target: Path, partial: Path) -> None:
 def _locked(partial: Path) -> Iterator[int]:
     """Hold the lock of a partial folder; yields its descriptor. The workers inherit it, so that it lasts as long as
     the last of them, whatever becomes of this process."""
-    partial.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(partial / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+    deadline = time.monotonic() + LOCK_SECONDS  # the workers of a run that was killed need a moment to see it
+    while (descriptor := _try_lock(partial)) is None:
+        if time.monotonic() > deadline:
+            raise UserError(f"{partial} is being written by another process; wait until it is done")
+        time.sleep(0.1)
     try:
-        deadline = time.monotonic() + LOCK_SECONDS  # the workers of a run that was killed need a moment to see it
-        while True:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise UserError(f"{partial} is being written by another process; wait until it is done") from None
-                time.sleep(0.1)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _try_lock(partial: Path) -> int | None:
+    partial.mkdir(parents=True, exist_ok=True)
+    path = partial / "lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # else a run that ended has deleted it
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _clear(partial: Path) -> None:
@@ -192,7 +198,7 @@ def _work(plan: Plan, partial: Path, lock: int, num_workers: int, label: str) ->
                     kept_bytes += nbytes * kept
             elif answer[0] == "source":
                 workers.kill()
-                _clear(partial)  # nothing that came from a damaged file is worth keeping
+                shutil.rmtree(partial)  # nothing that came from a damaged file is worth keeping
                 raise UserError(answer[1])
             elif answer[0] == "failed":
                 _, number, text = answer

@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -42,14 +43,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"isoloss: error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"isoloss: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print(f"isoloss: interrupted; {transfer.AGAIN}", file=sys.stderr)
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"isoloss: error: {message}; --help tells more\n")
+
+
 def _parser() -> argparse.ArgumentParser:
     prog, as_written = "python -m isoloss.tools.convert", argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog=prog, description=__doc__, formatter_class=as_written)
+    parser = _Parser(prog=prog, description=__doc__, formatter_class=as_written)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
         "hf-to-mcore",
@@ -173,10 +182,9 @@ def _tell(logits: LogitsEvidence, folder: Path) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 if __name__ == "__main__":

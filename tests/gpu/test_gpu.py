@@ -8,7 +8,11 @@ import math
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from worlds import invariance as world
+from worlds.checkpoints import logits
+from worlds.families import CONFIGS, VOCAB, write_folder
+from worlds.transformers_parity import make_samples
 
 from isoloss.engine.config import Config
 from isoloss.parallel import Layout
@@ -68,3 +72,16 @@ def test_bf16_trains_like_fp32(pool, config, samples):
     assert runs["bf16"][0] == pytest.approx(runs["fp32"][0], rel=2e-3)
     assert runs["bf16"][-1] == pytest.approx(runs["fp32"][-1], rel=2e-2)
     assert runs["bf16"][-1] < 0.9 * runs["bf16"][0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_are_those_of_transformers_on_a_cpu(name, pool, tmp_path):
+    folder = write_folder(name, tmp_path / "in")
+    samples = make_samples((40, 17, 110), VOCAB)
+    (found,) = pool.run(1, logits, folder, samples, {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    for sample, of_sample in zip(samples, found.split([len(sample) for sample in samples])):
+        with torch.no_grad():
+            wanted = model(input_ids=sample.tokens_T[None], use_cache=False).logits[0, :-1].double()
+        wanted *= sample.mask_T[1:, None]
+        assert (of_sample[1:] - wanted).norm() <= 1e-5 * wanted.norm()

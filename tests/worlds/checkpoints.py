@@ -35,7 +35,7 @@ def logits(model: Path, samples: Sequence[Sample], parallel: dict, checkpoint: P
     engine = make_engine(model, "fp32", **parallel)
     if checkpoint is not None:
         engine.load(checkpoint)
-    return torch.cat(engine.logits(samples))
+    return torch.cat(engine.logits(samples)).cpu()
 
 
 def logits_after_plain_load(model: Path, checkpoint: Path, samples: Sequence[Sample], parallel: dict) -> Tensor:
