@@ -33,6 +33,8 @@ from isoloss.models.transfer_worker import CheckFile, Literal, Segment, WriteFil
 from isoloss.parallel.errors import UserError
 
 LOCK_SECONDS = 10.0
+# Two workers a core: one hashes while the other waits for the disk. More than these are more than a disk needs.
+MAX_WORKERS = 16
 AGAIN = "what is finished is kept: run the same command again to go on"
 # A worker's answer and what it was about.
 Answer = tuple
@@ -85,7 +87,7 @@ class Report:
 
 
 def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: str = "writing") -> Report:
-    """Make `target`, a folder that does not exist yet. workers: processes; default one a core.
+    """Make `target`, a folder that does not exist yet. workers: processes; default two a core.
 
     Whatever happens, `target` is absent or complete, and what is finished is kept for the next run, except where a
     source turns out to be damaged.
@@ -300,7 +302,7 @@ class _Workers:
 
 def _worker_count(plan: Plan, asked: int | None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(asked or cores, len(plan.files))
+    return min(asked or min(2 * cores, MAX_WORKERS), len(plan.files))
 
 
 def _disk_full(plan: Plan, partial: Path, records: Mapping[str, FileRecord], text: str) -> str:

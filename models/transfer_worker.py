@@ -6,21 +6,26 @@ other. A segment of another module may come along as well: unpickling imports th
 """
 
 import contextlib
+import errno
+import fcntl
+import functools
 import hashlib
 import json
+import mmap
 import os
 import signal
 import sys
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-PIECE_BYTES = 4 << 20
-# Handed to the disk early, so that the disk works while the next bytes are read and hashed, and not only in fsync.
-FLUSH_BYTES = 32 << 20
+PIECE_BYTES = 1 << 20  # small enough that what was read is still in the cache when it is hashed
+# Files are written past the page cache where that is possible: it costs half as much of a processor, and the disk
+# works while other workers hash. Elsewhere the system is asked now and then to begin, so that not all is left to fsync.
+OUTPUT_BYTES, BLOCK_BYTES = 8 << 20, 4096
 MAX_OPEN_SOURCES = 64
 Buffer = bytes | memoryview
 
@@ -65,6 +70,8 @@ class Sources:
             if len(self._open) == MAX_OPEN_SOURCES:
                 os.close(self._open.popitem(last=False)[1])
             self._open[path] = os.open(path, os.O_RDONLY)
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read further ahead
         return self._open[path]
 
 
@@ -205,6 +212,92 @@ class Cast:
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
+class Output:
+    """A file that is written once, from its start to its end, and hashed on the way.
+
+    report: is told of every run of bytes written.
+    """
+
+    def __init__(self, path: str, report: Callable[[int], None]):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        self._direct = getattr(os, "O_DIRECT", 0)
+        try:
+            self._descriptor = os.open(path, flags | self._direct, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a file system that has no such thing
+                raise
+            self._direct = 0
+            self._descriptor = os.open(path, flags, 0o666)
+        self._buffer = _aligned_buffer()
+        self._filled = 0
+        self._digest = hashlib.sha256()
+        self._report = report
+
+    def __enter__(self) -> "Output":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def copy(self, sources: Sources, run: Run) -> None:
+        """Add a run of bytes, read to where it is written from."""
+        done = 0
+        while done < run.nbytes:
+            piece = self._buffer[self._filled :][: min(PIECE_BYTES, run.nbytes - done)]
+            sources.read_into(piece, run.path, run.offset + done)
+            self._added(piece)
+            done += len(piece)
+
+    def add(self, data: Buffer) -> None:
+        rest = memoryview(data)
+        while rest:
+            piece = self._buffer[self._filled :][: len(rest)]
+            piece[:] = rest[: len(piece)]
+            self._added(piece)
+            rest = rest[len(piece) :]
+
+    def finish(self) -> str:
+        """Have everything on the disk; returns the sha256."""
+        whole_blocks = self._filled // BLOCK_BYTES * BLOCK_BYTES
+        self._write(self._buffer[:whole_blocks])
+        self._leave_direct()
+        self._write(self._buffer[whole_blocks : self._filled])
+        os.fsync(self._descriptor)
+        self._report(self._filled)
+        return self._digest.hexdigest()
+
+    def _added(self, piece: memoryview) -> None:
+        self._digest.update(piece)
+        self._filled += len(piece)
+        if self._filled == OUTPUT_BYTES:
+            self._write(self._buffer)
+            self._report(self._filled)
+            self._filled = 0
+
+    def _write(self, rest: memoryview) -> None:
+        while rest:
+            try:
+                rest = rest[os.write(self._descriptor, rest) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._leave_direct()  # a file system with blocks of another size
+        if not self._direct and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def _leave_direct(self) -> None:
+        if self._direct:
+            flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~self._direct)
+            self._direct = 0
+
+
+@functools.cache
+def _aligned_buffer() -> memoryview:
+    """The one that all files of a worker are written from; a mapping starts at a page."""
+    return memoryview(mmap.mmap(-1, OUTPUT_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+
+
 @dataclass(frozen=True)
 class WriteFile:
     """Write a file and, once it is safe on the disk, its record. A file that has a record is kept if it still fits."""
@@ -220,13 +313,14 @@ class WriteFile:
         if kept:
             return nbytes, kept, True
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        try:
-            pieces = (piece for segment in self.segments for piece in segment.read(sources))
-            digest = _write(descriptor, pieces, report)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        with Output(self.path, report) as output:
+            for segment in self.segments:
+                if isinstance(segment, Run):
+                    output.copy(sources, segment)
+                else:
+                    for piece in segment.read(sources):
+                        output.add(piece)
+            digest = output.finish()
         size = os.stat(self.path).st_size
         assert size == nbytes, f"{self.path}: {size} bytes written where {nbytes} were planned"
         _write_record(self.record, nbytes, digest)
@@ -288,7 +382,9 @@ def write_whole(path: str, data: bytes) -> None:
     os.makedirs(os.path.dirname(path), exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
-        _write(descriptor, [data], lambda _: None)
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(descriptor, rest) :]
     finally:
         os.close(descriptor)
 
@@ -296,25 +392,6 @@ def write_whole(path: str, data: bytes) -> None:
 def _write_record(path: str, nbytes: int, sha256: str) -> None:
     # Not synced: a record that is lost costs the writing of its file, and no more.
     write_whole(path, json.dumps({"bytes": nbytes, "sha256": sha256}).encode())
-
-
-def _write(descriptor: int, pieces: Iterable[Buffer], report: Callable[[int], None]) -> str:
-    """Write all pieces; returns their sha256."""
-    digest = hashlib.sha256()
-    written = flushed = 0
-    for piece in pieces:
-        digest.update(piece)
-        rest = memoryview(piece)
-        while rest:
-            done = os.write(descriptor, rest)
-            rest, written = rest[done:], written + done
-        if written - flushed >= FLUSH_BYTES:
-            if hasattr(os, "posix_fadvise"):  # on Linux this starts the writing of the range, without waiting for it
-                os.posix_fadvise(descriptor, flushed, written - flushed, os.POSIX_FADV_DONTNEED)
-            report(written - flushed)
-            flushed = written
-    report(written - flushed)
-    return digest.hexdigest()
 
 
 def _sha256(sources: Sources, path: str, nbytes: int, report: Callable[[int], None]) -> str:

@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes that copy; default: one a core")
+    command.add_argument("--workers", type=_positive, metavar="N", help="processes that copy; default: two a core")
     command.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     command.add_argument("--verify", action="store_true", help="compare what was written with what it was made from")
 
