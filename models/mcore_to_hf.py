@@ -65,7 +65,7 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
         OutputFile(name, (Run(str(folder / name), 0, (folder / name).stat().st_size),)) for name in sidecars(folder)
     ]
     record = partial(_record, checkpoint, weights, files)
-    plan = Plan(tuple(outputs), _sources(outputs, checkpoint), (certificate.NAME, record))
+    plan = Plan(tuple(outputs), _sources(outputs, checkpoint, list(rows.values())), (certificate.NAME, record))
     dtypes = {name: getattr(torch, DTYPES[kind]) for name, kind in kinds.items()}
     return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
 
@@ -130,14 +130,17 @@ def _output(file: HFFile, parts: Mapping[str, Sequence[Member]], rows: Mapping[s
     return OutputFile(file.name, tuple(segments))
 
 
-def _sources(outputs: Sequence[OutputFile], checkpoint: Path) -> tuple[Source, ...]:
-    """Every file that is read, with the checksum that the checkpoint's manifest has for it."""
+def _sources(outputs: Sequence[OutputFile], checkpoint: Path, rows: Sequence[WeightRows]) -> tuple[Source, ...]:
+    """Every file that is read; with the checksum of the checkpoint's manifest, unless its tensors have their own: a
+    training checkpoint is mostly optimizer state, which need not be read."""
     known: Mapping[str, FileRecord] = {}
     if (checkpoint / manifest.NAME).is_file():
         known = manifest.read(checkpoint).files
     paths = dict.fromkeys(path for output in outputs for segment in output.segments for path in segment.paths)
+    own = {path for of_weight in rows for path in of_weight.checked}
+    own -= {path for of_weight in rows for path in of_weight.unchecked}
     sums = {str(checkpoint / name): record.sha256 for name, record in known.items()}
-    return tuple(Source(path, sums.get(path), "copy the checkpoint again") for path in paths)
+    return tuple(Source(path, None if path in own else sums.get(path), "copy the checkpoint again") for path in paths)
 
 
 def _record(

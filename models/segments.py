@@ -3,13 +3,40 @@
 Like `transfer_worker`, whose workers import it, this module needs little more than the standard library.
 """
 
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isoloss.models.transfer_worker import PIECE_BYTES, Buffer, Segment, Sources
+from isoloss.models.transfer_worker import PIECE_BYTES, Buffer, Segment, SourceError, Sources
 
 # So few rows at a time that the cache lines of a column are still there when its neighbour is read.
 VIEW_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Intact:
+    """No bytes of its own, but the condition for those that follow: these of a file have this checksum."""
+
+    path: str
+    offset: int
+    length: int
+    crc32: int
+
+    @property
+    def nbytes(self) -> int:
+        return 0
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,)
+
+    def read(self, sources: Sources) -> Iterator[Buffer]:
+        found = 0
+        for piece in sources.pieces(self.path, self.offset, self.length):
+            found = zlib.crc32(piece, found)
+        if found != self.crc32:
+            raise SourceError(f"{self.path} is damaged at byte {self.offset} or behind it; copy the checkpoint again")
+        return iter(())
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ two formats and not two; the two forms that turn rows into columns are read thro
 """
 
 import itertools
+import math
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 
 from isoloss.models.checkpoint_read import CheckpointWeights, Spot
 from isoloss.models.forms import Form, InterleavedGateUp, TransposedRows
-from isoloss.models.segments import Columns, SideBySide, Viewed
+from isoloss.models.segments import Columns, Intact, SideBySide, Viewed
 from isoloss.models.transfer_worker import Cast, Run, Segment
 from isoloss.models.weights import Weight
 from isoloss.parallel.errors import UserError
@@ -23,12 +24,16 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Box:
-    """Rows and columns (start, stop) of a weight; they stand at `offset` of a file, one row right behind the other."""
+    """Rows and columns (start, stop) of a weight; they stand at `offset` of a file, one row right behind the other.
+
+    check: of the piece that they are from; its crc32 is 0 where there is none.
+    """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     path: str
     offset: int
+    check: Intact
 
 
 @dataclass(frozen=True)
@@ -55,11 +60,20 @@ class WeightRows:
     def __init__(self, source: CheckpointWeights, weight: Weight):
         self.weight = weight
         self.dtype = source.dtype(weight)
-        self._bands = tuple(_bands(source, weight))
+        boxes = [box for spot in source.spots(weight) for box in _boxes(source, weight, spot)]
+        self._bands = tuple(_bands(source, weight, boxes))
+        self._checks = tuple(dict.fromkeys(box.check for box in boxes if box.check.crc32))
+        # Files by whether the archives in them have checksums of their own.
+        self.checked = frozenset(box.path for box in boxes if box.check.crc32)
+        self.unchecked = frozenset(box.path for box in boxes if not box.check.crc32)
         self._starts = [band.rows[0] for band in self._bands]
 
     def part(self, index: int, dtype: torch.dtype) -> tuple[Segment, ...]:
-        """The bytes of one of the weight's Hugging Face tensors (or of the row of one), as this type."""
+        """The bytes of one of the weight's Hugging Face tensors (or of the row of one), as this type.
+
+        The first part checks the pieces that all of them are made of.
+        """
+        checks: tuple[Segment, ...] = self._checks if index == 0 else ()
         rows = self.weight.shape[0]
         if view := _view(self.weight.form, self.weight.shape):
             segments: Iterator[Segment] = iter((Viewed(tuple(self._rows(0, rows)), self.dtype.itemsize, *view),))
@@ -67,9 +81,9 @@ class WeightRows:
             numbers = self.weight.form.split(torch.arange(rows))[index]
             segments = itertools.chain.from_iterable(self._rows(start, stop) for start, stop in _runs(numbers))
         if dtype == self.dtype:
-            return tuple(segments)
+            return (*checks, *segments)
         types = (str(self.dtype).removeprefix("torch."), str(dtype).removeprefix("torch."))
-        return tuple(Cast(segment, *types, self.weight.parts[index].tensor) for segment in segments)
+        return (*checks, *(Cast(segment, *types, self.weight.parts[index].tensor) for segment in segments))
 
     def _rows(self, start: int, stop: int) -> Iterator[Segment]:
         for band in self._bands[bisect_right(self._starts, start) - 1 :]:
@@ -96,11 +110,10 @@ def _view(form: Form, shape: Shape) -> tuple[Shape, Shape] | None:
     return None
 
 
-def _bands(source: CheckpointWeights, weight: Weight) -> Iterator[Band]:
-    boxes = [box for spot in source.spots(weight) for box in _boxes(source, weight, spot)]
+def _bands(source: CheckpointWeights, weight: Weight, boxes: Sequence[Box]) -> Iterator[Band]:
     columns = weight.shape[1] if len(weight.shape) > 1 else 1
     edges = sorted({0, weight.shape[0], *(edge for box in boxes for edge in box.rows)})
-    boxes.sort(key=lambda box: box.columns)
+    boxes = sorted(boxes, key=lambda box: box.columns)
     for start, stop in itertools.pairwise(edges):
         row = tuple(box for box in boxes if box.rows[0] <= start and stop <= box.rows[1])
         ends = [0, *(box.columns[1] for box in row)]
@@ -120,15 +133,17 @@ def _boxes(source: CheckpointWeights, weight: Weight, spot: Spot) -> Iterator[Bo
         low, size = piece.offsets[axes:], piece.sizes[axes:]
         if low[0] >= rows or not all(size):
             continue
-        payload, _ = source.folder.payload(spot.stored, piece)
+        payload, crc32 = source.folder.payload(spot.stored, piece)
+        path, itemsize = str(source.folder.path / piece.file), spot.stored.dtype.itemsize
         width = size[1] if dims > 1 else 1
         before = _flat(tuple(a - b for a, b in zip(spot.index, piece.offsets)), piece.sizes[:axes])
         left = low[1] if dims > 1 else 0
         yield Box(
             rows=(spot.rows[0] + low[0], spot.rows[0] + min(low[0] + size[0], rows)),
             columns=(left, left + width),
-            path=str(source.folder.path / piece.file),
-            offset=payload + before * size[0] * width * spot.stored.dtype.itemsize,
+            path=path,
+            offset=payload + before * size[0] * width * itemsize,
+            check=Intact(path, payload, math.prod(piece.sizes) * itemsize, crc32),
         )
 
 

@@ -27,8 +27,8 @@ TEXT = (
     "The loss and the gradient of an optimizer step depend on the samples in it and on nothing else. In 1905, at 26, "
     'she wrote: "f(x) = x^2 + 3x - 7"; and then, naïvely, she asked whether 12,345.67 was a lot.\n'
 )
-# Relative to the spread (standard deviation) of the logits. Of four layers, two correct evaluations differ by 1e-5 and
-# twelve by 2.5e-5; scaled rotary positions taken for plain ones, the smallest fault that was planted, makes 1e-2.
+# Relative to the spread (standard deviation) of the logits. On random models of four layers two correct evaluations are
+# 1e-5 apart, of twelve up to 2.5e-5; planted faults (exchanged experts, rope scaling ignored, ...) make 2.5 and more.
 FLOOR, CEILING = 2e-5, 5e-4
 NOISE_FACTOR = 4.0
 

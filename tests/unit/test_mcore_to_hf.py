@@ -1,6 +1,7 @@
 """Checkpoints back into Hugging Face folders."""
 
 import json
+import shutil
 from collections.abc import Set
 from pathlib import Path
 
@@ -8,14 +9,15 @@ import pytest
 import torch
 from worlds import plain_megatron
 
-from isoloss.models import certificate, hf_to_mcore, transfer
-from isoloss.models.checkpoint_hf import INDEX
+from isoloss.models import certificate, hf_files, hf_to_mcore, transfer
+from isoloss.models.checkpoint_hf import INDEX, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.mcore_to_hf import plan_export
 from isoloss.models.registry import FAMILIES, read_architecture
 from isoloss.models.transfer_worker import Sources
 from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import weight_map
+from isoloss.parallel.errors import UserError
 
 
 def assert_segments_are_the_split_weights(checkpoint: Path, hf: Path, dtype: torch.dtype) -> None:
@@ -73,7 +75,7 @@ def assert_same_folder(found: Path, published: Path, but: Set[str] = frozenset()
 
 
 def published(tiny_hf, architecture: str, sharded: bool, dtype: torch.dtype, **changes) -> Path:
-    return tiny_hf(architecture, dtype=dtype, max_shard_size="60KB" if sharded else "50GB", **changes)
+    return tiny_hf(architecture, dtype=dtype, max_shard_size="150KB" if sharded else "50GB", **changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,3 +88,63 @@ def test_there_and_back_again(architecture, sharded, dtype, tiny_hf, tmp_path):
     record = convert(tmp_path / "mcore", tmp_path / "out")
     assert_same_folder(tmp_path / "out", hf)
     assert record["files"].keys() == {path.name for path in hf.iterdir()} and record["verified"] is False
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
+def test_plain_megatron_core_into_the_files_that_were_published(layout, tie, tiny_hf, plain_checkpoint, tmp_path):
+    hf = published(tiny_hf, "LlamaForCausalLM", True, torch.float32, tie_word_embeddings=tie)
+    record = convert(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]), tmp_path / "out", hf=hf)
+    assert_same_folder(tmp_path / "out", hf)
+    assert (record["vocab_size"], record["padded_vocab"]) == (131, 148)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_tied_embeddings_there_and_back_again(architecture, tiny_hf, tmp_path):
+    hf = published(tiny_hf, architecture, True, torch.bfloat16, tie_word_embeddings=True)
+    transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
+    convert(tmp_path / "mcore", tmp_path / "out")
+    assert_same_folder(tmp_path / "out", hf)
+
+
+def test_without_a_record_files_are_filled_in_order(tiny_hf, plain_checkpoint, tmp_path, monkeypatch):
+    hf = tiny_hf("Glm4MoeForCausalLM")
+    checkpoint = shutil.copytree(plain_checkpoint(hf), tmp_path / "mcore")
+    copy_sidecars(hf, checkpoint / "huggingface", read_architecture(hf))
+    record = convert(checkpoint, tmp_path / "one")
+    assert sorted(record["files"]) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+    monkeypatch.setattr(hf_files.arrange, "__defaults__", (100_000,))
+    record = convert(checkpoint, tmp_path / "several", dtype="bfloat16")
+    shards = sorted(name for name in record["files"] if name.endswith(".safetensors"))
+    assert shards == [f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
+    assert len(shards) > 2 and all(record["files"][name]["bytes"] < 110_000 for name in shards)
+    reader, arch = HFReader(tmp_path / "several"), read_architecture(tmp_path / "several")
+    check(reader, arch)
+    assert arch.dtype == "bfloat16"
+    for weight in weight_map(arch):
+        wanted = HFReader(hf).whole(weight).to(torch.bfloat16 if weight.trained else torch.float32)
+        assert torch.equal(reader.whole(weight), wanted)
+
+
+def test_a_flipped_bit_is_named_though_there_is_no_manifest(tiny_hf, plain_checkpoint, tmp_path):
+    hf = tiny_hf("LlamaForCausalLM")
+    checkpoint = shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
+    weights = CheckpointWeights(checkpoint, read_architecture(hf))
+    fc2 = weights.folder.tensors["decoder.layers.mlp.linear_fc2.weight"].pieces[0]
+    start, _ = weights.folder.payload(weights.folder.tensors["decoder.layers.mlp.linear_fc2.weight"], fc2)
+    with (checkpoint / fc2.file).open("r+b") as file:
+        file.seek(start + 1000)
+        byte = file.read(1)[0]
+        file.seek(start + 1000)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(UserError, match=rf"{fc2.file} is damaged at byte {start} or behind it"):
+        convert(checkpoint, tmp_path / "out", hf=hf)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_files_without_checksums_of_their_own_are_read_whole(tiny_hf, plain_checkpoint, tmp_path):
+    hf = tiny_hf("LlamaForCausalLM")
+    assert not any(source.sha256 for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
+    transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
+    assert all(source.sha256 for source in plan_export(tmp_path / "mcore").plan.sources)
