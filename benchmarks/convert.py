@@ -147,16 +147,28 @@ def converted(direction: str, source: Path, target: Path, before: Callable[[], N
 def sample(pid: int, peak: list[int], done: threading.Event) -> None:
     tree = psutil.Process(pid)
     while not done.wait(0.004):
-        pids = [pid, *(child.pid for child in tree.children(recursive=True))]
-        peak[0] = max(peak[0], sum(map(anonymous, pids)))
+        total = anonymous(pid)
+        for child in tree.children(recursive=True):
+            # Between vfork and exec a new process is in the memory of its parent, and would count it again.
+            if command_line(child.pid) != command_line(pid):
+                total += anonymous(child.pid)
+        peak[0] = max(peak[0], total)
 
 
 def anonymous(pid: int) -> int:
+    lines = of_process(pid, "status").splitlines()
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(b"RssAnon:"))
+
+
+def command_line(pid: int) -> bytes:
+    return of_process(pid, "cmdline")
+
+
+def of_process(pid: int, file: str) -> bytes:
     try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return Path(f"/proc/{pid}/{file}").read_bytes()
     except (FileNotFoundError, ProcessLookupError):  # it has ended
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+        return b""
 
 
 def child(direction: str, source: Path, target: Path) -> None:

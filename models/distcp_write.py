@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from isoloss.models.transfer import OutputFile
-from isoloss.models.transfer_worker import Literal, Segment
+from isoloss.models.transfer_segments import Literal, Segment
 
 Shape = tuple[int, ...]
 # What megatron.core.dist_checkpointing 0.16 writes itself; it refuses other backends and later versions.

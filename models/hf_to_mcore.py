@@ -28,7 +28,7 @@ from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
 from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
 from isoloss.models.shard_layout import SHARDS, ShardLayout, shard_layout
 from isoloss.models.transfer import OutputFile, Source
-from isoloss.models.transfer_worker import Cast, Literal, Run, Segment, Strided, Zeros
+from isoloss.models.transfer_segments import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.weights import Part, Weight, weight_map
 from isoloss.parallel.errors import UserError
 

@@ -21,7 +21,7 @@ from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.safetensors_header import DTYPES, read_header
 from isoloss.models.shard_layout import ShardLayout, read_shard_layout, shard_layout
 from isoloss.models.transfer import OutputFile, Plan, Source
-from isoloss.models.transfer_worker import Literal, Run, Segment
+from isoloss.models.transfer_segments import Literal, Run, Segment
 from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import Weight, hf_shapes, weight_map
 

@@ -16,28 +16,24 @@ import fcntl
 import hashlib
 import os
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from tqdm import tqdm
 
-from isoloss.models import transfer_worker
 from isoloss.models.manifest import FileRecord
-from isoloss.models.transfer_worker import CheckFile, Literal, Segment, WriteFile, write_whole
+from isoloss.models.transfer_pool import Workers
+from isoloss.models.transfer_segments import Literal, Segment
+from isoloss.models.transfer_worker import CheckFile, WriteFile, write_whole
 from isoloss.parallel.errors import UserError
 
 LOCK_SECONDS = 10.0
 # Two workers a core: one hashes while the other waits for the disk. More than these are more than a disk needs.
 MAX_WORKERS = 16
 AGAIN = "what is finished is kept: run the same command again to go on"
-# A worker's answer and what it was about.
-Answer = tuple
 
 
 @dataclass(frozen=True)
@@ -191,7 +187,7 @@ def _work(plan: Plan, partial: Path, lock: int, num_workers: int, label: str) ->
     records: dict[str, FileRecord] = {}
     kept_bytes = 0
     bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
-    with bar, _Workers(num_workers, lock) as workers:
+    with bar, Workers(num_workers, lock, AGAIN) as workers:
         for file, answer in workers.answers(jobs, bar.update):
             if answer[0] == "done":
                 _, nbytes, sha256, kept = answer
@@ -233,71 +229,6 @@ def _publish(plan: Plan, records: Mapping[str, FileRecord], files: Path, target:
         _sync(folder)
     os.rename(files, target)
     _sync(target.parent)
-
-
-class _Workers:
-    """Worker processes, each with one job at a time."""
-
-    def __init__(self, count: int, lock: int):
-        self._processes = {}
-        for _ in range(count):
-            here, there = Pipe()
-            command = [sys.executable, "-P", transfer_worker.__file__, str(there.fileno()), str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(), lock))
-            there.close()
-            self._processes[here] = process
-
-    def __enter__(self) -> "_Workers":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    def kill(self) -> None:
-        """End them: they wait for a job, or their work is not wanted any more."""
-        for process in self._processes.values():
-            process.kill()
-        for connection, process in self._processes.items():
-            process.wait()
-            connection.close()
-        self._processes.clear()
-
-    def answers(
-        self, jobs: list[tuple[OutputFile | None, WriteFile | CheckFile]], progress: Callable[[int], object]
-    ) -> Iterator[tuple[OutputFile | None, Answer]]:
-        """The last answer to each job, as they come. progress: is told how many bytes were done."""
-        waiting, busy = iter(jobs), {}
-        for connection in self._processes:
-            self._send(connection, sys.path)
-            self._next(connection, waiting, busy)
-        while busy:
-            for connection in wait(list(busy)):
-                assert isinstance(connection, Connection)
-                file, job = busy[connection]
-                try:
-                    answer = connection.recv()
-                except (EOFError, ConnectionResetError):
-                    status = self._processes[connection].wait()
-                    why = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-                    raise UserError(
-                        f"a worker {why} at {job.path}; if memory ran out, give fewer workers; {AGAIN}"
-                    ) from None
-                if answer[0] == "bytes":
-                    progress(answer[1])
-                else:
-                    del busy[connection]
-                    self._next(connection, waiting, busy)
-                    yield file, answer
-
-    def _next(self, connection: Connection, waiting: Iterator, busy: dict) -> None:
-        if item := next(waiting, None):
-            busy[connection] = item
-            self._send(connection, item[1])
-
-    @staticmethod
-    def _send(connection: Connection, message: object) -> None:
-        with contextlib.suppress(BrokenPipeError):  # a worker that is gone is found when its answer is read
-            connection.send(message)
 
 
 def _worker_count(plan: Plan, asked: int | None) -> int:

@@ -1,11 +1,5 @@
-"""The worker of `transfer`: writes whole files out of byte ranges of other files.
+"""The worker of `transfer`: does the jobs that it is sent, on the standard library alone (`transfer_start`)."""
 
-It is run as a script, by its path, and needs the standard library alone (so it is one file): a worker takes ten
-megabytes instead of the hundreds of torch, and starts at once. What a file consists of are its segments, one after the
-other. A segment of another module may come along as well: unpickling imports that module, whatever it costs.
-"""
-
-import contextlib
 import errno
 import fcntl
 import functools
@@ -13,203 +7,16 @@ import hashlib
 import json
 import mmap
 import os
-import signal
-import sys
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Protocol
 
-PIECE_BYTES = 1 << 20  # small enough that what was read is still in the cache when it is hashed
+from isoloss.models.transfer_segments import PIECE_BYTES, Buffer, Run, Segment, SourceError, Sources
+
 # Files are written past the page cache where that is possible: it costs half as much of a processor, and the disk
 # works while other workers hash. Elsewhere the system is asked now and then to begin, so that not all is left to fsync.
 OUTPUT_BYTES, BLOCK_BYTES = 8 << 20, 4096
-MAX_OPEN_SOURCES = 64
-Buffer = bytes | memoryview
-
-
-class SourceError(Exception):
-    """A source that is not what the plan was made from. The message names the file and the mend."""
-
-
-class Sources:
-    """Open source files and the one buffer that they are read into: a piece is good until the next one is read."""
-
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._buffer = memoryview(bytearray(PIECE_BYTES))
-
-    def pieces(self, path: str, offset: int, nbytes: int) -> Iterator[memoryview]:
-        """Bytes [offset, offset + nbytes) of a file. Every piece but the last holds PIECE_BYTES."""
-        while nbytes:
-            piece = self._buffer[: min(nbytes, PIECE_BYTES)]
-            self.read_into(piece, path, offset)
-            yield piece
-            offset, nbytes = offset + len(piece), nbytes - len(piece)
-
-    def read_into(self, buffer: memoryview, path: str, offset: int) -> None:
-        descriptor = self._descriptor(path)
-        filled = 0
-        while filled < len(buffer):
-            try:
-                got = os.preadv(descriptor, [buffer[filled:]], offset + filled)
-            except OSError as error:
-                raise SourceError(
-                    f"{path} cannot be read at byte {offset + filled} ({error.strerror}); copy it again"
-                ) from None
-            if not got:
-                raise SourceError(f"{path} ends at byte {offset + filled}, before what it should hold; copy it again")
-            filled += got
-
-    def _descriptor(self, path: str) -> int:
-        if path in self._open:
-            self._open.move_to_end(path)
-        else:
-            if len(self._open) == MAX_OPEN_SOURCES:
-                os.close(self._open.popitem(last=False)[1])
-            self._open[path] = os.open(path, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read further ahead
-        return self._open[path]
-
-
-class Segment(Protocol):
-    """A run of bytes of an output file. Frozen, picklable; its repr tells it apart from every other one."""
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """The files that it is read from."""
-        ...
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        """The bytes in pieces; a piece may be overwritten as soon as the next one is asked for."""
-        ...
-
-
-class _OfNoFile:
-    __slots__ = ()
-    paths: tuple[str, ...] = ()
-
-
-class _OfFile:
-    __slots__ = ()
-    path: str
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.path,)
-
-
-@dataclass(frozen=True, slots=True)
-class Run(_OfFile):
-    """`nbytes` bytes of a file, as they are."""
-
-    path: str
-    offset: int
-    nbytes: int
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        return sources.pieces(self.path, self.offset, self.nbytes)
-
-
-@dataclass(frozen=True, slots=True)
-class Literal(_OfNoFile):
-    """Bytes that the plan holds itself."""
-
-    data: bytes
-
-    @property
-    def nbytes(self) -> int:
-        return len(self.data)
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        yield self.data
-
-
-@dataclass(frozen=True, slots=True)
-class Zeros(_OfNoFile):
-    nbytes: int
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        piece = bytes(min(self.nbytes, PIECE_BYTES))
-        for start in range(0, self.nbytes, PIECE_BYTES):
-            yield piece[: self.nbytes - start]
-
-
-@dataclass(frozen=True, slots=True)
-class Strided(_OfFile):
-    """A view of a file, row by row: elements of `itemsize` bytes, the first of them at `offset`.
-
-    shape, strides: of the view, in elements, one or two dims; strides are not negative. Holds the whole range of the
-    file that the view spans in memory.
-    """
-
-    path: str
-    offset: int
-    itemsize: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        size = self.itemsize
-        for length in self.shape:
-            size *= length
-        return size
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        import numpy  # no other segment needs it
-
-        span = 1 + sum((length - 1) * stride for length, stride in zip(self.shape, self.strides))
-        whole = memoryview(bytearray(span * self.itemsize))
-        sources.read_into(whole, self.path, self.offset)
-        dtype, strides = numpy.dtype(f"u{self.itemsize}"), tuple(stride * self.itemsize for stride in self.strides)
-        view: numpy.ndarray = numpy.ndarray(self.shape, dtype, whole, strides=strides)
-        # So few rows at a time that the cache lines of a column are still there when its neighbour is read.
-        for start in range(0, self.shape[0], 64):
-            yield numpy.ascontiguousarray(view[start : start + 64]).reshape(-1).view(numpy.uint8).data
-
-
-@dataclass(frozen=True, slots=True)
-class Cast:
-    """Another segment in another floating-point type. source, target: names of torch dtypes.
-
-    tensor: the name to tell where a number does not fit the new type.
-    """
-
-    inner: Run | Strided
-    source: str
-    target: str
-    tensor: str
-
-    @property
-    def nbytes(self) -> int:
-        return self.inner.nbytes // _ITEMSIZE[self.source] * _ITEMSIZE[self.target]
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        return self.inner.paths
-
-    def read(self, sources: Sources) -> Iterator[Buffer]:
-        import torch  # no other segment needs it
-
-        torch.set_num_threads(1)  # the workers use the cores
-        source, target = getattr(torch, self.source), getattr(torch, self.target)
-        for piece in self.inner.read(sources):
-            before = torch.frombuffer(piece, dtype=source)
-            after = before.to(target)
-            if torch.isinf(after).sum() != torch.isinf(before).sum():
-                text = f"{self.tensor} in {self.inner.path} holds numbers too large for {self.target}"
-                raise SourceError(f"{text}; choose another --dtype")
-            yield after.view(torch.uint8).numpy().data
-
-
-_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class Output:
@@ -429,17 +236,3 @@ def serve(connection: Connection, parent: int) -> None:
         except Exception:
             answer = ("crash", traceback.format_exc())
         connection.send(answer)
-
-
-def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    # Jobs are pickled under this module's full name; importing it that way would import all of the package with it.
-    sys.modules["isoloss.models.transfer_worker"] = sys.modules["__main__"]
-    connection = Connection(int(sys.argv[1]))
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent may be gone
-        sys.path[:] = connection.recv()
-        serve(connection, int(sys.argv[2]))
-
-
-if __name__ == "__main__":
-    main()

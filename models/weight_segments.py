@@ -15,7 +15,7 @@ import torch
 from isoloss.models.checkpoint_read import CheckpointWeights, Spot
 from isoloss.models.forms import Form, InterleavedGateUp, TransposedRows
 from isoloss.models.segments import Columns, Intact, SideBySide, Viewed
-from isoloss.models.transfer_worker import Cast, Run, Segment
+from isoloss.models.transfer_segments import Cast, Run, Segment
 from isoloss.models.weights import Weight
 from isoloss.parallel.errors import UserError
 

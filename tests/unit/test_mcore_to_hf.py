@@ -14,7 +14,7 @@ from isoloss.models.checkpoint_hf import INDEX, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.mcore_to_hf import plan_export
 from isoloss.models.registry import FAMILIES, read_architecture
-from isoloss.models.transfer_worker import Sources
+from isoloss.models.transfer_segments import Sources
 from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError

@@ -1,0 +1,30 @@
+"""The script that a worker of `transfer` starts as, run by its path: python transfer_start.py CONNECTION PARENT
+
+Importing `isoloss.models` brings torch and Megatron-Core with it: hundreds of megabytes and seconds for each worker. So
+modules of that package are imported here without the package's own code, and what they need beyond the standard library
+they import when they use it.
+"""
+
+import contextlib
+import signal
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
+    for name, path in (("isoloss", []), ("isoloss.models", [str(Path(__file__).parent)])):
+        package = sys.modules[name] = ModuleType(name)
+        package.__path__ = path
+    from isoloss.models import transfer_worker
+
+    connection = Connection(int(sys.argv[1]))
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent may be gone
+        sys.path[:] = connection.recv()
+        transfer_worker.serve(connection, int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()
