@@ -25,7 +25,7 @@ from isoloss.models.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
 from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
-from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
+from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_checksum, read_header
 from isoloss.models.shard_layout import SHARDS, ShardLayout, shard_layout
 from isoloss.models.transfer import OutputFile, Source
 from isoloss.models.transfer_segments import Cast, Literal, Run, Segment, Strided, Zeros
@@ -225,7 +225,7 @@ def _huggingface(folder: Path, layout: ShardLayout, arch: Architecture) -> Itera
 
 def _sources(files: Iterable[OutputFile]) -> tuple[Source, ...]:
     paths = dict.fromkeys(path for file in files for segment in file.segments for path in segment.paths)
-    published = {path: published_sha256(Path(path)) for path in paths}
+    published = {path: published_checksum(Path(path)) for path in paths}
     return tuple(Source(path, *found) if (found := published[path]) else Source(path) for path in paths)
 
 
