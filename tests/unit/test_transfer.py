@@ -1,6 +1,7 @@
 """Files made out of ranges of others: right, in one step, and again after every kind of interruption."""
 
 import fcntl
+import io
 import json
 import os
 import re
@@ -79,6 +80,19 @@ def test_files_and_manifest(tmp_path, capfd):
     assert os.listdir(tmp_path / "new") == ["out"]
     assert (report.nbytes, report.kept) == (plan.nbytes, 0) and report.seconds > 0
     assert capfd.readouterr() == ("", "")  # no progress bar where nobody watches
+
+
+def test_a_terminal_sees_progress(tmp_path, monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    path = tmp_path / "source"
+    path.write_bytes(bytes(50_000_000))
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    run(plan_of({"f": (Run(str(path), 0, 50_000_000),)}), tmp_path / "out", label="moving")
+    assert re.search(r"moving: 100%.*50\.0M/50\.0M \[\d+:\d+<\d+:\d+, +[\d.]+[MG]B/s\]", terminal.getvalue())
 
 
 def test_large_ranges_cross_pieces(tmp_path):
