@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from isoloss.models.checkpoint_read import CheckpointWeights, Spot
+from isoloss.models.conversion.joined_segments import Columns, Intact, SideBySide, Viewed
+from isoloss.models.conversion.segments import Cast, Run, Segment
 from isoloss.models.forms import Form, InterleavedGateUp, TransposedRows
-from isoloss.models.segments import Columns, Intact, SideBySide, Viewed
-from isoloss.models.transfer_segments import Cast, Run, Segment
 from isoloss.models.weights import Weight
 from isoloss.parallel.errors import UserError
 
@@ -101,7 +101,7 @@ def _runs(numbers: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 def _view(form: Form, shape: Shape) -> tuple[Shape, Shape] | None:
     """Shape and strides of what `form.split` makes of a weight of this shape, where that is not a choice of rows."""
-    rest, (rows, *_) = shape[1:], shape
+    rows, rest = shape[0], shape[1:]
     columns = rest[0] if rest else 1
     if isinstance(form, InterleavedGateUp):
         return (*rest, rows // 2, 2), (*(1,) * len(rest), columns, rows // 2 * columns)
