@@ -164,7 +164,7 @@ class Strided(_OfFile):
 class Cast:
     """Another segment in another floating-point type. source, target: names of torch dtypes.
 
-    tensor: the name to tell where a number does not fit the new type.
+    inner: its pieces hold whole numbers. tensor: the name to tell where a number does not fit the new type.
     """
 
     inner: Segment
@@ -189,7 +189,7 @@ class Cast:
             before = torch.frombuffer(piece, dtype=source)
             after = before.to(target)
             if torch.isinf(after).sum() != torch.isinf(before).sum():
-                text = f"{self.tensor} in {self.inner.path} holds numbers too large for {self.target}"
+                text = f"{self.tensor} in {self.inner.paths[0]} holds numbers too large for {self.target}"
                 raise SourceError(f"{text}; choose another --dtype")
             yield after.view(torch.uint8).numpy().data
 

@@ -111,8 +111,9 @@ def _view(form: Form, shape: Shape) -> tuple[Shape, Shape] | None:
 
 
 def _bands(source: CheckpointWeights, weight: Weight, boxes: Sequence[Box]) -> Iterator[Band]:
-    columns = weight.shape[1] if len(weight.shape) > 1 else 1
-    edges = sorted({0, weight.shape[0], *(edge for box in boxes for edge in box.rows)})
+    rows, *rest = weight.shape
+    columns = rest[0] if rest else 1
+    edges = sorted({0, rows, *(edge for box in boxes for edge in box.rows)})
     boxes = sorted(boxes, key=lambda box: box.columns)
     for start, stop in itertools.pairwise(edges):
         row = tuple(box for box in boxes if box.rows[0] <= start and stop <= box.rows[1])

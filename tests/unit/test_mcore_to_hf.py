@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from worlds import plain_megatron
 
-from isoloss.models.checkpoint_hf import INDEX, HFReader, check, copy_sidecars
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
 from isoloss.models.conversion.mcore_to_hf import plan_export
@@ -148,3 +149,14 @@ def test_only_files_without_checksums_of_their_own_are_read_whole(tiny_hf, plain
     assert not any(source.sha256 for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
     transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
     assert all(source.sha256 for source in plan_export(tmp_path / "mcore").plan.sources)
+
+
+def test_a_number_too_large_for_the_type_is_named(tiny_hf, tmp_path, pool):
+    """In a tensor that is put together from the columns of two ranks."""
+    hf = shutil.copytree(tiny_hf("LlamaForCausalLM"), tmp_path / "hf")
+    tensors = load_file(hf / SINGLE)
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = 1e6
+    save_file(tensors, hf / SINGLE, metadata={"format": "pt"})
+    pool.run(2, plain_megatron.save_as, hf, tmp_path / "mcore", {"tp": 2})
+    with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.weight in .* holds numbers too large for float16"):
+        convert(tmp_path / "mcore", tmp_path / "out", hf=hf, dtype="float16")
