@@ -6,7 +6,7 @@ The model has the layers of an 8B Llama (hidden 4096, MLP 14336, 32 heads, 8 of 
 several shards. The plain copy is shutil.copyfile and fsync of each file of the source; the conversion is everything
 from reading the source's config.json to the rename of the finished target, in a process that has imported its modules.
 The two take turns, in changing order, each with a target of its own on the same disk; before each, what is dirty is
-written back, and the caches are emptied where that is permitted (as root, and without --warm). The least seconds of
+written back, and the source is evicted from the page cache (with --warm it is left there). The least seconds of
 --repeats count; the medians are told too.
 
 Memory is anonymous memory (RssAnon: no files), summed over the process and its workers, sampled every few milliseconds;
@@ -125,13 +125,12 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def converted(direction: str, source: Path, target: Path, before: Callable[[], None]) -> tuple[float, int]:
+def converted(direction: str, source: Path, target: Path) -> tuple[float, int]:
     """Seconds, and the peak of anonymous memory."""
     command = [sys.executable, "-W", "ignore", __file__, "--child", direction, str(source), str(target)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin and process.stdout
         process.stdout.readline()  # it has imported everything
-        before()
         peak, done = [0], threading.Event()
         sampler = threading.Thread(target=sample, args=(process.pid, peak, done))
         sampler.start()
@@ -179,16 +178,16 @@ def child(direction: str, source: Path, target: Path) -> None:
     print(time.perf_counter() - started, flush=True)
 
 
-def empty_caches(warm: bool) -> bool:
-    """Whether they are empty now."""
+def prepare(source: Path, warm: bool) -> None:
     os.sync()
-    if warm or os.geteuid():
-        return False
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError:
-        return False
-    return True
+    for path in source.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                if warm:
+                    while file.read(1 << 24):
+                        pass
+                else:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(folder: Path, layers: int, repeats: int, warm: bool) -> Iterator[Row]:
@@ -200,11 +199,11 @@ def measure(folder: Path, layers: int, repeats: int, warm: bool) -> Iterator[Row
         plain, own, peaks = [], [], []
         for repeat in range(repeats):
             for turn in (0, 1):
-                empty_caches(warm)
+                prepare(source, warm)
                 if turn == repeat % 2:
                     plain.append(plain_copy(source, target))
                 else:
-                    seconds, peak = converted(direction, source, target, lambda: (empty_caches(warm), None)[1])
+                    seconds, peak = converted(direction, source, target)
                     own.append(seconds)
                     peaks.append(peak)
                 shutil.rmtree(target)
@@ -216,18 +215,18 @@ def measure(folder: Path, layers: int, repeats: int, warm: bool) -> Iterator[Row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--layers", type=int, default=5, help="0.44 GB each, and 0.27 GB for the embedding")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--folder", type=Path, default=Path("."), help="on the disk to measure; takes three models")
-    parser.add_argument("--warm", action="store_true", help="leave the caches alone")
+    parser.add_argument("--warm", action="store_true", help="with the source in the page cache")
     parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         direction, source, target = args.child
         return child(direction, Path(source), Path(target))
-    cache = "cold" if empty_caches(args.warm) else "warm"
+    cache = "warm" if args.warm else "cold"
     rows = []
     for layers in (args.layers, max(1, args.layers // 2)):
         with tempfile.TemporaryDirectory(prefix=".convert-", dir=args.folder) as folder:

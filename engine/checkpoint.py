@@ -137,9 +137,7 @@ def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
     rank = dist.get_rank()
     paths = [path for path in folder.rglob("*") if path.is_file()]
     mine = [p for p in paths if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
-    records = {
-        p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.sha256(p)) for p in mine
-    }
+    records = {p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.crc32(p)) for p in mine}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, records)
     return {name: record for of_rank in everyone for name, record in of_rank.items()}

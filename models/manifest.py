@@ -1,10 +1,12 @@
-"""`isoloss.json`, the manifest of a checkpoint folder: what it holds, and size and sha256 of every file in it.
+"""`isoloss.json`, the manifest of a checkpoint folder: what it holds, and size and checksum of every file in it.
 
-It is written last, so a folder that has one is whole.
+It is written last, so a folder that has one is whole. The checksum is CRC-32 (that of zip and gzip): it finds every
+flipped bit, and misses other damage once in four billion times, at several times the speed of sha256, which would cost
+more of a processor than everything else that is done to the bytes of a checkpoint.
 """
 
-import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,10 +23,10 @@ _BLOCK_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class FileRecord:
-    """bytes: size of a file. sha256: its checksum, in hexadecimal digits."""
+    """bytes: size of a file. crc32: its checksum, eight hexadecimal digits."""
 
     bytes: int
-    sha256: str
+    crc32: str
 
 
 @dataclass(frozen=True)
@@ -97,16 +99,16 @@ def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str]
     folder = Path(folder)
     check_sizes(folder, manifest)
     for name in manifest.files if names is None else names:
-        if sha256(folder / name) != manifest.files[name].sha256:
-            raise UserError(f"{folder / name} is damaged (its sha256 differs); copy or convert the checkpoint again")
+        if crc32(folder / name) != manifest.files[name].crc32:
+            raise UserError(f"{folder / name} is damaged (its CRC-32 differs); copy or convert the checkpoint again")
 
 
-def sha256(path: Path) -> str:
-    digest = hashlib.sha256()
+def crc32(path: Path) -> str:
+    checksum = 0
     with path.open("rb") as file:
         while block := file.read(_BLOCK_BYTES):
-            digest.update(block)
-    return digest.hexdigest()
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
 
 
 def read_json(path: Path, mend: str) -> dict[str, Any]:
@@ -128,4 +130,4 @@ def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
 
 def files_from_json(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
     """The reverse of `files_to_json`. Raises KeyError, TypeError, ValueError or AttributeError where it is not one."""
-    return {name: FileRecord(int(entry["bytes"]), str(entry["sha256"])) for name, entry in fields.items()}
+    return {name: FileRecord(int(entry["bytes"]), str(entry["crc32"])) for name, entry in fields.items()}

@@ -154,7 +154,7 @@ def _check_folder(option: str, folder: Path, file: str) -> None:
 def _print_files(plan: transfer.Plan) -> None:
     kinds = Counter[str](type(segment).__name__ for file in plan.files for segment in file.segments)
     print("  segments: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
-    checked = sum(source.sha256 is not None for source in plan.sources)
+    checked = sum(source.checksum is not None for source in plan.sources)
     print(f"  sources: {len(plan.sources)} files, {checked} of them with a published checksum")
     for file in plan.files:
         print(f"  {file.nbytes:>15,}  {file.name}")

@@ -22,7 +22,14 @@ from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_
 from isoloss.models.checkpoint_keys import Style, native_style, places
 from isoloss.models.conversion import transfer
 from isoloss.models.conversion.distcp_write import Chunk, check_tiling, plan_files
-from isoloss.models.conversion.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_sha256, read_header
+from isoloss.models.conversion.safetensors_header import (
+    DTYPES,
+    ITEMSIZE,
+    Header,
+    Stored,
+    published_checksum,
+    read_header,
+)
 from isoloss.models.conversion.segments import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.conversion.shard_layout import SHARDS, ShardLayout, shard_layout
 from isoloss.models.conversion.transfer import OutputFile, Source
@@ -225,7 +232,7 @@ def _huggingface(folder: Path, layout: ShardLayout, arch: Architecture) -> Itera
 
 def _sources(files: Iterable[OutputFile]) -> tuple[Source, ...]:
     paths = dict.fromkeys(path for file in files for segment in file.segments for path in segment.paths)
-    published = {path: published_sha256(Path(path)) for path in paths}
+    published = {path: published_checksum(Path(path)) for path in paths}
     return tuple(Source(path, *found) if (found := published[path]) else Source(path) for path in paths)
 
 

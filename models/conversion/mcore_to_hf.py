@@ -140,7 +140,7 @@ def _sources(outputs: Sequence[OutputFile], checkpoint: Path, rows: Sequence[Wei
     paths = dict.fromkeys(path for output in outputs for segment in output.segments for path in segment.paths)
     own = {path for of_weight in rows for path in of_weight.checked}
     own -= {path for of_weight in rows for path in of_weight.unchecked}
-    sums = {str(checkpoint / name): record.sha256 for name, record in known.items()}
+    sums = {str(checkpoint / name): f"crc32:{record.crc32}" for name, record in known.items()}
     return tuple(Source(path, None if path in own else sums.get(path), "copy the checkpoint again") for path in paths)
 
 

@@ -77,8 +77,9 @@ def _cut_short(path: Path, size: int, expected: int) -> UserError:
     )
 
 
-def published_sha256(path: Path) -> tuple[str, str] | None:
-    """The sha256 that whoever wrote this file noted down for it, and what to do where it differs; None: none did.
+def published_checksum(path: Path) -> tuple[str, str] | None:
+    """The checksum that whoever wrote this file noted down for it, as `transfer.Source` takes it, and what to do where
+    it differs; None: none did.
 
     Looks into the conversion.json of our own exports, the records that huggingface_hub keeps beside a download
     (`.cache/huggingface/download/NAME.metadata`, whose second line is the sha256 of a large file), and the file's name
@@ -89,17 +90,18 @@ def published_sha256(path: Path) -> tuple[str, str] | None:
         try:
             found = json.loads(own.read_text(encoding="utf-8"))["files"].get(path.name)
             if found:
-                return str(found["sha256"]), "convert it again"
+                return f"crc32:{found['crc32']}", "convert it again"
         except (ValueError, KeyError, TypeError, AttributeError):
             raise UserError(f"{own} is damaged; delete it to go without the checksums in it") from None
     record = path.parent / ".cache" / "huggingface" / "download" / f"{path.name}.metadata"
     if record.is_file():
         lines = record.read_text(encoding="utf-8").split("\n")
         if len(lines) > 1 and _is_sha256(lines[1].strip()):
-            return lines[1].strip(), f"download it again, or delete {record} if you changed the file yourself"
+            mend = f"download it again, or delete {record} if you changed the file yourself"
+            return f"sha256:{lines[1].strip()}", mend
     target = Path(os.path.realpath(path))
     if path.is_symlink() and target.parent.name == "blobs" and _is_sha256(target.name):
-        return target.name, "delete it and download it again"
+        return f"sha256:{target.name}", "delete it and download it again"
     return None
 
 

@@ -48,6 +48,11 @@ class Sources:
                 raise SourceError(f"{path} ends at byte {offset + filled}, before what it should hold; copy it again")
             filled += got
 
+    def announce(self, path: str, offset: int, nbytes: int) -> None:
+        """Have the system read these bytes ahead, without waiting for them."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor(path), offset, nbytes, os.POSIX_FADV_WILLNEED)
+
     def _descriptor(self, path: str) -> int:
         if path in self._open:
             self._open.move_to_end(path)
@@ -55,8 +60,6 @@ class Sources:
             if len(self._open) == MAX_OPEN_SOURCES:
                 os.close(self._open.popitem(last=False)[1])
             self._open[path] = os.open(path, os.O_RDONLY)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(self._open[path], 0, 0, os.POSIX_FADV_SEQUENTIAL)  # read further ahead
         return self._open[path]
 
 
@@ -100,6 +103,11 @@ class Run(_OfFile):
 
     def read(self, sources: Sources) -> Iterator[Buffer]:
         return sources.pieces(self.path, self.offset, self.nbytes)
+
+    def cut(self, most: int) -> Iterator["Run"]:
+        """The same bytes in runs of at most so many."""
+        for start in range(0, self.nbytes, most):
+            yield Run(self.path, self.offset + start, min(most, self.nbytes - start))
 
 
 @dataclass(frozen=True, slots=True)

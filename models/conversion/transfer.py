@@ -4,7 +4,7 @@ A plan names every byte beforehand; `run` makes it come true:
 
     .NAME.partial/lock            held by a run and by each of its workers
     .NAME.partial/plan            hash of the plan and of the identity of its sources
-    .NAME.partial/journal/...     a record for each finished file: size and sha256
+    .NAME.partial/journal/...     a record for each finished file: size and checksum
     .NAME.partial/files/...       the files; renamed to NAME at the end, in one step
 
 A run that finds the same plan there keeps the files that are finished, and writes the others.
@@ -50,10 +50,13 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Source:
-    """A file that is read. sha256: checked if its publisher gave one; mend: what to do where it differs."""
+    """A file that is read.
+
+    checksum: what its publisher gave, as sha256:HEX or crc32:HEX, to be checked; mend: what to do where it differs.
+    """
 
     path: str
-    sha256: str | None = None
+    checksum: str | None = None
     mend: str = "copy it again"
 
 
@@ -190,9 +193,9 @@ def _work(plan: Plan, partial: Path, lock: int, num_workers: int, label: str) ->
     with bar, Workers(num_workers, lock, AGAIN) as workers:
         for file, answer in workers.answers(jobs, bar.update):
             if answer[0] == "done":
-                _, nbytes, sha256, kept = answer
+                _, nbytes, checksum, kept = answer
                 if file is not None:
-                    records[file.name] = FileRecord(nbytes, sha256)
+                    records[file.name] = FileRecord(nbytes, checksum)
                     kept_bytes += nbytes * kept
             elif answer[0] == "source":
                 workers.kill()
@@ -211,12 +214,12 @@ def _work(plan: Plan, partial: Path, lock: int, num_workers: int, label: str) ->
 def _jobs(plan: Plan, partial: Path) -> Iterator[tuple[OutputFile | None, WriteFile | CheckFile]]:
     """What the workers do, in order, with the file that each job is about. A source is checked right before the first
     file that is made of it, so that it is read from the disk once."""
-    unchecked = {source.path: source for source in plan.sources if source.sha256}
+    unchecked = {source.path: source for source in plan.sources if source.checksum}
     for file in plan.files:
         for path in dict.fromkeys(path for segment in file.segments for path in segment.paths):
             if source := unchecked.pop(path, None):
                 record = partial / "journal" / "sources" / hashlib.sha256(path.encode()).hexdigest()
-                yield None, CheckFile(path, str(record), os.stat(path).st_size, source.sha256 or "", source.mend)
+                yield None, CheckFile(path, str(record), os.stat(path).st_size, source.checksum or "", source.mend)
         yield file, WriteFile(_file_path(partial, file), _record_path(partial, file), file.segments)
 
 

@@ -8,7 +8,9 @@ import json
 import mmap
 import os
 import traceback
-from collections.abc import Callable
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
@@ -17,6 +19,7 @@ from isoloss.models.conversion.segments import PIECE_BYTES, Buffer, Run, Segment
 # Files are written past the page cache where that is possible: it costs half as much of a processor, and the disk
 # works while other workers hash. Elsewhere the system is asked now and then to begin, so that not all is left to fsync.
 OUTPUT_BYTES, BLOCK_BYTES = 8 << 20, 4096
+AHEAD_BYTES = 16 << 20
 
 
 class Output:
@@ -37,7 +40,7 @@ class Output:
             self._descriptor = os.open(path, flags, 0o666)
         self._buffer = _aligned_buffer()
         self._filled = 0
-        self._digest = hashlib.sha256()
+        self._crc32 = 0
         self._report = report
 
     def __enter__(self) -> "Output":
@@ -47,10 +50,10 @@ class Output:
         os.close(self._descriptor)
 
     def copy(self, sources: Sources, run: Run) -> None:
-        """Add a run of bytes, read to where it is written from."""
+        """Add a run of at most PIECE_BYTES, read to where it is written from."""
         done = 0
         while done < run.nbytes:
-            piece = self._buffer[self._filled :][: min(PIECE_BYTES, run.nbytes - done)]
+            piece = self._buffer[self._filled :][: run.nbytes - done]
             sources.read_into(piece, run.path, run.offset + done)
             self._added(piece)
             done += len(piece)
@@ -64,17 +67,17 @@ class Output:
             rest = rest[len(piece) :]
 
     def finish(self) -> str:
-        """Have everything on the disk; returns the sha256."""
+        """Have everything on the disk; returns the CRC-32."""
         whole_blocks = self._filled // BLOCK_BYTES * BLOCK_BYTES
         self._write(self._buffer[:whole_blocks])
         self._leave_direct()
         self._write(self._buffer[whole_blocks : self._filled])
         os.fsync(self._descriptor)
         self._report(self._filled)
-        return self._digest.hexdigest()
+        return f"{self._crc32:08x}"
 
     def _added(self, piece: memoryview) -> None:
-        self._digest.update(piece)
+        self._crc32 = zlib.crc32(piece, self._crc32)
         self._filled += len(piece)
         if self._filled == OUTPUT_BYTES:
             self._write(self._buffer)
@@ -114,32 +117,32 @@ class WriteFile:
     segments: tuple[Segment, ...]
 
     def do(self, sources: Sources, report: Callable[[int], None]) -> tuple[int, str, bool]:
-        """Size, sha256, and whether the file was there already. report: is told of every run of bytes done."""
+        """Size, CRC-32, and whether the file was there already. report: is told of every run of bytes done."""
         nbytes = sum(segment.nbytes for segment in self.segments)
         kept = self._kept(sources, nbytes, report)
         if kept:
             return nbytes, kept, True
         os.makedirs(os.path.dirname(self.path), exist_ok=True)
         with Output(self.path, report) as output:
-            for segment in self.segments:
+            for segment in _read_ahead(self.segments, sources):
                 if isinstance(segment, Run):
                     output.copy(sources, segment)
                 else:
                     for piece in segment.read(sources):
                         output.add(piece)
-            digest = output.finish()
+            crc32 = output.finish()
         size = os.stat(self.path).st_size
         assert size == nbytes, f"{self.path}: {size} bytes written where {nbytes} were planned"
-        _write_record(self.record, nbytes, digest)
-        return nbytes, digest, False
+        _write_record(self.record, nbytes, crc32)
+        return nbytes, crc32, False
 
     def _kept(self, sources: Sources, nbytes: int, report: Callable[[int], None]) -> str | None:
-        """The sha256 of what an earlier run wrote, or None where that is not whole."""
+        """The CRC-32 of what an earlier run wrote, or None where that is not whole."""
         record = read_record(self.record)
         if record is None or record["bytes"] != nbytes or file_size(self.path) != nbytes:
             return None
-        found = _sha256(sources, self.path, nbytes, lambda _: None)
-        if found != record["sha256"]:
+        found = _checksum("crc32", sources, self.path, nbytes, lambda _: None)
+        if found != record["checksum"]:
             return None
         report(nbytes)
         return found
@@ -147,25 +150,46 @@ class WriteFile:
 
 @dataclass(frozen=True)
 class CheckFile:
-    """Compare a source with the checksum that its publisher gave it. mend: what to do where it differs."""
+    """Compare a source with the checksum that its publisher gave it.
+
+    checksum: ALGORITHM:HEXADECIMAL, with the algorithm sha256 or crc32. mend: what to do where it differs.
+    """
 
     path: str
     record: str
     nbytes: int
-    sha256: str
+    checksum: str
     mend: str
 
     def do(self, sources: Sources, report: Callable[[int], None]) -> tuple[int, str, bool]:
         record = read_record(self.record)
-        kept = record is not None and record["sha256"] == self.sha256
+        kept = record is not None and record["checksum"] == self.checksum
         if kept:
             report(self.nbytes)
         else:
-            found = _sha256(sources, self.path, self.nbytes, report)
-            if found != self.sha256:
-                raise SourceError(f"{self.path} is damaged: its sha256 is {found}, not {self.sha256}; {self.mend}")
-            _write_record(self.record, self.nbytes, found)
-        return self.nbytes, self.sha256, kept
+            algorithm, _, expected = self.checksum.partition(":")
+            found = _checksum(algorithm, sources, self.path, self.nbytes, report)
+            if found != expected:
+                raise SourceError(f"{self.path} is damaged: its {algorithm} is {found}, not {expected}; {self.mend}")
+            _write_record(self.record, self.nbytes, self.checksum)
+        return self.nbytes, self.checksum, kept
+
+
+def _read_ahead(segments: Iterable[Segment], sources: Sources) -> Iterator[Segment]:
+    """The same bytes in segments of at most PIECE_BYTES where they are runs, each announced to the system well before
+    it is read, so that the disk reads while this process does something else."""
+    waiting: deque[Segment] = deque()
+    announced = 0
+    for segment in segments:
+        for piece in segment.cut(PIECE_BYTES) if isinstance(segment, Run) else (segment,):
+            if isinstance(piece, Run):
+                sources.announce(piece.path, piece.offset, piece.nbytes)
+            waiting.append(piece)
+            announced += piece.nbytes
+            while announced > AHEAD_BYTES:
+                announced -= waiting[0].nbytes
+                yield waiting.popleft()
+    yield from waiting
 
 
 def read_record(path: str) -> dict | None:
@@ -196,23 +220,26 @@ def write_whole(path: str, data: bytes) -> None:
         os.close(descriptor)
 
 
-def _write_record(path: str, nbytes: int, sha256: str) -> None:
+def _write_record(path: str, nbytes: int, checksum: str) -> None:
     # Not synced: a record that is lost costs the writing of its file, and no more.
-    write_whole(path, json.dumps({"bytes": nbytes, "sha256": sha256}).encode())
+    write_whole(path, json.dumps({"bytes": nbytes, "checksum": checksum}).encode())
 
 
-def _sha256(sources: Sources, path: str, nbytes: int, report: Callable[[int], None]) -> str:
-    digest = hashlib.sha256()
+def _checksum(algorithm: str, sources: Sources, path: str, nbytes: int, report: Callable[[int], None]) -> str:
+    sha256, crc32 = hashlib.sha256(), 0
     for piece in sources.pieces(path, 0, nbytes):
-        digest.update(piece)
+        if algorithm == "sha256":
+            sha256.update(piece)
+        else:
+            crc32 = zlib.crc32(piece, crc32)
         report(len(piece))
-    return digest.hexdigest()
+    return sha256.hexdigest() if algorithm == "sha256" else f"{crc32:08x}"
 
 
 def serve(connection: Connection, parent: int) -> None:
     """A worker's life: do the jobs that come, until the parent hangs up or is gone.
 
-    Answers: ("bytes", n) on the way; then ("done", size, sha256, kept), ("failed", errno, text), ("source", message)
+    Answers: ("bytes", n) on the way; then ("done", size, checksum, kept), ("failed", errno, text), ("source", message)
     or ("crash", traceback).
     """
 

@@ -210,7 +210,7 @@ def test_damage_after_the_conversion_is_found(change, checksum, pairs, tmp_path,
     damage(tmp_path / "out" / name, DAMAGE[change])
     if checksum == "forged":
         found = tmp_path / "out" / name
-        record["files"][name] = {"bytes": found.stat().st_size, "sha256": manifest.sha256(found)}
+        record["files"][name] = {"bytes": found.stat().st_size, "crc32": manifest.crc32(found)}
         (tmp_path / "out" / "conversion.json").write_text(json.dumps(record))
     assert mcore_to_hf(checkpoint, tmp_path / "out", "--verify") == 1
     assert {"kept": name, "forged": DAMAGE_SAYS.get(change, "norm")}[checksum] in told(capsys)
@@ -244,7 +244,7 @@ def test_mistakes(pairs, tmp_path, capsys):
     data.write_bytes(whole[:-7])
     mistaken("__0_0.distcp", broken)
     data.write_bytes(whole[:5000] + bytes([whole[5000] ^ 1]) + whole[5001:])
-    mistaken("__0_0.distcp is damaged: its sha256", broken)
+    mistaken("__0_0.distcp is damaged: its crc32", broken)
 
 
 def test_a_dry_run_writes_nothing(pairs, tmp_path, capsys):

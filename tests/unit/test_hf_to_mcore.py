@@ -308,22 +308,23 @@ def test_a_flipped_bit_is_named_where_the_publisher_left_a_checksum(llama, publi
         path.symlink_to(os.path.relpath(blob, llama))
         mend = "delete it and download it again"
     else:
-        files = {SINGLE: {"bytes": path.stat().st_size, "sha256": checksum}}
+        checksum = f"{zlib.crc32(path.read_bytes()):08x}"
+        files = {SINGLE: {"bytes": path.stat().st_size, "crc32": checksum}}
         (llama / "conversion.json").write_text(json.dumps({"files": files}))
         mend = "convert it again"
     made = plan(llama)
-    assert [source.sha256 for source in made.transfer.sources if source.path == str(path)] == [checksum]
+    assert [s.checksum.partition(":")[2] for s in made.transfer.sources if s.path == str(path)] == [checksum]
     transfer.run(made.transfer, llama.parent / "good")
     check_weights(llama.parent / "good", llama)
     flip_a_bit(path.resolve())
-    refused(llama, rf"model\.safetensors is damaged: its sha256 is \w+, not {checksum}; {mend}")
+    refused(llama, rf"model\.safetensors is damaged: its (sha256|crc32) is \w+, not {checksum}; {mend}")
 
 
 def test_a_record_without_a_sha256_is_no_checksum(llama):
     record = llama / ".cache" / "huggingface" / "download" / f"{SINGLE}.metadata"
     record.parent.mkdir(parents=True)
     record.write_text(f"{'0' * 40}\n{'1' * 40}\n1700000000.0\n")  # a git hash, of a small file
-    assert not [source for source in plan(llama).transfer.sources if source.sha256]
+    assert not [source for source in plan(llama).transfer.sources if source.checksum]
     (llama / "conversion.json").write_text("{}")
     with pytest.raises(UserError, match=r"conversion\.json is damaged; delete it to go without the checksums in it"):
         plan(llama)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from isoloss.models.checkpoint_keys import Style
-from isoloss.models.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, read, sha256
+from isoloss.models.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, crc32, read
 from isoloss.parallel.errors import UserError
 
 
@@ -14,7 +14,7 @@ def folder(tmp_path):
     (tmp_path / "huggingface").mkdir()
     for name in ("a.distcp", "huggingface/config.json"):
         (tmp_path / name).write_text(name)
-    files = {name: FileRecord(len(name), sha256(tmp_path / name)) for name in ("a.distcp", "huggingface/config.json")}
+    files = {name: FileRecord(len(name), crc32(tmp_path / name)) for name in ("a.distcp", "huggingface/config.json")}
     manifest = Manifest("converted", "llama", 131, Style.STACKED, ("bfloat16", "float32"), 12, files)
     (tmp_path / NAME).write_text(manifest.to_json())
     assert read(tmp_path) == manifest
@@ -30,7 +30,7 @@ def test_a_flipped_bit_is_named(folder):
     (folder / "a.distcp").write_text("a.distcq")
     check_sizes(folder, read(folder))
     check_checksums(folder, read(folder), ["huggingface/config.json"])
-    with pytest.raises(UserError, match=r"a\.distcp is damaged \(its sha256 differs\); copy or convert"):
+    with pytest.raises(UserError, match=r"a\.distcp is damaged \(its CRC-32 differs\); copy or convert"):
         check_checksums(folder, read(folder))
 
 
@@ -57,7 +57,7 @@ def test_a_manifest_that_is_none_is_named(folder):
     refused(json.dumps({**fields, "format": 2}), "format=2 is not 1; use the isoloss that wrote it")
     refused(json.dumps({**fields, "kind": "found"}), "kind='found' is not one of converted, trained")
     refused(json.dumps({**fields, "key_style": "other"}), "is damaged .*other")
-    refused(json.dumps({**fields, "files": {"x": {"bytes": 1}}}), "is damaged .*sha256")
+    refused(json.dumps({**fields, "files": {"x": {"bytes": 1}}}), "is damaged .*crc32")
     refused(json.dumps({**fields, "files": 3}), "is damaged")
     refused(json.dumps({name: fields[name] for name in fields if name != "family"}), "is damaged .*family")
     (folder / NAME).unlink()

@@ -146,9 +146,9 @@ def test_a_flipped_bit_is_named_though_there_is_no_manifest(tiny_hf, plain_check
 
 def test_only_files_without_checksums_of_their_own_are_read_whole(tiny_hf, plain_checkpoint, tmp_path):
     hf = tiny_hf("LlamaForCausalLM")
-    assert not any(source.sha256 for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
+    assert not any(source.checksum for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
     transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
-    assert all(source.sha256 for source in plan_export(tmp_path / "mcore").plan.sources)
+    assert all(source.checksum for source in plan_export(tmp_path / "mcore").plan.sources)
 
 
 def test_a_number_too_large_for_the_type_is_named(tiny_hf, tmp_path, pool):
