@@ -33,8 +33,8 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from isoloss.models import hf_to_mcore, transfer
-from isoloss.models.mcore_to_hf import plan_export
+from isoloss.models.conversion import hf_to_mcore, transfer
+from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import hf_shapes, weight_map
 

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
-from isoloss.models import certificate, manifest
+from isoloss.models import manifest
 from isoloss.models.checkpoint_read import CheckpointWeights
+from isoloss.models.conversion import certificate
+from isoloss.models.conversion.mcore_to_hf import Export
+from isoloss.models.conversion.worker import write_whole
 from isoloss.models.manifest import FileRecord
-from isoloss.models.mcore_to_hf import Export
 from isoloss.models.registry import read_architecture
-from isoloss.models.transfer_worker import write_whole
 from isoloss.models.weights import hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 from isoloss.tools.verify_logits import LogitsEvidence, compare_logits

@@ -91,7 +91,7 @@ class TransformersModel:
     def __init__(self, folder: Path, dtype: torch.dtype | None):
         from transformers import AutoModelForCausalLM
 
-        model, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -99,6 +99,7 @@ class TransformersModel:
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
         )
+        model, info = loaded
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 raise Unverified(f"transformers finds {kind} in {folder}: {min(map(str, info[kind]))} and others")

@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM
 from worlds.families import CONFIGS
 from worlds.faults import struck
 
-from isoloss.models import hf_to_mcore, manifest, transfer
+from isoloss.models import manifest
 from isoloss.models.checkpoint_hf import INDEX
+from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import hf_shapes, weight_map
 from isoloss.tools import convert

@@ -20,14 +20,15 @@ from transformers import AutoModelForCausalLM
 from worlds.families import CONFIGS, SPARSE, VOCAB, write_folder
 from worlds.faults import struck
 
-from isoloss.models import hf_to_mcore, manifest, transfer
+from isoloss.models import manifest
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader
 from isoloss.models.checkpoint_keys import Style, places
-from isoloss.models.distcp_write import envelope
+from isoloss.models.conversion import hf_to_mcore, transfer
+from isoloss.models.conversion.distcp_write import envelope
+from isoloss.models.conversion.hf_to_mcore import plan
+from isoloss.models.conversion.shard_layout import read_shard_layout
 from isoloss.models.forms import padded_vocab_size
-from isoloss.models.hf_to_mcore import plan
 from isoloss.models.registry import read_architecture
-from isoloss.models.shard_layout import read_shard_layout
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from worlds import plain_megatron
 
-from isoloss.models import certificate, hf_files, hf_to_mcore, transfer
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.mcore_to_hf import plan_export
+from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
+from isoloss.models.conversion.mcore_to_hf import plan_export
+from isoloss.models.conversion.segments import Sources
+from isoloss.models.conversion.weight_segments import WeightRows
 from isoloss.models.registry import FAMILIES, read_architecture
-from isoloss.models.transfer_segments import Sources
-from isoloss.models.weight_segments import WeightRows
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 

@@ -18,10 +18,10 @@ import pytest
 import torch
 from worlds.faults import DISK_BROKEN, DISK_FULL, struck
 
-from isoloss.models import transfer, transfer_pool, transfer_segments
+from isoloss.models.conversion import segments, transfer, workers
+from isoloss.models.conversion.segments import Cast, Literal, Run, Strided, Zeros
+from isoloss.models.conversion.transfer import OutputFile, Plan, Source, run
 from isoloss.models.manifest import files_to_json
-from isoloss.models.transfer import OutputFile, Plan, Source, run
-from isoloss.models.transfer_segments import Cast, Literal, Run, Strided, Zeros
 from isoloss.parallel.errors import UserError
 
 
@@ -96,7 +96,7 @@ def test_a_terminal_sees_progress(tmp_path, monkeypatch):
 
 
 def test_large_ranges_cross_pieces(tmp_path):
-    size = 3 * transfer_segments.PIECE_BYTES + 12345
+    size = 3 * segments.PIECE_BYTES + 12345
     data = os.urandom(1000) * (size // 1000 + 1)
     (tmp_path / "source").write_bytes(data)
     path = str(tmp_path / "source")
@@ -120,7 +120,7 @@ def test_strided_is_the_transposed_view(tmp_path, dtype, columns):
 
 def test_cast(tmp_path):
     path = tmp_path / "source"
-    tensor = torch.randn(3 * transfer_segments.PIECE_BYTES // 4 + 5)
+    tensor = torch.randn(3 * segments.PIECE_BYTES // 4 + 5)
     tensor[:2] = torch.tensor([torch.inf, torch.nan])
     path.write_bytes(tensor.numpy().tobytes())
     inner = Run(str(path), 0, tensor.nbytes)
@@ -320,7 +320,7 @@ def test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line(tmp_path, f
 
 def test_a_killed_worker_is_told_in_one_line_and_the_next_run_goes_on(tmp_path, monkeypatch):
     plan, expected = example(tmp_path / "in")
-    answers = transfer_pool.Workers.answers
+    answers = workers.Workers.answers
 
     def struck_down(self, jobs, progress):
         for process in self._processes.values():
@@ -329,7 +329,7 @@ def test_a_killed_worker_is_told_in_one_line_and_the_next_run_goes_on(tmp_path, 
         return answers(self, jobs, progress)
 
     with monkeypatch.context() as patch:
-        patch.setattr(transfer_pool.Workers, "answers", struck_down)
+        patch.setattr(workers.Workers, "answers", struck_down)
         with pytest.raises(UserError, match=r"a worker was killed by signal 9 .* fewer workers; what is finished"):
             run(plan, tmp_path / "out")
     run(plan, tmp_path / "out")

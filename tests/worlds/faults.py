@@ -10,7 +10,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from unittest import mock
 
-from isoloss.models import transfer_pool, transfer_worker
+from isoloss.models.conversion import worker, workers
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
@@ -64,7 +64,7 @@ class _Forked:
             try:
                 connection = Connection(os.dup(descriptor))
                 connection.recv()
-                transfer_worker.serve(connection, parent)
+                worker.serve(connection, parent)
             finally:
                 os._exit(0)
 
@@ -85,7 +85,7 @@ def struck(work: Callable[[], object], at: int | None, fault: str | int = "kill"
         text = "done"
         try:
             os.setpgid(0, 0)
-            with operations, mock.patch.object(transfer_pool.subprocess, "Popen", _Forked):
+            with operations, mock.patch.object(workers.subprocess, "Popen", _Forked):
                 work()
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else traceback.format_exc()

@@ -9,8 +9,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.models import checkpoint_hf, checkpoint_read, mcore_to_hf
+from isoloss.models import checkpoint_hf, checkpoint_read
 from isoloss.models.architecture import Rope
+from isoloss.models.conversion import mcore_to_hf
 from isoloss.models.forms import GateUp, Qkv
 from isoloss.models.weights import Part, Weight, weight_map
 from isoloss.tools import verify_tensors

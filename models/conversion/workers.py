@@ -9,8 +9,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from typing import TypeVar
 
-from isoloss.models import transfer_start
-from isoloss.models.transfer_worker import CheckFile, WriteFile
+from isoloss.models.conversion import worker_start
+from isoloss.models.conversion.worker import CheckFile, WriteFile
 from isoloss.parallel.errors import UserError
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ class Workers:
         self._processes = {}
         for _ in range(count):
             here, there = Pipe()
-            command = [sys.executable, "-IS", transfer_start.__file__, str(there.fileno()), str(os.getpid())]
+            command = [sys.executable, "-IS", worker_start.__file__, str(there.fileno()), str(os.getpid())]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(), lock))
             there.close()
             self._processes[here] = process

@@ -17,18 +17,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isoloss.models import transfer
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_text, sidecars
 from isoloss.models.checkpoint_keys import Style, native_style, places
-from isoloss.models.distcp_write import Chunk, check_tiling, plan_files
+from isoloss.models.conversion import transfer
+from isoloss.models.conversion.distcp_write import Chunk, check_tiling, plan_files
+from isoloss.models.conversion.safetensors_header import (
+    DTYPES,
+    ITEMSIZE,
+    Header,
+    Stored,
+    published_checksum,
+    read_header,
+)
+from isoloss.models.conversion.segments import Cast, Literal, Run, Segment, Strided, Zeros
+from isoloss.models.conversion.shard_layout import SHARDS, ShardLayout, shard_layout
+from isoloss.models.conversion.transfer import OutputFile, Source
 from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.manifest import NAME, FileRecord, Manifest
 from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
-from isoloss.models.safetensors_header import DTYPES, ITEMSIZE, Header, Stored, published_checksum, read_header
-from isoloss.models.shard_layout import SHARDS, ShardLayout, shard_layout
-from isoloss.models.transfer import OutputFile, Source
-from isoloss.models.transfer_segments import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.weights import Part, Weight, weight_map
 from isoloss.parallel.errors import UserError
 

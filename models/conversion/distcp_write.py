@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from isoloss.models.transfer import OutputFile
-from isoloss.models.transfer_segments import Literal, Segment
+from isoloss.models.conversion.segments import Literal, Segment
+from isoloss.models.conversion.transfer import OutputFile
 
 Shape = tuple[int, ...]
 # What megatron.core.dist_checkpointing 0.16 writes itself; it refuses other backends and later versions.

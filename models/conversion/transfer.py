@@ -24,10 +24,10 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from isoloss.models.conversion.segments import Literal, Segment
+from isoloss.models.conversion.worker import CheckFile, WriteFile, write_whole
+from isoloss.models.conversion.workers import Workers
 from isoloss.models.manifest import FileRecord
-from isoloss.models.transfer_pool import Workers
-from isoloss.models.transfer_segments import Literal, Segment
-from isoloss.models.transfer_worker import CheckFile, WriteFile, write_whole
 from isoloss.parallel.errors import UserError
 
 LOCK_SECONDS = 10.0

@@ -1,4 +1,4 @@
-"""The script that a worker of `transfer` starts as, run by its path: python transfer_start.py CONNECTION PARENT
+"""The script that a worker of `transfer` starts as, run by its path: python worker_start.py CONNECTION PARENT
 
 Importing `isoloss.models` brings torch and Megatron-Core with it: hundreds of megabytes and seconds for each worker. So
 modules of that package are imported here without the package's own code, and what they need beyond the standard library
@@ -12,18 +12,20 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
+PACKAGE = "isoloss.models.conversion"
+
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
-    for name, path in (("isoloss", []), ("isoloss.models", [str(Path(__file__).parent)])):
+    for name in ("isoloss", "isoloss.models", PACKAGE):
         package = sys.modules[name] = ModuleType(name)
-        package.__path__ = path
-    from isoloss.models import transfer_worker
+        package.__path__ = [str(Path(__file__).parent)] if name == PACKAGE else []
+    from isoloss.models.conversion import worker
 
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent may be gone
         sys.path[:] = connection.recv()
-        transfer_worker.serve(connection, int(sys.argv[2]))
+        worker.serve(connection, int(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Segments of an output file that are put together from several places.
 
-Like `transfer_segments`, which the workers import as well, this module needs little more than the standard library.
+Like `segments`, which the workers import as well, this module needs little more than the standard library.
 """
 
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isoloss.models.transfer_segments import PIECE_BYTES, Buffer, Segment, SourceError, Sources
+from isoloss.models.conversion.segments import PIECE_BYTES, Buffer, Segment, SourceError, Sources
 
 # So few rows at a time that the cache lines of a column are still there when its neighbour is read.
 VIEW_ROWS = 64

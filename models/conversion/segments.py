@@ -1,6 +1,6 @@
 """What a file that `transfer` writes consists of: segments, one after the other.
 
-The workers import this with the standard library alone (`transfer_start`). A segment of another module may be written
+The workers import this with the standard library alone (`worker_start`). A segment of another module may be written
 as well, if that module, too, imports of isoloss only modules that do without its packages.
 """
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from isoloss.models.checkpoint_read import CheckpointWeights, Spot
+from isoloss.models.conversion.joined_segments import Columns, Intact, SideBySide, Viewed
+from isoloss.models.conversion.segments import Cast, Run, Segment
 from isoloss.models.forms import Form, InterleavedGateUp, TransposedRows
-from isoloss.models.segments import Columns, Intact, SideBySide, Viewed
-from isoloss.models.transfer_segments import Cast, Run, Segment
 from isoloss.models.weights import Weight
 from isoloss.parallel.errors import UserError
 

@@ -1,4 +1,4 @@
-"""The worker of `transfer`: does the jobs that it is sent, on the standard library alone (`transfer_start`)."""
+"""The worker of `transfer`: does the jobs that it is sent, on the standard library alone (`worker_start`)."""
 
 import errno
 import fcntl
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
-from isoloss.models.transfer_segments import PIECE_BYTES, Buffer, Run, Segment, SourceError, Sources
+from isoloss.models.conversion.segments import PIECE_BYTES, Buffer, Run, Segment, SourceError, Sources
 
 # Files are written past the page cache where that is possible: it costs half as much of a processor, and the disk
 # works while other workers hash. Elsewhere the system is asked now and then to begin, so that not all is left to fsync.

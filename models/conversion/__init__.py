@@ -1,0 +1,1 @@
+"""Checkpoints from one format into the other, as ranges of bytes."""
