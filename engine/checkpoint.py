@@ -1,6 +1,5 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -58,9 +57,9 @@ def save(
     if dist.get_rank() == 0:
         (partial / manifest.NAME).write_text(_describe(partial, chunks, arch, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
-            _sync(path)
+            manifest.sync(path)
         partial.rename(folder)
-        _sync(folder.parent)
+        manifest.sync(folder.parent)
     dist.barrier()
 
 
@@ -172,11 +171,3 @@ def _verify(folder: Path) -> None:
     for message in everyone:
         if message:
             raise UserError(message)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -125,20 +125,14 @@ class Engine:
         Every rank gets all of them. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce
         over dp x context and one over pp.
         """
-        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
-        with torch.no_grad():
-            flat = run_logprobs(self.mesh, self.chunks, self.arch, batch)
-        return list(flat.split([len(s) for s in samples]))
+        return self._of_targets(run_logprobs, samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
 
         For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
         """
-        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
-        with torch.no_grad():
-            flat = run_logits(self.mesh, self.chunks, self.arch, batch)
-        return list(flat.split([len(s) for s in samples]))
+        return self._of_targets(run_logits, samples)
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients."""
@@ -201,6 +195,13 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
+
+    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample]) -> list[Tensor]:
+        """What `run` gives for every target, sample by sample."""
+        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
+        with torch.no_grad():
+            flat = run(self.mesh, self.chunks, self.arch, batch)
+        return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
         metrics = run_step(self.mesh, self.chunks, self.arch, self._prepare(samples, loss), loss)

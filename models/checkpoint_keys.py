@@ -72,18 +72,27 @@ def places(weight: Weight, arch: Architecture, style: Style) -> tuple[Place, ...
     return (Place(name, tuple(axes), tuple(index), (0, rows)),)
 
 
+# Norms by the beginning of their name: as they are in the local layer spec, and as part of the layer behind them.
+FUSED_NORMS = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+
+
 def te_prefixes(arch: Architecture, layer: int) -> dict[str, str]:
-    """Beginnings of parameter names of a layer that Transformer Engine's spec gives another name, and that name."""
-    prefixes: dict[str, str] = {}
+    """Those of `FUSED_NORMS` that Transformer Engine's spec fuses in this layer."""
+    fused: list[str] = []
     if arch.latent is None:
-        prefixes["input_layernorm."] = "self_attention.linear_qkv.layer_norm_"
+        fused.append("input_layernorm.")
     else:
         if arch.latent.q_rank is not None:
-            prefixes["self_attention.q_layernorm."] = "self_attention.linear_q_up_proj.layer_norm_"
-        prefixes["self_attention.kv_layernorm."] = "self_attention.linear_kv_up_proj.layer_norm_"
+            fused.append("self_attention.q_layernorm.")
+        fused.append("self_attention.kv_layernorm.")
     if not arch.has_experts(layer):
-        prefixes["pre_mlp_layernorm."] = "mlp.linear_fc1.layer_norm_"
-    return prefixes
+        fused.append("pre_mlp_layernorm.")
+    return {name: FUSED_NORMS[name] for name in fused}
 
 
 def _te_name(weight: Weight, arch: Architecture) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_keys import Place, Style, places
+from isoloss.models.checkpoint_keys import FUSED_NORMS, Place, Style, places
 from isoloss.models.distcp import Folder, Stored
 from isoloss.models.forms import Vocabulary
 from isoloss.models.weights import Weight, weight_map
@@ -23,14 +23,6 @@ from isoloss.parallel.errors import UserError
 EMBEDDING = "embedding.word_embeddings.weight"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
-# A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec; Megatron-Core's
-# specs mix the two (local experts and latent attention), so either is taken for the other.
-_NORMS = (
-    ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
-    ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
-    ("self_attention.q_layernorm.", "self_attention.linear_q_up_proj.layer_norm_"),
-    ("self_attention.kv_layernorm.", "self_attention.linear_kv_up_proj.layer_norm_"),
-)
 
 
 @dataclass(frozen=True)
@@ -158,7 +150,9 @@ def _style(tensors: Iterable[str]) -> Style:
 
 
 def _spellings(key: str) -> tuple[str, ...]:
-    for pair in _NORMS:
+    """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
+    Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
+    for pair in FUSED_NORMS.items():
         for name, other in (pair, pair[::-1]):
             if f".{name}weight" in f".{key}":
                 return key, key.replace(name, other)

@@ -78,10 +78,7 @@ def read(
         name: value for name, value in {**PINNED, "model_type": family, **pinned}.items() if name not in irrelevant
     }
     _refuse_unknown(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned))
-    for name, wanted in pinned.items():
-        value = config.get(name)
-        if value is not None and value != wanted:
-            refuse(name, value, f"is not supported for {family}; only {wanted!r} is")
+    _refuse_unsupported(config, family, pinned)
     num_layers, num_heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
     max_positions = positive_int(config, "max_position_embeddings")
     if latent is None:
@@ -125,6 +122,13 @@ def _refuse_unknown(config: Mapping[str, Any], family: str, known: Set[str]) -> 
                 f"is a field that the {family} family does not know, so the model may be a different "
                 "one; delete it from config.json if it does not change what the model computes",
             )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str, pinned: Mapping[str, Any]) -> None:
+    for name, wanted in pinned.items():
+        value = config.get(name)
+        if value is not None and value != wanted:
+            refuse(name, value, f"is not supported for {family}; only {wanted!r} is")
 
 
 def _windows(

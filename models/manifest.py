@@ -6,6 +6,7 @@ more of a processor than everything else that is done to the bytes of a checkpoi
 """
 
 import json
+import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -109,6 +110,15 @@ def crc32(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
     return f"{checksum:08x}"
+
+
+def sync(path: str | Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_json(path: Path, mend: str) -> dict[str, Any]:

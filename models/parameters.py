@@ -20,13 +20,15 @@ class Owned:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
 
     tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
-    first: whether, of the ranks that hold this very shard, this one is the first; over all ranks with `first`, and with
-    rank 0 of each `tp`, every weight is visited once.
+    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); whoever visits
+    every weight once skips it.
+    first: whether, of the ranks of its stage that hold this very shard, this one is the first.
     """
 
     weight: Weight
     parameter: Tensor
     tp: dist.ProcessGroup
+    replica: bool
     first: bool
 
 
@@ -45,7 +47,6 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh
         for name, parameter in model.state_dict(keep_vars=True).items():
             if not isinstance(parameter, Tensor):  # Megatron's extra state
                 continue
-            # A tied output matrix on the last of several stages is a copy of the embedding on the first.
             replica = name == "output_layer.weight" and arch.tie_embeddings
             if replica:
                 name = "embedding.word_embeddings.weight"
@@ -53,10 +54,10 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh
                 name = _global_name(name, global_layer, first_expert)
             weight = weights[name]
             if weight.expert is None:
-                tp, first = mesh.tp, mesh.dp_context.rank() == 0 and not replica
+                tp, first = mesh.tp, mesh.dp_context.rank() == 0
             else:
                 tp, first = mesh.etp, mesh.expert_dp.rank() == 0
-            owned.append(Owned(weight, parameter, tp, first))
+            owned.append(Owned(weight, parameter, tp, replica, first))
     return owned
 
 
@@ -93,9 +94,8 @@ def whole_tensors(
     That is every weight of its pipeline stage, and with ep > 1 its share of the experts. A copy of a tied embedding is
     left out. Collective over tp and etp: all their ranks must iterate to the end.
     """
-    tied = arch.tie_embeddings and not mesh.is_first_stage(0)
     for owned in owned_parameters(chunks, arch, mesh):
-        if not (tied and owned.weight.layer is None and owned.weight.name.startswith("embedding")):
+        if not owned.replica:
             yield owned, gather(of(owned.parameter), owned)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from isoloss.models import manifest
+from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.mcore_to_hf import Export
@@ -67,7 +68,7 @@ def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> Logi
             "checkpoint": len(weights.keys),
             "weights": len(weight_map(arch)),
             "hugging_face": len(hf_shapes(weight_map(arch))),
-            "left_out": 0,
+            "left_out": len(HFReader(hf).names) - len(hf_shapes(weight_map(arch))),
         },
         files={**written.files, manifest.NAME: _file_record(checkpoint / manifest.NAME)},
     )

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from isoloss.models.conversion.segments import Literal, Segment
 from isoloss.models.conversion.worker import CheckFile, WriteFile, write_whole
 from isoloss.models.conversion.workers import Workers
-from isoloss.models.manifest import FileRecord
+from isoloss.models.manifest import FileRecord, sync
 from isoloss.parallel.errors import UserError
 
 LOCK_SECONDS = 10.0
@@ -227,11 +227,11 @@ def _publish(plan: Plan, records: Mapping[str, FileRecord], files: Path, target:
     """Manifest last, everything on the disk, then the one rename."""
     name, text = plan.manifest
     write_whole(str(files / name), text({file.name: records[file.name] for file in plan.files}).encode())
-    _sync(files / name)
+    sync(files / name)
     for folder, _, _ in os.walk(files):
-        _sync(folder)
+        sync(folder)
     os.rename(files, target)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _worker_count(plan: Plan, asked: int | None) -> int:
@@ -260,11 +260,3 @@ def _record_path(partial: Path, file: OutputFile) -> str:
 
 def _read_text(path: Path) -> str | None:
     return path.read_text() if path.is_file() else None
-
-
-def _sync(path: str | Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
