@@ -178,7 +178,7 @@ def test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_
         elif ended == "killed":
             assert main(folder, out) == 2
         check_complete(out, whole)
-    assert 0 < published < 10
+    assert 0 < published < 25  # most of the points lie before the rename, some after it
 
 
 def large_folder(folder: Path, megabytes: int) -> Path:
