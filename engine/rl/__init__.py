@@ -1,0 +1,1 @@
+"""Reinforcement learning in front of the shared training step."""

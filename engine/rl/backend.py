@@ -1,0 +1,61 @@
+"""What the loop asks of a rollout backend, be it a model in this process or a fleet of servers."""
+
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+
+Bucket = list[tuple[str, Tensor]]
+
+
+class RolloutBackend(Protocol):
+    """Every rank holds one and calls the collective methods with the same arguments.
+
+    receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets.
+    """
+
+    receives: Literal["every rank", "rank 0"]
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+        """One completion a request, in the order of the requests, on every rank. Collective over the world.
+
+        None where a server was lost on the way: the caller sees to the weights (`weight_version`) and asks again.
+        Raises UserError where no server can be reached any more.
+        """
+        ...
+
+    def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+        """Take over all weights, from Hugging Face names and tensors, as weight version `version`.
+
+        buckets: an iterator that is collective over the world: every rank exhausts it. A backend that fails on the way
+        raises on every rank, and never serves a mixture of old and new weights without saying so in `weight_version`.
+        """
+        ...
+
+    def weight_version(self) -> int | None:
+        """The version that all of the backend serves; None where it serves none of ours (a server that was restarted),
+        or its servers differ. Collective over the world."""
+        ...
+
+    def pause(self) -> None:
+        """Stop producing tokens, and keep the requests. From any thread of rank 0."""
+        ...
+
+    def resume(self) -> None:
+        """Go on after `pause`. From any thread of rank 0."""
+        ...
+
+    def abort(self) -> None:
+        """End the requests under way: their completions come back with what they have, finish="abort". From any thread
+        of rank 0."""
+        ...
+
+    def check_health(self) -> None:
+        """Raises UserError, on every rank, with the server and the mend. Collective over the world."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what the backend holds. Collective over the world; twice does no harm."""
+        ...

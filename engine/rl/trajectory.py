@@ -1,0 +1,91 @@
+"""The nouns of a rollout. Tokens are those that the backend really read and produced: text is never tokenized again.
+
+An id leads from a prompt's row to everything made of it: "train.jsonl:17" is the prompt of that line, and
+"train.jsonl:17/42/3" completion 3 of the 42nd prompt drawn in the run.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Finish = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of data.train or data.eval, as the policy reads it and as reward functions see it.
+
+    id: "file:line" of the row. tokens: token ids, with the generation prompt of the chat template. prompt: the row's
+    `prompt` as it stands there, text or messages. answer: the row's `answer`, None if it has none. source: what
+    metrics are grouped by: the row's `data_source`, else the name of its file without ending. extra: further columns.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    prompt: str | tuple[Mapping[str, Any], ...]
+    answer: Any = None
+    source: str = ""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to choose tokens. A completion ends with (and contains) the first of stop_token_ids, or after max_new_tokens.
+
+    temperature: 0 is greedy. top_p: nucleus; 1 switches it off. seed: of the run; a request adds its own id.
+    """
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What came out for a request.
+
+    logprobs: of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not renormalize;
+    with temperature 0, of softmax(logits)). versions: the weight version that produced each token. finish: "stop" with
+    a stop token at the end, "length" at max_new_tokens, "abort" where the backend was told to stop.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+    def __post_init__(self):
+        if not len(self.tokens) == len(self.logprobs) == len(self.versions):
+            raise ValueError(
+                f"completion {self.id}: {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
+                f"{len(self.versions)} versions must be as many"
+            )
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion to generate, after prompt_tokens; `partial` is what an earlier, aborted attempt gave, to go on
+    from: the completion then begins with its tokens, and max_new_tokens counts them."""
+
+    id: str
+    prompt_tokens: tuple[int, ...]
+    partial: Completion | None = None
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """A completion of a prompt and its reward; math.nan where the reward function failed (it is then masked)."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+    reward: float
+    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of a weighted sum, by name
+
+    @property
+    def valid(self) -> bool:
+        return math.isfinite(self.reward) and len(self.completion.tokens) > 0
