@@ -22,8 +22,7 @@ class RolloutConfig:
     `tensor` by handles to memory of the same machine, `disk` through sync_dir. timeout: seconds to wait for a server.
     server_command: starts and restarts a server for each of `servers` here, such as "python -m sglang.launch_server
     --model-path {model} --host {host} --port {port}"; null: somebody else does. colocated: servers share the trainer's
-    GPUs and give their memory back while it trains. partial_rollouts: lost servers' unfinished completions go on where
-    they were.
+    GPUs and give their memory back while it trains.
     """
 
     backend: Literal["transformers", "sglang"] = "transformers"
