@@ -1,6 +1,7 @@
 """Engine: forward_backward and optim_step, the two verbs at which SFT and RL meet."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import Tensor
 from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
-from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step
@@ -27,7 +28,9 @@ from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import Layout, Mesh, UserError, launch
+from isoloss.parallel.normalizer import Aggregation
 
+TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -119,13 +122,15 @@ class Engine:
         with torch.no_grad():
             return run_step(self.mesh, self.chunks, self.arch, batch, loss, forward_only=True)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
 
-        Every rank gets all of them. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce
-        over dp x context and one over pp.
+        p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
+        pp.
         """
-        return self._of_targets(run_logprobs, samples)
+        loss = dataclasses.replace(TARGETS, temperature=temperature)
+        return self._of_targets(run_logprobs, samples, loss)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
@@ -196,11 +201,11 @@ class Engine:
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
 
-    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample]) -> list[Tensor]:
+    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample], *more) -> list[Tensor]:
         """What `run` gives for every target, sample by sample."""
-        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
+        batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
-            flat = run(self.mesh, self.chunks, self.arch, batch)
+            flat = run(self.mesh, self.chunks, self.arch, batch, *more)
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:

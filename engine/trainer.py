@@ -25,7 +25,7 @@ from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
-EVAL_LOSS = Loss(negative_log_likelihood)
+EVAL_LOSS = Loss.of(negative_log_likelihood)
 
 
 @dataclass(frozen=True)

@@ -55,14 +55,18 @@ def labelled_logprobs(
     arch: Architecture,
     mesh: Mesh,
     *,
-    with_entropy: bool,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the targets (and the entropy) at the labelled positions of this rank's slice, [N].
 
     hidden: the last stage's output; labelled_N: indices into the slice; targets_N: the tokens to be predicted there.
+    temperature: logits are divided by it.
     Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
     """
     labelled_ND = _labelled_hidden(hidden, labelled_N, mesh)
+    if temperature != 1.0:
+        labelled_ND = labelled_ND / temperature  # the same as dividing the logits, which never exist as a whole
     weight_VD = unwrap(chunk).output_weight()
     return vocab_parallel_logprobs(
         labelled_ND, weight_VD, targets_N, arch.vocab_size, mesh.tp, with_entropy=with_entropy

@@ -19,7 +19,7 @@ from isoloss.engine import step as step_module
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
-from isoloss.parallel.normalizer import GlobalLossNormalizer
+from isoloss.parallel.normalizer import take_census, weigh
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:
 
 def _with_weights(batch, scale: Callable[[int, torch.Tensor], torch.Tensor]):
     micro_batches = tuple(
-        dataclasses.replace(m, weights_N=scale(index, m.weights_N)) for index, m in enumerate(batch.micro_batches)
+        dataclasses.replace(m, weights_AN=scale(index, m.weights_AN)) for index, m in enumerate(batch.micro_batches)
     )
     return dataclasses.replace(batch, micro_batches=micro_batches)
 
@@ -99,9 +99,9 @@ def _context_factor_twice():
 def _counts_over_dp_and_sp() -> Iterator[None]:
     mesh_of_step: list[Mesh] = []
 
-    def normalizer(mode, dp_group, **kwargs):
+    def census(masks, dp_group, **kwargs):
         del dp_group
-        return GlobalLossNormalizer(mode, mesh_of_step[-1].dp_context, **kwargs)
+        return take_census(masks, mesh_of_step[-1].dp_context, **kwargs)
 
     original = step_module.prepare_step
 
@@ -110,7 +110,7 @@ def _counts_over_dp_and_sp() -> Iterator[None]:
         return original(samples, loss, plan, mesh, device)
 
     with (
-        mock.patch.object(step_module, "GlobalLossNormalizer", normalizer),
+        mock.patch.object(step_module, "take_census", census),
         mock.patch.object(engine_module, "prepare_step", prepare_step),
     ):
         yield
@@ -146,10 +146,11 @@ def _targets_shifted_after_sharding():
 
 
 def _fully_masked_sequence_counted():
-    def normalizer(mode, dp_group, *, count_fully_masked, **kwargs):
-        return GlobalLossNormalizer(mode, dp_group, count_fully_masked=not count_fully_masked, **kwargs)
+    def other_way(masks, census, aggregation):
+        changed = dataclasses.replace(aggregation, count_fully_masked=not aggregation.count_fully_masked)
+        return weigh(masks, census, changed)
 
-    return mock.patch.object(step_module, "GlobalLossNormalizer", normalizer)
+    return mock.patch.object(step_module, "weigh", other_way)
 
 
 def _attention_sees_its_own_shard():

@@ -72,7 +72,7 @@ def spoiled_step(config: Config, frozen: bytes, spoil: str) -> dict[str, object]
     """
     engine, samples = Engine(config), thaw(frozen)
     good = cross_entropy(LossConfig())
-    bad = Loss(nan_loss) if spoil == "loss" else good
+    bad = Loss.of(nan_loss) if spoil == "loss" else good
     empty = [type(sample)(sample.tokens_T, torch.zeros_like(sample.mask_T)) for sample in samples]
     before_any = weights(engine)
     engine.train_step(samples, good)
