@@ -16,12 +16,13 @@ class TokenInputs:
     """What a loss sees of the labelled positions of a micro-batch on this rank; all tensors are [N].
 
     logprobs_N: log-probabilities of the targets at the loss's temperature. entropy_N: entropy of the predicted
-    distribution, in nats, if the loss asked for it. values_N: the value head's output, with a critic (the other two
-    are then empty). fields: those of the samples.
+    distribution, in nats, if the loss asked for it. values_N: the value head's output, of a critic, whose other two are
+    empty. fields: those of the samples. document_N: the document of the row that each target belongs to.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
+    values_N: Tensor | None
     fields: Mapping[str, Tensor]
     document_N: Tensor
     num_documents: int

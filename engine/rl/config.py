@@ -1,10 +1,11 @@
 """The knobs of reinforcement learning, besides those of `isoloss.engine.config`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from isoloss.engine.config import require
+from isoloss.engine.config import Config, require
 from isoloss.parallel import UserError
+from isoloss.parallel.normalizer import MODES
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,6 @@ class AlgorithmConfig:
     overlong_buffer tokens before max_new_tokens cost a linearly growing part of the penalty.
     gamma, gae_lambda: of returns and advantages over tokens. value_clip: of the critic's change; null: none.
     critic_lr, critic_warmup: the critic's learning rate, and optimizer steps in which it alone learns.
-    shuffle_advantages: a control experiment: the advantages are dealt to the completions at random.
     """
 
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
@@ -149,7 +149,6 @@ class AlgorithmConfig:
     value_clip: float | None = 0.2
     critic_lr: float = 1e-5
     critic_warmup: int = 0
-    shuffle_advantages: bool = False
 
     def __post_init__(self):
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "overlong_buffer", "overlong_penalty"):
@@ -185,8 +184,8 @@ class AlgorithmConfig:
             require(mode is None or mode in MODES, f"algorithm.{name}", mode, f"is not one of {', '.join(MODES)}")
         if self.importance != "none" and self.old_logprobs == "rollout" and self.loss != "reinforce":
             raise UserError(
-                f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the difference "
-                "twice: the ratio starts from the rollout's probabilities already; set importance=none, or "
+                f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the "
+                "difference twice: the ratio starts from the rollout's probabilities already; set importance=none, or "
                 "old_logprobs=train"
             )
 
