@@ -210,7 +210,9 @@ def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, 
         with_entropy=loss.needs_entropy,
     )
     fields = {name: values.to(logprobs_N.dtype) for name, values in micro_batch.fields.items()}
-    return TokenInputs(logprobs_N, entropy_N, fields, micro_batch.document_N, len(micro_batch.lengths), mesh.context)
+    return TokenInputs(
+        logprobs_N, entropy_N, None, fields, micro_batch.document_N, len(micro_batch.lengths), mesh.context
+    )
 
 
 def check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:

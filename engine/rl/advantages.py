@@ -70,7 +70,7 @@ def whiten(of_completions: Sequence[Tensor]) -> list[Tensor]:
 
 
 def overlong_punishment(lengths_S: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
-    """0 up to max_new_tokens - buffer, then falling linearly to -1 at max_new_tokens: DAPO (arXiv 2503.14476) eq. 13."""
+    """0 up to max_new_tokens - buffer, then falling linearly to -1 at max_new_tokens (DAPO, arXiv 2503.14476, 3.4)."""
     if buffer == 0:
         return torch.zeros(len(lengths_S), dtype=torch.float64)
     return ((max_new_tokens - buffer - lengths_S).double() / buffer).clamp(-1, 0)
