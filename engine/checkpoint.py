@@ -109,7 +109,7 @@ def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mes
 
     Collective over the world.
     """
-    mine = ((name, tensor) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
+    mine = ((name, tensor.cpu()) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
     entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, entries)
