@@ -27,6 +27,7 @@ from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.weight_stream import Receives, stream_weights
 from isoloss.parallel import Layout, Mesh, UserError, launch
 from isoloss.parallel.normalizer import Aggregation
 
@@ -172,6 +173,13 @@ class Engine:
         """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
         for owned, whole in whole_tensors(self.chunks, self.arch, self.mesh):
             yield owned.weight.name, whole
+
+    def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+
+        In the precision of training. Collective over the world: every rank exhausts the iterator.
+        """
+        return stream_weights(self.chunks, self.arch, self.mesh, self.dtype, bucket_bytes, receives)
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""

@@ -118,7 +118,7 @@ class AlgorithmConfig:
     mask_truncated: completions that met max_new_tokens teach nothing. overlong_buffer, overlong_penalty: the last
     overlong_buffer tokens before max_new_tokens cost a linearly growing part of the penalty.
     gamma, gae_lambda: of returns and advantages over tokens. value_clip: of the critic's change; null: none.
-    critic_lr, critic_warmup: the critic's learning rate, and optimizer steps in which it alone learns.
+    critic_lr: the critic's learning rate; the rest of its optimizer is the policy's.
     """
 
     advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
@@ -148,7 +148,6 @@ class AlgorithmConfig:
     gae_lambda: float = 1.0
     value_clip: float | None = 0.2
     critic_lr: float = 1e-5
-    critic_warmup: int = 0
 
     def __post_init__(self):
         for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "overlong_buffer", "overlong_penalty"):
@@ -178,7 +177,6 @@ class AlgorithmConfig:
             "must be positive (null switches it off)",
         )
         require(self.critic_lr >= 0, "algorithm.critic_lr", self.critic_lr, "must not be negative")
-        require(self.critic_warmup >= 0, "algorithm.critic_warmup", self.critic_warmup, "must not be negative")
         for name in ("kl_aggregation", "entropy_aggregation"):
             mode = getattr(self, name)
             require(mode is None or mode in MODES, f"algorithm.{name}", mode, f"is not one of {', '.join(MODES)}")
@@ -231,6 +229,11 @@ class RLConfig(Config):
         )
         if self.data.overlong == "truncate":
             raise UserError("data.overlong='truncate' would ask another question; choose error or drop")
+
+    @property
+    def eval_temperature(self) -> float:
+        chosen = self.rollout.eval_temperature
+        return self.rollout.temperature if chosen is None else chosen
 
     @property
     def steps_per_batch(self) -> int:

@@ -22,7 +22,10 @@ class Reference:
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
         self._live = [
-            t.data for chunk in engine.chunks for t in chain(chunk.parameters(), chunk.buffers()) if t.is_floating_point()
+            t.data
+            for chunk in engine.chunks
+            for t in chain(chunk.parameters(), chunk.buffers())
+            if t.is_floating_point()
         ]
         self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
 

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch.distributed as dist
 
@@ -15,21 +15,13 @@ from isoloss.parallel import UserError
 
 # How often a batch is asked for again after servers were lost, before the run gives up.
 MAX_ATTEMPTS = 10
-Score = Callable[[Sequence[Prompt], Sequence[Completion], Sequence[str]], list[Scored]]
-
-
-@dataclass
-class Seconds:
-    """Time spent, since it was last asked for."""
-
-    generate: float = 0.0
-    sync: float = 0.0
+Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 
 
 class Rollout:
     """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
 
-    score: prompts, completions and their texts -> rewards; called on rank 0. decode: token ids -> text.
+    score: prompts and completions -> rewards and texts; called on rank 0.
     calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
     """
 
@@ -38,11 +30,10 @@ class Rollout:
         engine: Engine,
         backend: RolloutBackend,
         score: Score,
-        decode: Callable[[Sequence[int]], str],
         config: RLConfig,
         stop_token_ids: tuple[int, ...],
     ):
-        self.engine, self.backend, self._score, self._decode = engine, backend, score, decode
+        self.engine, self.backend, self._score = engine, backend, score
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -53,7 +44,7 @@ class Rollout:
         )
         self.version = -1
         self.calls = 0
-        self.seconds = Seconds()
+        self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
 
     def sync(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
@@ -65,7 +56,12 @@ class Rollout:
         if self.backend.weight_version() != version:
             buckets = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
             self.backend.update_weights(buckets, version)
-        self.seconds.sync += time.perf_counter() - started
+        self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken
 
     def groups(self, prompts: Sequence[Prompt], first_draw: int, count: int) -> list[Group]:
         """`count` rewarded completions of each prompt. Collective over the world; the same on every rank."""
@@ -88,16 +84,12 @@ class Rollout:
         asked = [(prompt, f"{id}/{k}") for prompt, id in zip(prompts, ids) for k in range(count)]
         completions = self._generate([Request(id, prompt.tokens) for prompt, id in asked], sampling)
         prompts_S = [prompt for prompt, _ in asked]
-        scored = on_main(lambda: self._with_texts(prompts_S, completions))
-        self.seconds.generate += time.perf_counter() - started
+        scored = on_main(lambda: self._score(prompts_S, completions))
+        self._seconds["generate_seconds"] += time.perf_counter() - started
         return [
-            Trajectory(prompt, completion, text, score.reward, score.parts, score.error)
-            for prompt, completion, (text, score) in zip(prompts_S, completions, scored, strict=True)
+            Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
+            for prompt, completion, of_one in zip(prompts_S, completions, scored, strict=True)
         ]
-
-    def _with_texts(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[tuple[str, Scored]]:
-        texts = [self._decode(completion.tokens) for completion in completions]
-        return list(zip(texts, self._score(prompts, completions, texts), strict=True))
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
