@@ -18,7 +18,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step
+from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
 from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
@@ -27,6 +27,7 @@ from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.value_head import CriticWeights
 from isoloss.models.weight_stream import Receives, stream_weights
 from isoloss.parallel import Layout, Mesh, UserError, launch
 from isoloss.parallel.normalizer import Aggregation
@@ -47,18 +48,24 @@ class OptimResult:
 class Engine:
     """A model on a mesh, with its optimizer.
 
+    critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
+
     Every rank calls every method with the same arguments: all samples of a step, on every rank. The plan then decides,
     purely from their lengths, which rank sees which.
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, critic_of: "Engine | None" = None):
         self.config = config
         self.arch, layout, source = check_model(config)
         if config.train.deterministic:
             launch.use_deterministic_algorithms()
-        launch.init_process_group()
-        self.mesh = Mesh.create(layout)
+        if critic_of is None:
+            launch.init_process_group()
+            self.mesh = Mesh.create(layout)
+        else:
+            self.mesh = critic_of.mesh
+            self.arch, source = self.arch.as_critic(), CriticWeights(source)
         self.device = torch.device(torch.cuda.current_device())
         self.dtype = DTYPES[config.train.precision]
         chunks = build_model(self.arch, self.mesh, self.dtype)
@@ -132,6 +139,13 @@ class Engine:
         """
         loss = dataclasses.replace(TARGETS, temperature=temperature)
         return self._of_targets(run_logprobs, samples, loss)
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
+
+        Collectives as `logprobs`.
+        """
+        return self._of_targets(run_values, samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.

@@ -16,7 +16,7 @@ from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.models.architecture import Architecture
-from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs
+from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Counts, take_census, weigh
 from isoloss.parallel.schedule import run_schedule
@@ -171,6 +171,15 @@ def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, ba
     return _collect(mesh, chunks, batch, logprobs, ())
 
 
+def run_values(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
+    """A critic's expected returns before every target, as `run_logprobs`."""
+
+    def values(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+        return labelled_values(chunks[-1], hidden, micro_batch.labelled_N, mesh)
+
+    return _collect(mesh, chunks, batch, values, ())
+
+
 def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
     """The logits that predict each target, [total tokens, vocab_size] fp64, as `run_logprobs`. For small models."""
 
@@ -199,20 +208,26 @@ def _forward(chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
 
 
 def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
-    logprobs_N, entropy_N = labelled_logprobs(
-        chunks[-1],
-        hidden,
-        micro_batch.labelled_N,
-        micro_batch.targets_N,
-        arch,
-        mesh,
-        temperature=loss.temperature,
-        with_entropy=loss.needs_entropy,
-    )
-    fields = {name: values.to(logprobs_N.dtype) for name, values in micro_batch.fields.items()}
-    return TokenInputs(
-        logprobs_N, entropy_N, None, fields, micro_batch.document_N, len(micro_batch.lengths), mesh.context
-    )
+    chunk, at = chunks[-1], micro_batch.labelled_N
+    values_N = entropy_N = None
+    if arch.critic:
+        values_N = labelled_values(chunk, hidden, at, mesh)
+        logprobs_N = values_N.new_zeros(0)
+    else:
+        logprobs_N, entropy_N = labelled_logprobs(
+            chunk,
+            hidden,
+            at,
+            micro_batch.targets_N,
+            arch,
+            mesh,
+            temperature=loss.temperature,
+            with_entropy=loss.needs_entropy,
+        )
+    dtype = logprobs_N.dtype
+    fields = {name: values.to(dtype) for name, values in micro_batch.fields.items()}
+    documents = (micro_batch.document_N, len(micro_batch.lengths))
+    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, mesh.context)
 
 
 def check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:

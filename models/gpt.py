@@ -73,6 +73,14 @@ def labelled_logprobs(
     )
 
 
+def labelled_values(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, mesh: Mesh) -> Tensor:
+    """A critic's expected returns at the labelled positions of this rank's slice, [N].
+
+    Collectives over TP: a gather of the slice if it is sequence-parallel, and one all-reduce.
+    """
+    return unwrap(chunk).output_layer(_labelled_hidden(hidden, labelled_N, mesh))
+
+
 def labelled_logits(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, arch: Architecture, mesh: Mesh) -> Tensor:
     """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, never to train with.
 

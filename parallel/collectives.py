@@ -69,6 +69,24 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SumOverRanks.apply(x, group)
 
 
+class _SumParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        del ctx
+        x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's part, for a loss that all ranks compute alike: the exit of a TP region (Megatron's g)."""
+    return x if group.size() == 1 else _SumParts.apply(x, group)
+
+
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):

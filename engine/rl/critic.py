@@ -22,7 +22,7 @@ class Critic:
 
     def __init__(self, config: RLConfig, policy: Engine):
         optim = replace(config.optim, lr=config.algorithm.critic_lr, min_lr=0.0, schedule="constant", warmup_steps=0)
-        self._engine = Engine(replace(config, optim=optim), mesh=policy.mesh, head="value")
+        self._engine = Engine(replace(config, optim=optim), critic_of=policy)
         self._loss = value_loss(config.algorithm, config.loss)
         self._keep = config.checkpoint.keep
 

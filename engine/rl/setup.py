@@ -17,6 +17,7 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
 from isoloss.engine.rows import check_paths
+from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError, launch
 
@@ -38,6 +39,8 @@ def load_data(config: RLConfig) -> RLData:
     A prompt and rollout.max_new_tokens have to fit data.max_length, batch.max_tokens and the model's positions.
     """
     arch = read_architecture(config.model.path)
+    if config.algorithm.uses_critic:
+        check_layout(arch.as_critic(), config.parallel.layout())
     if not config.data.train:
         raise UserError("data.train=[] must name at least one JSONL or Parquet file")
     check_paths(config.data.train, "data.train")
