@@ -122,8 +122,12 @@ class InProcessBackend:
 
 def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     """The model of config.json with uninitialised weights; rotary frequencies, which are not weights, are computed."""
+    # Grouped matrix products, the default for experts, know no fp64 and want rows of whole 16 bytes.
+    sizes = (arch.hidden_size, arch.experts.intermediate_size) if arch.experts else ()
+    grouped = dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
+    options = {} if grouped else {"experts_implementation": "eager"}
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype)
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, **options)
     model.tie_weights()  # part of the initialisation that was left out
     for weight in weight_map(arch):
         if not weight.trained:  # the experts' selection bias: rounded to bf16 it would choose other experts
@@ -186,6 +190,7 @@ class Gate:
         """A new call of generate. On every rank."""
         with self._changed:
             self._call += 1
+        self._looked = 0.0
 
     def open(self) -> bool:
         """Wait while paused; then, or once this call is to be ended, whether to go on."""
