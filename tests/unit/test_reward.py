@@ -69,8 +69,11 @@ def prompt(answer="4", text="2+2=", **extra) -> Prompt:
 
 
 def gone(pids) -> bool:
-    """Whether the processes end; a killed one whose parent is gone too takes a moment."""
-    return not psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)[1]
+    """Whether the processes end by themselves; a killed one whose parent is gone too takes a moment."""
+    _, left = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=10)
+    for process in left:
+        process.kill()
+    return not left
 
 
 # ------------------------------------------------------------------------------------------------------------ built in
@@ -181,6 +184,11 @@ def test_a_column_that_a_row_lacks(score, write):
         """)
     scored = score([f"{path}:required", f"{path}:optional"], ["a", "b"], [prompt(level=3), prompt()])
     assert [each.parts for each in scored] == [{"required": 3, "optional": 3}, {"required": -1, "optional": 7}]
+
+
+def test_a_column_under_a_name_of_verl(score, write):
+    path = write("def f(completion, ground_truth, data_source=None): return completion == ground_truth == '4'")
+    assert score(f"{path}:f", ["4"], prompt(ground_truth="4"))[0].reward == 1
 
 
 def test_verl_convention(score, write):
