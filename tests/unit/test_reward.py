@@ -294,6 +294,24 @@ def test_modules_are_found_from_the_working_folder(score, write, tmp_path, monke
     assert score(["isoloss_test_rewards:f", "isoloss_test_rewards.py:f"], ["4"])[0].reward == 4
 
 
+def test_a_file_is_run_once_and_hides_no_library(score, write):
+    path = write("""
+        import dataclasses
+        count = 0
+        @dataclasses.dataclass
+        class Point:
+            x: "int"
+        def first(completion):
+            global count
+            count += 1
+            import json
+            return json.loads("1")
+        def second(completion): return Point(count).x
+        """, "json.py")  # fmt: skip
+    (scored,) = score([f"{path}:first", f"{path}:second"], ["4"])
+    assert scored.parts == {"first": 1, "second": 1}
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 
 FAULTS = """
