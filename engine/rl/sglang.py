@@ -3,6 +3,7 @@
 docs/rollout.md tells the protocol, the three ways of weight synchronization, and what was run against which version.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Literal
 
 from isoloss.engine.rl.backend import Bucket
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang_client import PROBE_SECONDS, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang_client import PROBE_SECONDS, Refused, ServerLost, SGLangServer, on_all
 from isoloss.engine.rl.sglang_generate import Fleet, generate, try_abort
 from isoloss.engine.rl.sglang_process import ServerProcess
 from isoloss.engine.rl.sglang_rank0 import RankZero
@@ -143,6 +144,7 @@ class SGLangBackend:
                 f"rollout.servers: weights of version {version} were sent, but what servers say they have is {wrong}; "
                 "see that no other run uses them"
             )
+        _check_alike(self._servers)
 
     def _abandon_update(self) -> None:
         """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
@@ -257,6 +259,24 @@ class SGLangBackend:
             f"rollout.servers={[str(server) for server in self._servers]}: none answers within {PROBE_SECONDS:g} "
             f"seconds{tried}; start them again, or let rollout.server_command do so"
         )
+
+
+def _check_alike(servers: Sequence[SGLangServer]) -> None:
+    """UserError where two servers that divide the model in the same way have different weights."""
+    if len(servers) == 1:
+        return
+    # An old server refuses: it has no checksums.
+    with contextlib.suppress(Refused):
+        first: dict[int, tuple[SGLangServer, list[dict[str, str]]]] = {}
+        for server, ranks in zip(servers, on_all(servers, SGLangServer.checksums)):
+            other, same = first.setdefault(len(ranks), (server, ranks))
+            for mine, theirs in zip(ranks, same):
+                different = [name for name, checksum in mine.items() if theirs.get(name) != checksum]
+                if different:
+                    raise UserError(
+                        f"rollout.servers: after an update {server} and {other} differ in {len(different)} weights, "
+                        f"the first of them {different[0]}; start them from the same model, with the same options"
+                    )
 
 
 def _is_healthy(server: SGLangServer) -> bool:

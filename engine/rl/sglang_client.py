@@ -14,7 +14,6 @@ from isoloss.engine.rl.trajectory import Finish
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for a question that any living server answers at once
-FLUSH_SECONDS = 60.0  # how long the server waits for its last batch before it gives up a flush
 
 Result = TypeVar("Result")
 
@@ -135,8 +134,9 @@ class SGLangServer:
     # ---- weights ----------------------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Forget keys and values that the present weights made. Refused while requests run."""
-        self.post(f"/flush_cache?timeout={FLUSH_SECONDS}", {}, answer=False)
+        """Forget keys and values that the present weights made. Refused while requests run; those of a `pause` do not,
+        but only without the endpoint's `timeout`, which waits for an empty queue."""
+        self.post("/flush_cache", {}, answer=False)
 
     def begin_update(self) -> None:
         """Open a session of weight updates, closing one that a failed update left open."""

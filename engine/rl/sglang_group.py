@@ -13,6 +13,8 @@ from torch.distributed.distributed_c10d import GroupName
 
 from isoloss.engine.rl.sglang_client import SGLangServer
 
+REASON_SECONDS = 5.0  # for a server's answer, once this side knows that something went wrong
+
 
 def new_group(backend: str, store: dist.Store, world: int, name: str, timeout: timedelta) -> dist.ProcessGroup:
     """Rank 0 of a group beyond the default one, as SGLang makes it (`init_custom_process_group` in its
@@ -29,17 +31,20 @@ def new_group(backend: str, store: dist.Store, world: int, name: str, timeout: t
 def together(servers: Sequence[SGLangServer], call: Callable[[SGLangServer], Any], here: Callable[[], None]) -> None:
     """call(server) for every server while `here` runs in this process; both sides wait for each other inside.
 
-    Raises as soon as one side fails: the other is then left to end by its own time limit.
+    Raises soon after one side fails: the other is then left to end by its own time limit. What a server says comes
+    first, since this side can only say that nobody came.
     """
     threads = ThreadPoolExecutor(max_workers=len(servers) + 1)
-    futures: list[Future] = [threads.submit(call, server) for server in servers]
+    asked: list[Future] = [threads.submit(call, server) for server in servers]
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    futures.append(threads.submit(_on_device, device, here))
-    done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    done = threads.submit(_on_device, device, here)
+    wait([*asked, done], return_when=FIRST_EXCEPTION)
     threads.shutdown(wait=False)
-    # What a server says is the reason; what this side says is then only that nobody came.
-    for future in (future for future in futures if future in done):
-        future.result()
+    if done.done() and done.exception() is not None:
+        wait(asked, timeout=REASON_SECONDS, return_when=FIRST_EXCEPTION)
+    for future in (*asked, done):
+        if future.done():
+            future.result()
 
 
 def _on_device(device: int | None, call: Callable[[], None]) -> None:

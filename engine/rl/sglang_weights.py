@@ -7,7 +7,6 @@ bucket after bucket. A bucket travels as one tensor of bytes, its tensors one af
 
 import contextlib
 import shutil
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,8 +25,6 @@ from isoloss.engine.rl.sglang_group import new_group, own_address, together
 from isoloss.models.checkpoint_hf import Entry, copy_sidecars, finish, write_shards
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError
-
-POLL_SECONDS = 0.001
 
 
 class WeightSync(Protocol):
@@ -86,12 +83,15 @@ class BroadcastSync:
             "flush_cache": False,
         }
 
+        group = self._group
+
         def broadcast() -> None:
-            work = dist.broadcast(payload.flat_B.to(self._device), src=0, group=self._group, async_op=True)
+            work = dist.broadcast(payload.flat_B.to(self._device), src=0, group=group, async_op=True)
             assert work is not None
-            while not work.is_completed():  # a wait() would hold on to the thread, and to Python's lock
-                time.sleep(POLL_SECONDS)
-            work.wait()
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise ServerLost(f"the broadcast of weights broke off: {str(error).splitlines()[0]}") from None
 
         together(servers, lambda server: server.post("/update_weights_from_distributed", body), broadcast)
 

@@ -2,12 +2,14 @@
 
     python tests/doubles/sglang_server.py --model DIR --host 127.0.0.1 --port 30000
 
-It answers as SGLang 0.5.23 was seen to, refusals included: the suite in tests/sglang runs against both. Beyond the
-protocol it has faults to inject (POST /fault {"kind", "path", "count"}) and counts calls (GET /calls).
+It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
+protocol it counts calls (GET /calls), takes faults to inject (POST /faults, a list of {"kind", "path", "count"}) and
+lets its options be changed (POST /options).
 """
 
 import argparse
 import base64
+import glob
 import hashlib
 import io
 import json
@@ -25,6 +27,7 @@ from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -247,14 +250,18 @@ class Engine:
             if "weights" in self.asleep:
                 raise Refusal("the weights have no memory")
             for name, tensor in tensors.items():
-                if name not in parameters or parameters[name].shape != tensor.shape:
+                if name not in parameters or name == self.options.loses:
+                    print("ignored", name, flush=True)  # all that SGLang does about a name it does not know
+                elif parameters[name].shape != tensor.shape:
                     raise Refusal(f"Failed to update parameter online: {name} {tuple(tensor.shape)}")
-                parameters[name].copy_(tensor)
+                else:
+                    parameters[name].copy_(tensor)
 
     def from_disk(self, body: dict[str, Any]) -> None:
         if not os.path.isfile(os.path.join(body["model_path"], "config.json")):
             raise Refusal(f"Failed to get weights iterator: {body['model_path']}.")
-        self.load(AutoModelForCausalLM.from_pretrained(body["model_path"], dtype=torch.float32).state_dict())
+        files = glob.glob(os.path.join(body["model_path"], "*.safetensors"))
+        self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
 
     def from_tensor(self, body: dict[str, Any]) -> None:
         self.need_session("update_weights_from_tensor")
@@ -378,8 +385,11 @@ class Server(ThreadingHTTPServer):
             return done
         if path == "/calls":
             return dict(self.calls)
-        if path == "/fault":
-            self.faults = [fault for fault in self.faults if fault["count"] > 0] + [body]
+        if path == "/faults":
+            self.faults = body["faults"]
+            return done
+        if path == "/options":
+            vars(self.options).update(body)
             return done
         raise Refusal("Not Found", 404)
 
@@ -434,6 +444,7 @@ def main() -> None:
     parser.add_argument("--seconds-per-token", type=float, default=0.001, help="so that a test can interrupt")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
+    parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
     torch.set_num_threads(1)
     with Server(parser.parse_args()) as server:

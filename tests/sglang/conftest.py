@@ -29,7 +29,7 @@ SGLANG = (
     f"OMP_NUM_THREADS=1 {ROOT}/.sglang-venv/bin/python -m sglang.launch_server "
     "--model-path {model} --host {host} --port {port} --device cpu --dtype float32 --skip-tokenizer-init "
     "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule "
-    f"--disable-cuda-graph --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096 "
+    f"--disable-cuda-graph --sleep-on-idle --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096 "
     f"--context-length {CONTEXT}"
 )
 
@@ -90,17 +90,17 @@ def service(request) -> Service:
 
 
 @pytest.fixture
-def backend(one_rank, service, tmp_path) -> Iterator[Callable[..., SGLangBackend]]:
-    """backend(weight_sync, **more of RolloutConfig) -> a backend on the service, closed after the test."""
+def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[..., SGLangBackend]]:
+    """backend(weight_sync, **more of RolloutConfig) -> a backend, closed after the test; on the test's service where
+    `servers` does not say otherwise."""
     made: list[SGLangBackend] = []
 
     def make(weight_sync: str = "tensor", **changes) -> SGLangBackend:
-        config = {"servers": (service.url,), "timeout": 120.0, "sync_dir": str(tmp_path / "sync")} | changes
-        made.append(
-            SGLangBackend(
-                RolloutConfig(backend="sglang", weight_sync=weight_sync, **config), service.model, tmp_path / "logs"
-            )
-        )
+        config = {"timeout": 120.0, "sync_dir": str(tmp_path / "sync")} | changes
+        if "servers" not in config:
+            config["servers"] = (request.getfixturevalue("service").url,)
+        config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
+        made.append(SGLangBackend(config, model_folder, tmp_path / "logs"))
         return made[-1]
 
     yield make

@@ -1,12 +1,17 @@
 """Policies with other weights than a server has, and what their completions must look like."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from isoloss.engine.rl.backend import Bucket
-from isoloss.engine.rl.trajectory import Completion, Request
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.sglang import SGLangBackend
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.parallel import UserError
 from worlds import tiny_models
 
 ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2}
@@ -59,3 +64,38 @@ def greedy(model: PreTrainedModel, request: Request, length: int) -> tuple[int, 
     for _ in range(length):
         context.append(int(model(torch.tensor([context])).logits[0, -1].argmax()))
     return tuple(context[len(request.prompt_tokens) :])
+
+
+def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[str, Any]:
+    """What a rank sees of an update, a generation, a refused update and a refused request."""
+    config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
+    backend = SGLangBackend(config, model_folder, sync_dir)
+    model, seen = policy(5), {}
+    drawn = []
+
+    def mine(spoiled: bool = False) -> Iterator[Bucket]:
+        """As the trainer makes them: every rank takes part in making each bucket, and some get none of it."""
+        for bucket in buckets(model):
+            dist.barrier()
+            drawn.append(len(bucket))
+            has = backend.receives == "every rank" or dist.get_rank() == 0
+            yield [(name, tensor[:-1] if spoiled else tensor) for name, tensor in bucket] if has else []
+
+    try:
+        backend.update_weights(mine(), 3)
+        seen["version"] = backend.weight_version()
+        seen["completions"] = backend.generate(requests(3), Sampling(6))
+        seen["mistakes"] = []
+        for wrong in (
+            lambda: backend.update_weights(mine(spoiled=True), 4),
+            lambda: backend.generate([Request("row:9", (1,) * 5000)], Sampling(6)),
+        ):
+            try:
+                seen["mistakes"].append(wrong())
+            except UserError as error:
+                seen["mistakes"].append(str(error))
+            backend.update_weights(mine(), 5)
+        seen["drawn"] = sum(drawn)
+    finally:
+        backend.close()
+    return seen
