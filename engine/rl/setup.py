@@ -16,6 +16,7 @@ from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
+from isoloss.engine.rl.sglang import SGLangBackend
 from isoloss.engine.rows import check_paths
 from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
@@ -106,9 +107,9 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
 
 
 @contextlib.contextmanager
-def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score) -> Iterator[Rollout]:
+def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, output_dir: Path) -> Iterator[Rollout]:
     """The rollout with the configured backend. Collective over the world."""
-    backend = open_backend(config, engine)
+    backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
         yield Rollout(engine, backend, score, config, data.stop_token_ids)
@@ -116,5 +117,7 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score) -
         backend.close()
 
 
-def open_backend(config: RLConfig, engine: Engine) -> RolloutBackend:
+def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
+    if config.rollout.backend == "sglang":
+        return SGLangBackend(config.rollout, config.model.path, output_dir / "sglang")
     return InProcessBackend(config.model.path, engine.dtype, engine.device, config.rollout.concurrency)
