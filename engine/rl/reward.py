@@ -19,8 +19,7 @@ from isoloss.engine.rl.reward_pool import RewardPool
 from isoloss.engine.rl.trajectory import Completion, Prompt
 from isoloss.parallel.errors import UserError
 
-BUILT_IN = ("exact_match", "math", "format")
-BUILT_IN_FILE = Path(__file__).with_name("reward_functions.py")
+BUILT_IN = {"exact_match": "reward_functions.py", "math": "reward_math.py", "format": "reward_functions.py"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ class Rewarder:
 def located(name: str) -> str:
     """FILE.py:NAME or MODULE:NAME of a function of reward.function."""
     if name in BUILT_IN:
-        return f"{BUILT_IN_FILE}:{name}"
+        return f"{Path(__file__).with_name(BUILT_IN[name])}:{name}"
     target, _, function = name.rpartition(":")
     if not target or not function:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)
