@@ -254,7 +254,7 @@ def test_advantages_and_returns(advantage, shape):
 
 
 def test_kl_in_the_reward_by_hand():
-    """REINFORCE++ takes off what is still to come, equation 7 of the paper; grouped estimators the sum."""
+    """REINFORCE++ takes off what is still to come; grouped estimators the sum."""
     groups = make_groups([(1, [(3, 1.0), (2, 0.0)])])
     shape = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
     parts = []
