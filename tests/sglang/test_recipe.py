@@ -1,4 +1,4 @@
-"""The recipe on servers: it starts them, generates on them, keeps their weights its own, and restarts what was killed."""
+"""The recipe on servers that it starts: their weights are its own, and what was killed is started again."""
 
 import json
 import os
