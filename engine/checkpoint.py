@@ -65,7 +65,7 @@ def save(
 
 def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh) -> dict[str, object]:
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
-    _verify(folder)
+    verify(folder)
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
@@ -157,8 +157,11 @@ def _describe(
     )
 
 
-def _verify(folder: Path) -> None:
-    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank."""
+def verify(folder: Path) -> None:
+    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank.
+
+    Collective over the world: one all-gather.
+    """
     said = None
     try:
         written = manifest.read(folder)

@@ -19,6 +19,7 @@ from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
+from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
@@ -68,6 +69,8 @@ class Engine:
             self.arch, source = self.arch.as_critic(), CriticWeights(source)
         self.device = torch.device(torch.cuda.current_device())
         self.dtype = DTYPES[config.train.precision]
+        if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
+            checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
         chunks = build_model(self.arch, self.mesh, self.dtype)
         load_weights(chunks, self.arch, source, self.mesh)
         self.chunks = wrap_ddp(chunks, config, self.mesh)

@@ -6,6 +6,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+OF_TORCHRUN = {
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
+}  # fmt: skip
+
 
 def rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of ranks as torchrun announced them; (0, 1) without torchrun."""
@@ -34,3 +39,15 @@ def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout)
+
+
+def environment_without_torchrun() -> dict[str, str]:
+    """This process's environment for a program that is not one of torchrun's ranks.
+
+    With torchrun's variables such a program, if it uses torch.distributed, would look for its peers at our store.
+    """
+    return {
+        key: value
+        for key, value in os.environ.items()
+        if key not in OF_TORCHRUN and not key.startswith("TORCHELASTIC_")
+    }

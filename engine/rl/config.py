@@ -74,8 +74,9 @@ class RolloutConfig:
 @dataclass(frozen=True)
 class RewardConfig:
     """function: `package.module:function`, `file.py:function`, or one of the built-in names `exact_match`, `math`,
-    `format`; several, with weights, as function=[math, mine.py:style] weights=[1, 0.2]. timeout: seconds for the
-    rewards of one completion, after which the worker process is killed. workers: processes."""
+    `format`; several, with weights, as function=[math, mine.py:style] weights=[1, 0.2]. timeout: seconds for a
+    call of a function, after which its worker process is killed (a call is for one completion; in TRL's convention for
+    all). workers: processes."""
 
     function: tuple[str, ...] = ("exact_match",)
     weights: tuple[float, ...] = ()

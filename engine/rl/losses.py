@@ -158,6 +158,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
 
 
@@ -168,8 +169,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "
 
 
 def kl_from_reference(inputs: TokenInputs, estimator: Callable[[Tensor], Tensor]) -> Tensor:
-    difference = inputs.fields["ref_logprobs"] - inputs.logprobs_N
-    return estimator(difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
+    return estimator(inputs.fields["ref_logprobs"] - inputs.logprobs_N)
 
 
 def entropy(inputs: TokenInputs) -> Tensor:

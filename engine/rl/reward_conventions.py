@@ -94,7 +94,7 @@ def recognise(function: str, parameters: Sequence[Parameter], columns: Columns) 
     if names & set(TRL_NAMES):
         convention, answers = "trl", ("answer",)
         provided = {*TRL_NAMES, "trainer_state", "data_source", "answer", *columns.names}
-    elif names & {"solution_str", "ground_truth"}:
+    elif "solution_str" in names:
         convention, answers, provided = "verl", ("ground_truth",), set(VERL_NAMES)
     else:
         convention, answers = "isoloss", ("answer",)

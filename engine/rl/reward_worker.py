@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import difflib
 import fcntl
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -54,10 +55,13 @@ def load(function: str) -> Callable[..., Any]:
     return found
 
 
+@functools.cache
 def load_file(path: str) -> ModuleType:
+    """Run once for all the functions that are wanted of it."""
     if not os.path.isfile(path):
         raise NotFoundError(f"names a file that is not there, seen from {os.getcwd()}: correct the path")
-    name = os.path.splitext(os.path.basename(path))[0]
+    # Its own name might be that of a library: a file math_verify.py would hide the real one.
+    name = "reward_file_" + os.path.splitext(os.path.basename(path))[0]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

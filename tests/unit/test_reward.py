@@ -57,7 +57,8 @@ def score(tokenizer, completion):
         prompts = prompts or prompt()
         prompts = [prompts] * len(texts) if isinstance(prompts, Prompt) else prompts
         function = (function,) if isinstance(function, str) else tuple(function)
-        with Rewarder(RewardConfig(function=function, **config), tokenizer, prompts) as rewarder:
+        settings = RewardConfig(function=function, **({"workers": 1} | config))
+        with Rewarder(settings, tokenizer, prompts) as rewarder:
             completions = [completion(text, number, finish) for number, text in enumerate(texts)]
             return rewarder.score(prompts, completions)
 
@@ -69,8 +70,21 @@ def prompt(answer="4", text="2+2=", **extra) -> Prompt:
 
 
 def gone(pids) -> bool:
-    """Whether the processes end; a killed one whose parent is gone too takes a moment."""
-    return not psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=30)[1]
+    """Whether the processes end by themselves; the last signal may be on its way."""
+    end = time.monotonic() + 30
+    while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < end:
+        time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    return not left
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended stays a zombie until whoever inherited it looks after it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------------ built in
@@ -84,9 +98,8 @@ def test_exact_match(score):
     assert score("exact_match", ["4"], finish="length")[0].reward == 0  # it had not said that this was all
 
 
-@pytest.mark.parametrize(
-    ("answer", "text", "reward"),
-    [
+def test_math(score):
+    cases = [
         ("1/2", r"so \boxed{\frac{1}{2}}", 1),
         (r"\frac{1}{2}", "it is 0.5", 1),
         (42, "thus $6 \\cdot 7 = 42$.", 1),
@@ -95,10 +108,9 @@ def test_exact_match(score):
         ("1,234", r"\boxed{1234}", 1),
         ("5", r"5, no: \boxed{6}", 0),
         ("5", "I do not know", 0),
-    ],
-)
-def test_math(score, answer, text, reward):
-    assert score("math", [text], prompt(answer=answer))[0].reward == reward
+    ]
+    scored = score("math", [text for _, text, _ in cases], [prompt(answer=answer) for answer, _, _ in cases])
+    assert [each.reward for each in scored] == [reward for _, _, reward in cases]
 
 
 def test_format(score):
@@ -181,6 +193,11 @@ def test_a_column_that_a_row_lacks(score, write):
         """)
     scored = score([f"{path}:required", f"{path}:optional"], ["a", "b"], [prompt(level=3), prompt()])
     assert [each.parts for each in scored] == [{"required": 3, "optional": 3}, {"required": -1, "optional": 7}]
+
+
+def test_a_column_under_a_name_of_verl(score, write):
+    path = write("def f(completion, ground_truth, data_source=None): return completion == ground_truth == '4'")
+    assert score(f"{path}:f", ["4"], prompt(ground_truth="4"))[0].reward == 1
 
 
 def test_verl_convention(score, write):
@@ -277,6 +294,24 @@ def test_modules_are_found_from_the_working_folder(score, write, tmp_path, monke
     assert score(["isoloss_test_rewards:f", "isoloss_test_rewards.py:f"], ["4"])[0].reward == 4
 
 
+def test_a_file_is_run_once_and_hides_no_library(score, write):
+    path = write("""
+        import dataclasses
+        count = 0
+        @dataclasses.dataclass
+        class Point:
+            x: "int"
+        def first(completion):
+            global count
+            count += 1
+            import json
+            return json.loads("1")
+        def second(completion): return Point(count).x
+        """, "json.py")  # fmt: skip
+    (scored,) = score([f"{path}:first", f"{path}:second"], ["4"])
+    assert scored.parts == {"first": 1, "second": 1}
+
+
 # ------------------------------------------------------------------------------------------------------------ failures
 
 FAULTS = """
@@ -315,7 +350,7 @@ SAID = {
 def test_a_failure_costs_its_own_completion_only(score, write):
     path = write(FAULTS)
     texts = [text for fault in SAID for text in (fault, "good")]
-    scored = score([f"{path}:one", "exact_match"], texts, timeout=1.0)
+    scored = score([f"{path}:one", "exact_match"], texts, timeout=1.0, workers=2)
     for text, each in zip(texts, scored):
         if text == "good":
             assert each == Scored(4.0, {"one": 4.0, "exact_match": 0.0}, None, "good")
@@ -406,26 +441,23 @@ def test_nothing_is_left_behind(score, write, tmp_path):
     assert len(started) == 6 and gone(started)
 
 
-@pytest.mark.parametrize("text", ["ok", "hang"])
-def test_workers_end_with_a_parent_that_is_killed(write, tmp_path, text):
+def test_workers_end_with_a_parent_that_is_killed(write, tmp_path):
+    """One that is idle, one in a call that never lets Python run, and what they started."""
     pids = tmp_path / "pids"
     path = write(CHILDREN.format(pids=str(pids)))
     script = f"""
-        import time
         from isoloss.engine.rl.reward_pool import Call, RewardPool
-        pool = RewardPool([{path + ":start"!r}], 1, 1000.0)
-        pool.run([Call(0, {{"completion": {text!r}}})])
-        print("idle", flush=True)
-        time.sleep(1000)
+        pool = RewardPool([{path + ":start"!r}], 2, 1000.0)
+        pool.run([Call(0, {{"completion": "hang"}}), Call(0, {{"completion": "ok"}})])
         """
-    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE) as parent:
-        while not (pids.exists() and pids.read_text().count("\n") == 2):
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as parent:
+        while not (pids.exists() and pids.read_text().count("\n") == 4):
             assert parent.poll() is None
             time.sleep(0.05)
-        worker, child = map(int, pids.read_text().split())
-        assert psutil.Process(worker).ppid() == parent.pid and psutil.pid_exists(child)
+        started = [int(pid) for pid in pids.read_text().split()]
+        assert all(psutil.pid_exists(pid) for pid in started)
         parent.kill()
-    assert gone([worker, child])
+    assert gone(started)
 
 
 def test_the_environment_of_functions(score, write, capfd, monkeypatch):

@@ -1,0 +1,304 @@
+"""SGLang servers as a rollout backend: rank 0 talks to them, the other ranks hear of it.
+
+docs/rollout.md tells the protocol, the three ways of weight synchronization, and what was run against which version.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.sglang_client import PROBE_SECONDS, Refused, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang_generate import Fleet, generate, try_abort
+from isoloss.engine.rl.sglang_process import ServerProcess
+from isoloss.engine.rl.sglang_rank0 import RankZero
+from isoloss.engine.rl.sglang_weights import weight_sync
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.models.registry import hf_folder
+from isoloss.parallel import UserError
+
+MEMORY = ("weights", "kv_cache")
+
+
+class SGLangBackend:
+    """A `RolloutBackend` on the servers of `config.servers`.
+
+    model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
+    disk, and {model} of rollout.server_command is its Hugging Face folder. log_folder: where the output of servers that
+    are started here goes.
+
+    Collective over the world: with rollout.server_command, servers are started and waited for. Raises UserError for
+    servers that do not come up, or do not fit the configuration.
+    """
+
+    def __init__(self, config: RolloutConfig, model: str | Path, log_folder: str | Path):
+        self._config = config
+        self._rank0 = RankZero(config.timeout)
+        self._sync = weight_sync(config, model, self._rank0.group)
+        self.receives: Literal["every rank", "rank 0"] = "every rank" if config.weight_sync == "tensor" else "rank 0"
+        self._version: int | None = None  # that the last complete update gave to all servers; on every rank
+        self._aborted = threading.Event()
+        self._paused = False
+        self._closed = False
+        self._servers = [SGLangServer(url, config.timeout) for url in config.servers]
+        self._router = SGLangServer(config.router, config.timeout) if config.router else None
+        # What of MEMORY each colocated server has given back, and whether its weights survive that.
+        self._asleep: dict[SGLangServer, set[str]] = {server: set() for server in self._servers}
+        self._keeps_weights = False
+        self._processes: dict[SGLangServer, ServerProcess] = {}
+        if config.server_command is not None and self._rank0.here:
+            folder, logs = hf_folder(model).absolute(), Path(log_folder)
+            self._processes = {
+                server: ServerProcess(config.server_command, server.url, folder, logs) for server in self._servers
+            }
+        self._rank0.run(self._open)
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+        """See `RolloutBackend`. A server takes part if it serves the version of the last update (behind a router all
+        must); with none that does, every completion is None."""
+        return self._rank0.run(lambda: self._generate(requests, sampling))
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+        self._aborted.clear()
+        served = self._served_versions()
+        ready = [server for server, version in served.items() if version is not None and version == self._version]
+        if not ready or (self._router is not None and len(ready) < len(served)):
+            self._insist_on_one([])
+            return [None] * len(requests)
+        self.wake(MEMORY)
+        fleet = Fleet(ready, _serves_ours) if self._router is None else Fleet([self._router], _is_healthy)
+        completions = generate(
+            fleet, requests, sampling, self._config.concurrency, self._config.timeout, self._aborted, self._abort_all
+        )
+        if None in completions:
+            self._insist_on_one(fleet.losses)
+        else:
+            self.sleep()
+        return completions
+
+    def pause(self) -> None:
+        self._paused = True
+        on_all(self._servers, SGLangServer.pause)
+
+    def resume(self) -> None:
+        self._paused = False
+        on_all(self._servers, SGLangServer.resume)
+
+    def abort(self) -> None:
+        """See `RolloutBackend`. What a pause keeps from the scheduler comes back after `resume`."""
+        self._aborted.set()
+        self._abort_all()
+
+    def _abort_all(self) -> None:
+        on_all(self._servers, try_abort)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
+        """See `RolloutBackend`. Requests under way stop for it and go on with the new weights; with rollout.colocated
+        the servers take back the memory of their weights first, and that of their caches when they next generate."""
+        last, self._version = self._version, None
+        failure = self._rank0.attempt(lambda: self._begin_update(last))
+        for bucket in buckets:  # to its end in any case: the other ranks take part in making it
+            payload = self._sync.prepare(bucket)
+            if failure is None:
+                failure = self._rank0.attempt(lambda payload=payload: self._sync.send(self._servers, payload))
+        if failure is None:
+            failure = self._rank0.attempt(lambda: self._end_update(version))
+        if failure is not None:
+            self._abandon_update()
+
+        def outcome() -> None:
+            if failure is not None:
+                raise failure
+
+        self._rank0.run(outcome)
+        self._version = version
+
+    def _begin_update(self, last: int | None) -> None:
+        self._revive()
+        # A server that was restarted, or that an update failed on, is no member of what the last update set up.
+        rebuild = last is None or set(self._served_versions().values()) != {last}
+        self.wake(["weights"])
+        on_all(self._servers, SGLangServer.pause)
+        on_all(self._servers, SGLangServer.flush_cache)
+        on_all(self._servers, SGLangServer.begin_update)
+        self._sync.begin(self._servers, rebuild)
+
+    def _end_update(self, version: int) -> None:
+        self._sync.end(self._servers)
+        on_all(self._servers, SGLangServer.end_update)
+        on_all(self._servers, SGLangServer.flush_cache)
+        # Only now, so that a server never claims a version of which it has a part.
+        on_all(self._servers, lambda server: server.set_weight_version(version))
+        if not self._paused:
+            on_all(self._servers, SGLangServer.resume)
+        wrong = {str(server): found for server, found in self._served_versions().items() if found != version}
+        if wrong:
+            raise UserError(
+                f"rollout.servers: weights of version {version} were sent, but what servers say they have is {wrong}; "
+                "see that no other run uses them"
+            )
+        _check_alike(self._servers)
+
+    def _abandon_update(self) -> None:
+        """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
+        self._aborted.set()
+        for undo in (try_abort, SGLangServer.end_update, SGLangServer.resume):
+            self._rank0.attempt(lambda undo=undo: on_all(self._servers, undo))
+
+    def weight_version(self) -> int | None:
+        return self._rank0.run(self._agreed_version)
+
+    def _agreed_version(self) -> int | None:
+        versions = set(self._served_versions().values())
+        return self._version if versions == {self._version} else None
+
+    # ---- memory of colocated servers --------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """On rank 0, with rollout.colocated: the servers give back the memory of their caches, and of their weights if
+        those survive it (--enable-weights-cpu-backup). Nothing may be under way."""
+        if self._config.colocated:
+            tags = MEMORY if self._keeps_weights else ("kv_cache",)
+            self._change_memory(tags, SGLangServer.release_memory, asleep=True)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """On rank 0: the servers take back what of `tags` ("weights", "kv_cache") they have given away."""
+        self._change_memory(tags, SGLangServer.resume_memory, asleep=False)
+
+    def _change_memory(
+        self, tags: Sequence[str], change: Callable[[SGLangServer, Sequence[str]], None], asleep: bool
+    ) -> None:
+        def of(server: SGLangServer) -> None:
+            # A server's scheduler dies when it is told twice.
+            needed = [tag for tag in tags if (tag in self._asleep[server]) != asleep]
+            if needed:
+                change(server, needed)
+                self._asleep[server] ^= set(needed)
+
+        on_all(self._servers, of)
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def check_health(self) -> None:
+        """See `RolloutBackend`. A server that is ours to restart is restarted; `weight_version` then shows it."""
+        self._rank0.run(self._come_up)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._rank0.run(self._close)
+        self._rank0.close()
+
+    def _open(self) -> None:
+        self._come_up()
+        if not self._config.colocated:
+            return
+        infos = on_all(self._servers, SGLangServer.info)
+        for server, info in zip(self._servers, infos):
+            if not info.gives_memory_back:
+                raise UserError(
+                    f"rollout.colocated=true needs servers that give memory back: start {server} with "
+                    "--enable-memory-saver (and --enable-weights-cpu-backup, to give back that of its weights too)"
+                )
+        self._keeps_weights = all(info.keeps_weights for info in infos)
+
+    def _close(self) -> None:
+        self._sync.close(self._servers)
+        for server in (*self._servers, *([self._router] if self._router else ())):
+            server.close()
+        self._stop_processes()
+
+    def _stop_processes(self) -> None:
+        for process in self._processes.values():
+            process.stop()
+
+    def _come_up(self) -> None:
+        self._revive()
+        on_all(self._servers, _insist)
+
+    def _revive(self) -> None:
+        """Start those servers of ours that do not answer, and wait for them."""
+        dead = [server for server, process in self._processes.items() if not process.running or not _is_healthy(server)]
+        for server in dead:
+            self._processes[server].start()
+        for server in dead:
+            try:
+                self._processes[server].wait_ready(lambda server=server: _is_healthy(server), self._config.timeout)
+            except UserError:
+                self._stop_processes()
+                raise
+
+    def _served_versions(self) -> dict[SGLangServer, int | None]:
+        """What each server serves; None for weights that are not ours, and for a server that does not answer."""
+
+        def of(server: SGLangServer) -> int | None:
+            try:
+                version = server.weight_version()
+            except ServerLost:
+                version = None
+            if version is None:
+                self._asleep[server].clear()  # whatever comes up there has all of its memory
+            return version
+
+        return dict(zip(self._servers, on_all(self._servers, of)))
+
+    def _insist_on_one(self, losses: list[str]) -> None:
+        """UserError where nothing can be hoped for: no server answers, and none is ours to restart."""
+        if self._processes or any(on_all(self._servers, _is_healthy)):
+            return
+        tried = f" ({losses[0]})" if losses else ""
+        raise UserError(
+            f"rollout.servers={[str(server) for server in self._servers]}: none answers within {PROBE_SECONDS:g} "
+            f"seconds{tried}; start them again, or let rollout.server_command do so"
+        )
+
+
+def _check_alike(servers: Sequence[SGLangServer]) -> None:
+    """UserError where two servers that divide the model in the same way have different weights."""
+    if len(servers) == 1:
+        return
+    # An old server refuses: it has no checksums.
+    with contextlib.suppress(Refused):
+        first: dict[int, tuple[SGLangServer, list[dict[str, str]]]] = {}
+        for server, ranks in zip(servers, on_all(servers, SGLangServer.checksums)):
+            other, same = first.setdefault(len(ranks), (server, ranks))
+            for mine, theirs in zip(ranks, same):
+                different = [name for name, checksum in mine.items() if theirs.get(name) != checksum]
+                if different:
+                    raise UserError(
+                        f"rollout.servers: after an update {server} and {other} differ in {len(different)} weights, "
+                        f"the first of them {different[0]}; start them from the same model, with the same options"
+                    )
+
+
+def _is_healthy(server: SGLangServer) -> bool:
+    try:
+        server.check_health()
+    except ServerLost:
+        return False
+    return True
+
+
+def _serves_ours(server: SGLangServer) -> bool:
+    try:
+        return server.weight_version() is not None
+    except ServerLost:
+        return False
+
+
+def _insist(server: SGLangServer) -> None:
+    """UserError where the server is not healthy."""
+    try:
+        server.check_health()
+    except ServerLost as lost:
+        raise UserError(
+            f"rollout.servers: {lost}; start a server there, correct the URL, or let rollout.server_command start one"
+        ) from None

@@ -1,0 +1,79 @@
+"""A bucket of weights as SGLang takes it: one tensor of bytes, and where each weight lies in it.
+
+Shape suffix: B bytes.
+"""
+
+import base64
+import io
+from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
+
+from isoloss.engine.rl.backend import Bucket
+
+METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
+DEVICE = 6  # position of the device among the arguments of torch's rebuild_cuda_tensor
+
+
+class FlattenedTensorMetadata:
+    """Where a tensor lies in the bytes of a bucket. Travels under the name of SGLang's class (`serialize`)."""
+
+    def __init__(self, name: str, tensor: Tensor, start: int):
+        self.name = name
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+        self.start_idx = start
+        self.end_idx = start + tensor.nbytes
+        self.numel = tensor.nbytes
+
+
+@dataclass(frozen=True)
+class FlatBucket:
+    """flat_B: the bytes of a bucket's tensors. layout: where each lies in them."""
+
+    flat_B: Tensor
+    layout: tuple[FlattenedTensorMetadata, ...]
+
+
+def flatten(bucket: Bucket) -> FlatBucket:
+    """The bucket's tensors in one. Wider types come first: each then begins at a multiple of its item size, without
+    which its bytes could not be viewed as that type."""
+    layout, parts, start = [], [], 0
+    for name, tensor in sorted(bucket, key=lambda pair: -pair[1].element_size()):
+        layout.append(FlattenedTensorMetadata(name, tensor, start))
+        parts.append(tensor.detach().reshape(-1).view(torch.uint8))
+        start += tensor.nbytes
+    return FlatBucket(torch.cat(parts), tuple(layout))
+
+
+def serialize(bucket: FlatBucket) -> str:
+    """The handle to a bucket as SGLang reads it: base64 of a pickle whose tensor is a reference to shared memory.
+
+    The pickle names SGLang's class for the layout, which need not be installed here. In protocol 2 a class is spelt
+    out as "c<module>\\n<name>\\n", without a length before it, so the module can be exchanged in the bytes.
+    """
+    strategy = get_sharing_strategy()
+    # The default strategy passes a file descriptor by a socket that only our own children may open.
+    set_sharing_strategy("file_system")
+    try:
+        buffer = io.BytesIO()
+        _Pickler(buffer, 2).dump({"flattened_tensor": bucket.flat_B, "metadata": list(bucket.layout)})
+    finally:
+        set_sharing_strategy(strategy)
+    ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, METADATA_MODULE))
+    return base64.b64encode(buffer.getvalue().replace(ours, theirs)).decode()
+
+
+class _Pickler(ForkingPickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """A CUDA tensor names its device by UUID, as SGLang expects: the two processes may number devices otherwise."""
+        if not (isinstance(obj, Tensor) and obj.is_cuda):
+            return NotImplemented
+        rebuild, args = reductions.reduce_tensor(obj)
+        arguments: list[Any] = list(args)
+        arguments[DEVICE] = str(torch.cuda.get_device_properties(arguments[DEVICE]).uuid)
+        return rebuild, tuple(arguments)

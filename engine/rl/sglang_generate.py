@@ -1,0 +1,176 @@
+"""Completions from several SGLang servers: many requests at a time, failures survived, pieces joined."""
+
+import contextlib
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
+from typing import Any
+
+from isoloss.engine.rl.sglang_client import Piece, Refused, ServerLost, SGLangServer
+from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
+from isoloss.parallel import UserError
+
+FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
+ABORT_EVERY_SECONDS = 0.2
+
+
+@dataclass
+class Fleet:
+    """The servers that take part in one call of `generate`, and how busy each is.
+
+    alive: asked of a server that failed a request; False takes it out of the fleet.
+    """
+
+    servers: Sequence[SGLangServer]
+    alive: Callable[[SGLangServer], bool]
+    losses: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self._lock = threading.Lock()
+        self._under_way = dict.fromkeys(self.servers, 0)
+
+    def take(self, but: SGLangServer | None = None) -> SGLangServer | None:
+        """The least busy server, `but` only if it is the last; None when all are lost. Give it back with `give`."""
+        with self._lock:
+            choice = [server for server in self._under_way if server is not but] or list(self._under_way)
+            if not choice:
+                return None
+            server = min(choice, key=self._under_way.__getitem__)
+            self._under_way[server] += 1
+            return server
+
+    def give(self, server: SGLangServer) -> None:
+        with self._lock:
+            if server in self._under_way:
+                self._under_way[server] -= 1
+
+    def failed(self, server: SGLangServer, loss: ServerLost) -> None:
+        """Take the server out unless it is alive after all."""
+        alive = not loss.timed_out and self.alive(server)
+        with self._lock:
+            self.losses.append(str(loss))
+            if not alive:
+                self._under_way.pop(server, None)
+
+
+def generate(
+    fleet: Fleet,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    concurrency: int,
+    timeout: float,
+    aborted: threading.Event,
+    abort_all: Callable[[], object],
+) -> list[Completion | None]:
+    """A completion for each request, in their order; None where all servers were lost.
+
+    concurrency: requests under way at a time, in all. timeout: seconds for which a request is tried again after its
+    first failure. aborted: once set, what is under way is ended, by abort_all(), and the rest is not begun.
+    Raises UserError where a server refuses a request, or keeps failing it.
+    """
+
+    def one(request: Request) -> Completion | None:
+        try:
+            return _complete(fleet, request, sampling, timeout, aborted)
+        except UserError:
+            aborted.set()  # the others would be thrown away: let them end soon
+            raise
+
+    with ThreadPoolExecutor(max_workers=min(concurrency, max(1, len(requests)))) as threads:
+        futures = [threads.submit(one, request) for request in requests]
+        running = set(futures)
+        while running:
+            _, running = wait(running, timeout=ABORT_EVERY_SECONDS)
+            if running and aborted.is_set():  # again and again: a request on its way to the scheduler is not in it yet
+                abort_all()
+    return [future.result() for future in futures]
+
+
+def try_abort(server: SGLangServer) -> None:
+    """Abort what runs on the server. One that does not answer has nothing to abort, or its requests will show it."""
+    with contextlib.suppress(ServerLost):
+        server.abort()
+
+
+def _complete(
+    fleet: Fleet, request: Request, sampling: Sampling, timeout: float, aborted: threading.Event
+) -> Completion | None:
+    """One request to its end, over as many calls and servers as it takes."""
+    so_far = _Joined(request)
+    failed, deadline, pause = None, None, FIRST_RETRY_SECONDS
+    while not aborted.is_set():
+        budget = sampling.max_new_tokens - len(so_far.tokens)
+        if budget <= 0:
+            return so_far.completion("length")
+        server = fleet.take(but=failed)
+        if server is None:
+            return None
+        try:
+            piece = server.generate(so_far.context, sampling_params(request, sampling, budget))
+        except Refused as refused:
+            raise UserError(
+                f"{request.id} of {len(so_far.context)} tokens, with at most {budget} to follow, was refused by "
+                f"{refused}; shorten the prompt, lower rollout.max_new_tokens, or give the server a longer context"
+            ) from None
+        except ServerLost as loss:
+            fleet.failed(server, loss)
+            deadline = time.monotonic() + timeout if deadline is None else deadline
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"{loss}; request {request.id} was tried for rollout.timeout={timeout:g} seconds: look into the "
+                    "server's log"
+                ) from None
+            aborted.wait(pause)
+            failed, pause = server, min(2 * pause, LAST_RETRY_SECONDS)
+            continue
+        finally:
+            fleet.give(server)
+        so_far.add(piece)
+        # A server also stops at the end-of-sequence tokens of its own configuration: go on where they are not ours.
+        if piece.finish != "stop" or piece.tokens[-1] in sampling.stop_token_ids:
+            return so_far.completion(piece.finish)
+    return so_far.completion("abort")
+
+
+def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:
+    """SGLang's words for `sampling`; budget: tokens still to make.
+
+    The seed counts where the server runs with --enable-deterministic-inference, which also makes it use the position
+    of a token: a completion that goes on after an abort then gets the tokens it would have had.
+    """
+    return {
+        "max_new_tokens": budget,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "sampling_seed": zlib.crc32(f"{sampling.seed} {request.id}".encode()) & 0x7FFFFFFF,
+    }
+
+
+class _Joined:
+    """A completion in the making: what an earlier attempt left, and the pieces since."""
+
+    def __init__(self, request: Request):
+        begun = request.partial
+        self._request = request
+        self.tokens = list(begun.tokens) if begun else []
+        self._logprobs = list(begun.logprobs) if begun else []
+        self._versions = list(begun.versions) if begun else []
+
+    @property
+    def context(self) -> list[int]:
+        return [*self._request.prompt_tokens, *self.tokens]
+
+    def add(self, piece: Piece) -> None:
+        self.tokens += piece.tokens
+        self._logprobs += piece.logprobs
+        self._versions += piece.versions
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(self._request.id, tuple(self.tokens), tuple(self._logprobs), tuple(self._versions), finish)

@@ -1,0 +1,88 @@
+"""A server process that belongs to this run: started, watched, started again, and never left behind."""
+
+import contextlib
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from isoloss.parallel import UserError, launch
+
+POLL_SECONDS = 0.2
+LOG_LINES = 5
+GUARD = Path(__file__).with_name("sglang_guard.py")
+
+
+class ServerProcess:
+    """`command` (rollout.server_command, with {model}, {host} and {port}) run for one URL.
+
+    What it prints goes to `<log_folder>/server-<port>.log`. Raises UserError where the command cannot be made out.
+    """
+
+    def __init__(self, command: str, url: str, model: Path, log_folder: Path):
+        where = urlsplit(url)
+        if where.port is None:
+            raise UserError(f"rollout.servers={url!r} must name a port for rollout.server_command to serve on")
+        try:
+            self._command = [
+                word.format(model=model, host=where.hostname, port=where.port) for word in shlex.split(command)
+            ]
+        except (KeyError, IndexError, ValueError) as error:
+            raise UserError(
+                f"rollout.server_command={command!r} cannot be read ({error}); placeholders are {{model}}, {{host}} "
+                "and {port}, other braces are written twice"
+            ) from None
+        self.url = url
+        self.log = log_folder / f"server-{where.port}.log"
+        self._process: subprocess.Popen | None = None
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def start(self) -> None:
+        """Run the command, whether it ever ran before or not; `wait_ready` tells when it serves."""
+        self.stop()
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("ab") as log:
+            log.write(f"$ {shlex.join(self._command)}\n".encode())
+            log.flush()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(GUARD), str(os.getpid()), *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # a group of its own: that is what gets killed
+                env=launch.environment_without_torchrun(),
+            )
+
+    def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
+        """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long."""
+        deadline = time.monotonic() + timeout
+        while not ready():
+            if not self.running:
+                raise UserError(f"rollout.server_command: the server for {self.url} ended: {self._told()}")
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rollout.server_command: the server for {self.url} does not answer after "
+                    f"rollout.timeout={timeout:g} seconds: {self._told()}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def stop(self) -> None:
+        """Kill the command and its descendants."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # the guard has seen to it
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _told(self) -> str:
+        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+        last = [line.strip() for line in lines if line.strip()][-LOG_LINES:]
+        return f"mend what its log {self.log} tells, which ends with: {' | '.join(last)}"

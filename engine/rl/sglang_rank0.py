@@ -1,0 +1,61 @@
+"""What rank 0 does for all: its result, or its failure, on every rank."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from isoloss.engine.rl.sglang_client import Refused, ServerLost
+from isoloss.parallel import UserError
+
+# The others wait for rank 0 as long as a generation takes; if it dies, their connections to it tell them at once.
+PATIENCE = timedelta(days=7)
+
+Result = TypeVar("Result")
+
+
+class RankZero:
+    """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers must neither trip the time
+    limit of the training's groups nor mix with their collectives. The constructor is collective over the world."""
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.here = dist.get_rank() == 0
+
+    def attempt(self, call: Callable[[], Any]) -> Exception | None:
+        """call() on rank 0; what it raised, as its user should see it. None on the other ranks. Not collective."""
+        if not self.here:
+            return None
+        try:
+            call()
+        except ServerLost as lost:
+            return UserError(
+                f"{lost}; see that the server runs and can be reached, and that rollout.timeout={self._timeout:g} "
+                "seconds is long enough for it"
+            )
+        except Refused as refused:
+            return UserError(f"{refused}; see in the log of that server of rollout.servers what it lacks")
+        except Exception as error:
+            return error
+        return None
+
+    def run(self, call: Callable[[], Result]) -> Result:
+        """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
+        results: list[Result] = []
+        failure = self.attempt(lambda: results.append(call()))
+        said: list[Any] = [(results, None if failure is None else (isinstance(failure, UserError), str(failure)))]
+        dist.broadcast_object_list(said, src=0, group=self.group)
+        if failure is not None:
+            raise failure
+        results, failed = said[0]
+        if failed is not None:
+            of_user, message = failed
+            raise UserError(message) if of_user else RuntimeError(f"rank 0 failed: {message}")
+        return results[0]
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)

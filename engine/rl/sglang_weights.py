@@ -1,0 +1,261 @@
+"""Three ways for weights to reach SGLang servers: through a process group, by handles to memory, from disk.
+
+Each is a `WeightSync`. Rank 0 talks to the servers; between `begin_update` and `end_update` of every server it sends
+bucket after bucket. A bucket travels as one tensor of bytes, its tensors one after the other (SGLang's
+`load_format="flattened_bucket"`).
+"""
+
+import contextlib
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.sglang_bucket import FlatBucket, flatten, serialize
+from isoloss.engine.rl.sglang_client import Refused, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang_group import new_group, own_address, together
+from isoloss.models.checkpoint_hf import Entry, copy_sidecars, finish, write_shards
+from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.parallel import UserError
+
+
+class WeightSync(Protocol):
+    """One way for weights to reach the servers. Of its methods only `prepare` is called on every rank."""
+
+    def prepare(self, bucket: Bucket) -> Any:
+        """What `send` takes, from the bucket of this rank. May be collective over the world."""
+        ...
+
+    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+        """Before the first bucket. rebuild: the servers may not be those of the last update any more."""
+        ...
+
+    def send(self, servers: Sequence[SGLangServer], payload: Any) -> None: ...
+
+    def end(self, servers: Sequence[SGLangServer]) -> None:
+        """After the last bucket."""
+        ...
+
+    def close(self, servers: Sequence[SGLangServer]) -> None:
+        """Let go of everything. The servers may be gone."""
+        ...
+
+
+# ---- broadcast -------------------------------------------------------------------------------------------------------
+
+
+class BroadcastSync:
+    """A process group of rank 0 and every process of every server: NCCL between GPUs, gloo on CPUs.
+
+    The group stays from one update to the next. A server that leaves it, or never joins, fails the update after
+    `timeout` seconds at most.
+    """
+
+    def __init__(self, timeout: float):
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self._name = ""
+        self._device = torch.device("cpu")
+
+    def prepare(self, bucket: Bucket) -> FlatBucket | None:
+        return flatten(bucket) if bucket else None
+
+    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+        if self._group is None or rebuild:
+            self._leave(servers)
+            self._join(servers)
+
+    def send(self, servers: Sequence[SGLangServer], payload: FlatBucket) -> None:
+        body = {
+            "names": [part.name for part in payload.layout],
+            "dtypes": [str(part.dtype).removeprefix("torch.") for part in payload.layout],
+            "shapes": [list(part.shape) for part in payload.layout],
+            "group_name": self._name,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+        }
+
+        group = self._group
+
+        def broadcast() -> None:
+            work = dist.broadcast(payload.flat_B.to(self._device), src=0, group=group, async_op=True)
+            assert work is not None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise ServerLost(f"the broadcast of weights broke off: {str(error).splitlines()[0]}") from None
+
+        together(servers, lambda server: server.post("/update_weights_from_distributed", body), broadcast)
+
+    def end(self, servers: Sequence[SGLangServer]) -> None:
+        pass
+
+    def close(self, servers: Sequence[SGLangServer]) -> None:
+        self._leave(servers)
+
+    def _join(self, servers: Sequence[SGLangServer]) -> None:
+        """Form the group: this process is its rank 0, the processes of the servers follow in order."""
+        infos = on_all(servers, SGLangServer.info)
+        on_gpu = any(info.device.startswith("cuda") for info in infos)
+        backend = "nccl" if on_gpu else "gloo"
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        address = own_address(servers[0].url)
+        timeout = timedelta(seconds=self._timeout)
+        store = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=timeout)
+        self._name = f"isoloss-{uuid.uuid4().hex[:8]}"  # never that of a group which a server failed to leave
+        world = 1 + sum(info.tp_size for info in infos)
+        first = {server: 1 + sum(info.tp_size for info in infos[:k]) for k, server in enumerate(servers)}
+        body = {
+            "master_address": address, "master_port": store.port, "world_size": world, "group_name": self._name,
+            "backend": backend,
+        }  # fmt: skip
+
+        def form() -> None:
+            try:
+                self._group = new_group(backend, store, world, self._name, timeout)
+            except RuntimeError as error:
+                raise UserError(
+                    f"rollout.weight_sync='broadcast': the servers did not join the group at {address}:{store.port} in "
+                    f"rollout.timeout={self._timeout:g} seconds ({str(error).splitlines()[0]}); let their machines "
+                    "reach this one, or use rollout.weight_sync=disk"
+                ) from None
+
+        together(
+            servers,
+            lambda server: server.post("/init_weights_update_group", {**body, "rank_offset": first[server]}),
+            form,
+        )
+
+    def _leave(self, servers: Sequence[SGLangServer]) -> None:
+        if self._group is None:
+            return
+
+        def leave(server: SGLangServer) -> None:
+            # Refused, or no answer: it was restarted, or is gone, and either way is not in the group any more.
+            with contextlib.suppress(Refused, ServerLost):
+                server.post("/destroy_weights_update_group", {"group_name": self._name})
+
+        on_all(servers, leave)
+        group, self._group = self._group, None
+        dist.destroy_process_group(group)
+
+
+# ---- tensor ----------------------------------------------------------------------------------------------------------
+
+
+class TensorSync:
+    """Handles to memory of this machine: CUDA memory on GPUs, shared memory on a CPU. Nothing is copied on the way.
+
+    On GPUs each process of a server opens memory of its own device, from the rank that shares the device with it: the
+    servers' processes, in the order of rollout.servers, go with ranks 0, 1, 2 ... On a CPU all read rank 0's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._tp_sizes: dict[SGLangServer, int] = {}
+        self._held: FlatBucket | None = None
+
+    def prepare(self, bucket: Bucket) -> list[str]:
+        """The handles of all ranks to their copy of the bucket, on rank 0. Collective over the world on GPUs."""
+        flat = flatten(bucket) if bucket else None
+        handles: list[Any] = [serialize(flat) if flat else None]
+        if flat and flat.flat_B.is_cuda:
+            torch.cuda.synchronize()  # the bytes must be there before another process looks
+            handles = [None] * self._group.size()
+            dist.all_gather_object(handles, serialize(flat), group=self._group)
+        # The bucket before this one is freed only here: rank 0 came to the gathering after the servers had read it.
+        self._held = flat
+        return handles
+
+    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+        self._tp_sizes = dict(zip(servers, [info.tp_size for info in on_all(servers, SGLangServer.info)]))
+
+    def send(self, servers: Sequence[SGLangServer], payload: list[str]) -> None:
+        of_server: dict[SGLangServer, list[str]] = {}
+        if self._held is not None and self._held.flat_B.is_cuda:
+            wanted, start = sum(self._tp_sizes.values()), 0
+            if wanted != len(payload):
+                raise UserError(
+                    f"rollout.weight_sync='tensor' needs a rank on the GPU of every server process: {len(payload)} "
+                    f"ranks, but {wanted} processes on {len(servers)} servers; use rollout.weight_sync=broadcast"
+                )
+            for server, size in self._tp_sizes.items():
+                of_server[server] = payload[start : start + size]
+                start += size
+        else:
+            of_server = {server: payload * size for server, size in self._tp_sizes.items()}
+
+        def post(server: SGLangServer) -> None:
+            body = {
+                "serialized_named_tensors": of_server[server],
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+            }
+            server.post("/update_weights_from_tensor", body)
+
+        on_all(servers, post)
+
+    def end(self, servers: Sequence[SGLangServer]) -> None:
+        self._held = None
+
+    def close(self, servers: Sequence[SGLangServer]) -> None:
+        self._held = None
+
+
+# ---- disk ------------------------------------------------------------------------------------------------------------
+
+
+class DiskSync:
+    """A Hugging Face folder in `sync_dir`, which trainer and servers see under the same name. The last one is kept."""
+
+    def __init__(self, sync_dir: str | Path, model: str | Path):
+        self._sync_dir = Path(sync_dir).absolute()
+        self._model = model
+        self._entries: list[dict[str, Entry]] = []
+        self._folder = self._sync_dir
+        self._dtype = ""
+
+    def prepare(self, bucket: Bucket) -> Bucket:
+        return bucket
+
+    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+        self._folder = self._sync_dir / f"weights-{uuid.uuid4().hex[:8]}"
+        self._entries, self._dtype = [], ""
+
+    def send(self, servers: Sequence[SGLangServer], payload: Bucket) -> None:
+        self._dtype = self._dtype or str(payload[0][1].dtype).removeprefix("torch.")
+        self._entries.append(write_shards(self._folder, f"bucket-{len(self._entries):05d}", payload))
+
+    def end(self, servers: Sequence[SGLangServer]) -> None:
+        finish(self._folder, self._entries)
+        source = hf_folder(self._model)
+        copy_sidecars(source, self._folder, replace(read_architecture(source), dtype=self._dtype))
+        body = {"model_path": str(self._folder), "flush_cache": False}
+        on_all(servers, lambda server: server.post("/update_weights_from_disk", body))
+        for older in self._sync_dir.glob("weights-*"):
+            if older != self._folder:
+                shutil.rmtree(older)
+
+    def close(self, servers: Sequence[SGLangServer]) -> None:
+        pass
+
+
+def weight_sync(config: RolloutConfig, model: str | Path, group: dist.ProcessGroup) -> WeightSync:
+    """The way of config.weight_sync. group: of the whole world, on CPUs. Raises UserError for disk without a folder."""
+    if config.weight_sync == "broadcast":
+        return BroadcastSync(config.timeout)
+    if config.weight_sync == "tensor":
+        return TensorSync(group)
+    if config.sync_dir is None:
+        raise UserError(
+            "rollout.sync_dir=None must name a folder that trainer and servers see, with rollout.weight_sync=disk"
+        )
+    return DiskSync(config.sync_dir, model)

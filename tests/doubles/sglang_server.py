@@ -1,0 +1,455 @@
+"""A small server that speaks SGLang's protocol on top of a transformers model, for tests that must not take minutes.
+
+    python tests/doubles/sglang_server.py --model DIR --host 127.0.0.1 --port 30000
+
+It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
+protocol it counts calls (GET /calls), takes faults to inject (POST /faults, a list of {"kind", "path", "count"}) and
+lets its options be changed (POST /options).
+"""
+
+import argparse
+import base64
+import glob
+import hashlib
+import io
+import json
+import os
+import pickle
+import socketserver
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+FLUSH_EVERY = 50  # a request that is aborted in the queue returns its tokens up to a multiple of this, as SGLang's does
+HANG_SECONDS = 3600
+
+
+class Refusal(Exception):
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass
+class Job:
+    """One request of /generate. versions: of each token of `output`."""
+
+    prompt: list[int]
+    params: dict[str, Any]
+    output: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[str] = field(default_factory=list)
+    finish: dict[str, Any] | None = None
+    done: threading.Event = field(default_factory=threading.Event)
+
+    def end(self, **finish: Any) -> None:
+        self.finish = finish
+        self.done.set()
+
+
+@dataclass
+class Bytes:
+    """What SGLang's FlattenedTensorMetadata is after unpickling."""
+
+    name: str = ""
+    shape: Any = None
+    dtype: Any = None
+    start_idx: int = 0
+    end_idx: int = 0
+    numel: int = 0
+
+
+class Unpickler(pickle.Unpickler):
+    """Refuses what SGLang's own does: everything but tensors, their handles and its one class."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("sglang.srt.weight_sync.tensor_bucket", "FlattenedTensorMetadata"):
+            return Bytes
+        allowed = {("collections", "OrderedDict"), ("_codecs", "encode"), ("builtins", "dict"), ("builtins", "list")}
+        if module.split(".")[0] == "torch" or (module, name) in allowed:
+            return super().find_class(module, name)
+        raise Refusal(f"unpickling {module}.{name} is not allowed")
+
+
+class Engine:
+    """The model, the requests, and a thread that makes a token of every running request per turn."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
+        eos = self.model.config.eos_token_id
+        self.eos = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        self.version = "default"
+        self.jobs: list[Job] = []
+        self.paused: str | None = None
+        self.session = False
+        self.groups: dict[str, dist.ProcessGroup] = {}
+        self.asleep: set[str] = set()
+        self.random = torch.Generator().manual_seed(0)
+        self.changed = threading.Condition(threading.RLock())
+        threading.Thread(target=self.run, daemon=True).start()
+
+    # ---- generation
+
+    def run(self) -> None:
+        while True:
+            with self.changed:
+                while self.paused is not None or not self.jobs:
+                    self.changed.wait()
+                self.turn()
+            time.sleep(self.options.seconds_per_token)
+
+    @torch.no_grad()
+    def turn(self) -> None:
+        """One token for every request, in one batch; padding on the right does not reach what lies before it."""
+        if self.asleep:
+            os._exit(1)
+        contexts = [job.prompt + job.output for job in self.jobs]
+        width = max(map(len, contexts))
+        logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
+        for job, context, row in zip(list(self.jobs), contexts, logits):
+            token, logprob = self.choose(row[len(context) - 1].float(), job.params)
+            job.output.append(token)
+            job.logprobs.append(logprob)
+            job.versions.append(self.version)
+            stops = self.eos | set(job.params.get("stop_token_ids") or [])
+            if token in stops and not job.params.get("ignore_eos"):
+                job.end(type="stop", matched=token)
+            elif len(job.output) >= job.params["max_new_tokens"]:
+                job.end(type="length", length=job.params["max_new_tokens"])
+        self.jobs = [job for job in self.jobs if not job.done.is_set()]
+
+    def choose(self, logits_V: Tensor, params: dict[str, Any]) -> tuple[int, float]:
+        temperature = params.get("temperature", 1.0)
+        logprobs_V = torch.log_softmax(logits_V / (temperature or 1.0), dim=-1)
+        if temperature == 0:
+            token = int(logprobs_V.argmax())
+        else:
+            ordered_V, index_V = logprobs_V.exp().sort(descending=True)
+            ordered_V[ordered_V.cumsum(0) - ordered_V >= params.get("top_p", 1.0)] = 0
+            token = int(index_V[torch.multinomial(ordered_V, 1, generator=self.random)])
+        return token, float(logprobs_V[token])
+
+    def generate(self, body: dict[str, Any]) -> Any:
+        if body["input_ids"] and isinstance(body["input_ids"][0], list):
+            params = body["sampling_params"]
+            each = params if isinstance(params, list) else [params] * len(body["input_ids"])
+            jobs = [Job(ids, one) for ids, one in zip(body["input_ids"], each)]
+        else:
+            jobs = [Job(body["input_ids"], body["sampling_params"])]
+        for job in jobs:
+            job.params = {"max_new_tokens": 128, **job.params}
+            self.check(job)
+        with self.changed:
+            while self.paused is not None:  # the door is closed: an abort does not reach who waits outside
+                self.changed.wait()
+            for job in jobs:
+                job.end(type="length", length=0) if job.params["max_new_tokens"] == 0 else self.jobs.append(job)
+            self.changed.notify_all()
+        for job in jobs:
+            job.done.wait()
+        replies = [self.reply(job, body.get("return_logprob", False)) for job in jobs]
+        return replies if isinstance(body["input_ids"][0], list) else replies[0]
+
+    def check(self, job: Job) -> None:
+        limit, prompt, new = self.options.context_length, len(job.prompt), job.params["max_new_tokens"]
+        if prompt == 0:
+            raise Refusal("input_ids cannot be empty.")
+        if prompt >= limit:
+            raise Refusal(f"The input ({prompt} tokens) is longer than the model's context length ({limit} tokens).")
+        if prompt + new > limit:
+            raise Refusal(
+                f"Requested token count exceeds the model's maximum context length of {limit} tokens. You requested a "
+                f"total of {prompt + new} tokens: {prompt} tokens from the input messages and {new} tokens for the "
+                "completion. Please reduce the number of tokens in the input messages or the completion to fit within "
+                "the limit."
+            )
+
+    def reply(self, job: Job, with_logprobs: bool) -> dict[str, Any]:
+        spans: list[dict[str, Any]] = []
+        for k, version in enumerate(job.versions):
+            if not spans or spans[-1]["version"] != version:
+                spans.append({"version": version, "start": k, "end": k})
+            spans[-1]["end"] = k + 1
+        meta = {
+            "id": hex(id(job)),
+            "finish_reason": job.finish,
+            "prompt_tokens": len(job.prompt),
+            "completion_tokens": len(job.output),
+            "weight_version": self.version,
+            "weight_versions": spans or [{"version": self.version, "start": 0, "end": 0}],
+        }
+        if with_logprobs:
+            meta["output_token_logprobs"] = [[p, t, None] for p, t in zip(job.logprobs, job.output)]
+        return {"output_ids": job.output, "meta_info": meta}
+
+    def abort(self) -> None:
+        with self.changed:
+            if self.paused == "in_place":  # the scheduler only marks them, and gets to it when it goes on
+                threading.Thread(target=self.abort_later, daemon=True).start()
+                return
+            for job in self.jobs:
+                if self.paused == "retract":
+                    kept = len(job.output) // FLUSH_EVERY * FLUSH_EVERY
+                    del job.output[kept:], job.logprobs[kept:], job.versions[kept:]
+                job.end(type="abort", message="Aborted")
+            self.jobs = []
+
+    def abort_later(self) -> None:
+        with self.changed:
+            while self.paused is not None:
+                self.changed.wait()
+            self.abort()
+
+    def pause(self, mode: str) -> None:
+        with self.changed:
+            if mode == "abort":
+                self.abort()
+            self.paused = mode
+
+    def resume(self) -> None:
+        with self.changed:
+            self.paused = None
+            self.changed.notify_all()
+
+    def flush(self) -> None:
+        with self.changed:
+            if self.jobs and self.paused != "retract":
+                raise Refusal("Flush cache failed.")
+
+    # ---- weights
+
+    def begin(self) -> None:
+        if self.session:
+            raise Refusal("a weight-update session is already open; call end_weight_update() first")
+        self.session = True
+
+    def end(self) -> None:
+        if not self.session:
+            raise Refusal("no weight-update session is open; call begin_weight_update() first")
+        self.session = False
+
+    def need_session(self, name: str) -> None:
+        if not self.session and not self.options.without_sessions:
+            raise Refusal(f"{name} must run between begin_weight_update() and end_weight_update()")
+
+    def load(self, tensors: dict[str, Tensor]) -> None:
+        parameters = dict(self.model.named_parameters())
+        with self.changed, torch.no_grad():
+            if "weights" in self.asleep:
+                raise Refusal("the weights have no memory")
+            for name, tensor in tensors.items():
+                if name not in parameters or name == self.options.loses:
+                    print("ignored", name, flush=True)  # all that SGLang does about a name it does not know
+                elif parameters[name].shape != tensor.shape:
+                    raise Refusal(f"Failed to update parameter online: {name} {tuple(tensor.shape)}")
+                else:
+                    parameters[name].copy_(tensor)
+
+    def from_disk(self, body: dict[str, Any]) -> None:
+        if not os.path.isfile(os.path.join(body["model_path"], "config.json")):
+            raise Refusal(f"Failed to get weights iterator: {body['model_path']}.")
+        files = glob.glob(os.path.join(body["model_path"], "*.safetensors"))
+        self.load({name: tensor for file in files for name, tensor in load_file(file).items()})
+
+    def from_tensor(self, body: dict[str, Any]) -> None:
+        self.need_session("update_weights_from_tensor")
+        (handle,) = body["serialized_named_tensors"]  # one for each of tp_size=1 processes
+        sent = Unpickler(io.BytesIO(base64.b64decode(handle, validate=True))).load()
+        flat_B = sent["flattened_tensor"]
+        self.load({m.name: flat_B[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in sent["metadata"]})
+
+    def from_distributed(self, body: dict[str, Any]) -> None:
+        self.need_session("update_weights_from_distributed")
+        if body["group_name"] not in self.groups:
+            raise Refusal(f"Failed to receive weights: Group {body['group_name']} not in {list(self.groups)}.")
+        dtypes = [getattr(torch, name) for name in body["dtypes"]]
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes)]
+        flat_B = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(flat_B, src=0, group=self.groups[body["group_name"]])
+        parts = zip(body["names"], flat_B.split(sizes), dtypes, body["shapes"])
+        self.load({name: part.view(dtype).reshape(shape) for name, part, dtype, shape in parts})
+
+    def init_group(self, body: dict[str, Any]) -> None:
+        c10d = dist.distributed_c10d
+        timeout = timedelta(seconds=60)
+        address = f"tcp://{body['master_address']}:{body['master_port']}"
+        store, rank, world = next(dist.rendezvous(address, body["rank_offset"], body["world_size"], timeout=timeout))
+        group, _ = c10d._new_process_group_helper(
+            world, rank, [], c10d.Backend(body["backend"]), c10d.PrefixStore(body["group_name"], store),
+            group_name=body["group_name"], timeout=timeout,
+        )  # fmt: skip
+        c10d._world.pg_group_ranks[group] = {k: k for k in range(world)}
+        self.groups[body["group_name"]] = group
+
+    def destroy_group(self, body: dict[str, Any]) -> None:
+        if body["group_name"] not in self.groups:
+            raise Refusal("The group to be destroyed does not exist.")
+        dist.destroy_process_group(self.groups.pop(body["group_name"]))
+
+    def checksums(self) -> dict[str, str]:
+        named = self.model.state_dict().items()
+        return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in named}
+
+    # ---- memory
+
+    def release(self, tags: list[str]) -> None:
+        with self.changed, torch.no_grad():
+            if self.jobs or self.asleep & set(tags):
+                os._exit(1)  # SGLang's scheduler dies of its assertion
+            self.asleep |= set(tags)
+            if "weights" in tags and not self.options.keeps_weights:
+                for parameter in self.model.parameters():
+                    parameter.fill_(torch.nan)
+
+    def take_back(self, tags: list[str]) -> None:
+        with self.changed:
+            if not set(tags) <= self.asleep:
+                os._exit(1)
+            self.asleep -= set(tags)
+
+
+class Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
+
+    def __init__(self, options: argparse.Namespace):
+        self.engine = Engine(options)
+        self.options = options
+        self.calls: Counter[str] = Counter()
+        self.faults: list[dict[str, Any]] = []
+        self.lock = threading.Lock()
+        socketserver.TCPServer.__init__(self, (options.host, options.port), Handler)
+
+    def fault(self, path: str) -> str | None:
+        with self.lock:
+            self.calls[path] += 1
+            for fault in self.faults:
+                if fault["path"] == path and fault["count"] > 0:
+                    fault["count"] -= 1
+                    return fault["kind"]
+        return None
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        """The reply to a call. Raises Refusal."""
+        engine, done = self.engine, {"success": True, "message": "Success"}
+        if self.options.without_sessions and path in ("/begin_weight_update", "/end_weight_update"):
+            raise Refusal("Not Found", 404)
+        calls = {
+            "/begin_weight_update": lambda: engine.begin(),
+            "/end_weight_update": lambda: engine.end(),
+            "/update_weights_from_disk": lambda: engine.from_disk(body),
+            "/update_weights_from_tensor": lambda: engine.from_tensor(body),
+            "/update_weights_from_distributed": lambda: engine.from_distributed(body),
+            "/init_weights_update_group": lambda: engine.init_group(body),
+            "/destroy_weights_update_group": lambda: engine.destroy_group(body),
+            "/pause_generation": lambda: engine.pause(body["mode"]),
+            "/continue_generation": lambda: engine.resume(),
+            "/abort_request": lambda: engine.abort(),
+            "/flush_cache": lambda: engine.flush(),
+            "/release_memory_occupation": lambda: engine.release(body["tags"]),
+            "/resume_memory_occupation": lambda: engine.take_back(body["tags"]),
+        }
+        if path in calls:
+            calls[path]()
+            return done
+        if path == "/generate":
+            return engine.generate(body)
+        if path == "/update_weight_version":
+            with engine.changed:
+                engine.version = body["new_version"]
+            return {**done, "new_version": engine.version}
+        if path == "/weights_checker":
+            return {**done, "ranks": [{"checksums": engine.checksums()}]}
+        if path in ("/model_info", "/get_model_info"):
+            return {"model_path": self.options.model, "weight_version": engine.version, "is_generation": True}
+        if path == "/server_info":
+            saver, backup = self.options.memory_saver, self.options.keeps_weights
+            return {
+                "tp_size": 1, "device": "cpu", "enable_memory_saver": saver, "enable_weights_cpu_backup": backup,
+            }  # fmt: skip
+        if path == "/v1/loads":
+            return {"loads": [{"num_running_reqs": sum(1 for job in engine.jobs if job.output)}]}
+        if path == "/health":
+            return done
+        if path == "/calls":
+            return dict(self.calls)
+        if path == "/faults":
+            self.faults = body["faults"]
+            return done
+        if path == "/options":
+            vars(self.options).update(body)
+            return done
+        raise Refusal("Not Found", 404)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def do_GET(self) -> None:
+        self.serve()
+
+    def do_POST(self) -> None:
+        self.serve()
+
+    def serve(self) -> None:
+        path = urlsplit(self.path).path
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        kind = self.server.fault(path)
+        if kind == "die":
+            os._exit(1)
+        if kind == "hang":
+            time.sleep(HANG_SECONDS)
+        if kind == "500":
+            return self.send(500, {"error": {"message": "injected"}})
+        try:
+            status, reply = 200, self.server.answer(path, body)
+        except Refusal as refusal:
+            status, reply = refusal.status, {"success": False, "message": str(refusal)}
+            if path == "/generate":
+                reply = {"error": {"message": str(refusal)}}
+        self.send(status, reply, cut=kind == "truncate")
+
+    def send(self, status: int, reply: Any, cut: bool = False) -> None:
+        text = json.dumps(reply).encode()
+        text = text[: len(text) // 2] if cut else text
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        print(self.address_string(), format % args, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--context-length", type=int, default=256)
+    parser.add_argument("--seconds-per-token", type=float, default=0.001, help="so that a test can interrupt")
+    parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
+    parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
+    parser.add_argument("--loses", default="", help="a weight that updates do not reach")
+    parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
+    torch.set_num_threads(1)
+    with Server(parser.parse_args()) as server:
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Servers to test against: the in-repo double in every run, and a real SGLang server with `-m sglang`.
+
+Both are started once a session, by the code under test, and killed at its end.
+"""
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from worlds import tiny_models
+from worlds.servers import ARCHITECTURE, CHANGES
+
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.sglang import SGLangBackend
+from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer
+from isoloss.engine.rl.sglang_process import ServerProcess
+
+ROOT = Path(__file__).parents[2]
+DOUBLE = f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}}"
+CONTEXT = 256
+START_SECONDS = 300.0
+# Attention and sampling in PyTorch, no CUDA graphs, no overlap of batches: what runs on a CPU. The fraction is of the
+# whole machine's memory, other programs' included, so the cache is bounded by its tokens instead.
+SGLANG = (
+    f"env PYTHONPATH={ROOT}/tests/sglang/stand_ins SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= "
+    f"OMP_NUM_THREADS=1 {ROOT}/.sglang-venv/bin/python -m sglang.launch_server "
+    "--model-path {model} --host {host} --port {port} --device cpu --dtype float32 --skip-tokenizer-init "
+    "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule "
+    f"--disable-cuda-graph --sleep-on-idle --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096 "
+    f"--context-length {CONTEXT}"
+)
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running server. command: what starts another like it (rollout.server_command). model: the folder that it was
+    started with, of a float32 Qwen3 with random weights, without a tokenizer."""
+
+    url: str
+    command: str
+    model: Path
+    real: bool
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("sglang") / "model", ARCHITECTURE, seed=0, **CHANGES)
+
+
+@pytest.fixture(scope="session")
+def start(tmp_path_factory, model_folder) -> Iterator[Callable[[str], str]]:
+    """start(command) -> the URL of a new server."""
+    processes: list[ServerProcess] = []
+
+    def start(command: str) -> str:
+        url = free_url()
+        processes.append(ServerProcess(command, url, model_folder, tmp_path_factory.mktemp("logs")))
+        processes[-1].start()
+        processes[-1].wait_ready(lambda: answers(url), START_SECONDS)
+        return url
+
+    yield start
+    for process in processes:
+        process.stop()
+
+
+@pytest.fixture(scope="session")
+def double(start, model_folder) -> Service:
+    return Service(start(DOUBLE), DOUBLE, model_folder, real=False)
+
+
+@pytest.fixture(scope="session")
+def second_double(start, double) -> Service:
+    return Service(start(DOUBLE), DOUBLE, double.model, real=False)
+
+
+@pytest.fixture(scope="session")
+def sglang(start, model_folder) -> Service:
+    """A real SGLang server, in the environment that `make test-sglang` makes."""
+    return Service(start(SGLANG), SGLANG, model_folder, real=True)
+
+
+@pytest.fixture(scope="session", params=["double", pytest.param("sglang", marks=pytest.mark.sglang)])
+def service(request) -> Service:
+    """Each of the two kinds of server in turn."""
+    return request.getfixturevalue(request.param)
+
+
+@pytest.fixture
+def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[..., SGLangBackend]]:
+    """backend(weight_sync, **more of RolloutConfig) -> a backend, closed after the test; on the test's service where
+    `servers` does not say otherwise."""
+    made: list[SGLangBackend] = []
+
+    def make(weight_sync: str = "tensor", **changes) -> SGLangBackend:
+        config = {"timeout": 120.0, "sync_dir": str(tmp_path / "sync")} | changes
+        if "servers" not in config:
+            config["servers"] = (request.getfixturevalue("service").url,)
+        config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
+        made.append(SGLangBackend(config, model_folder, tmp_path / "logs"))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.fixture
+def unused_url() -> str:
+    """Where a server could be started."""
+    return free_url()
+
+
+def free_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+def answers(url: str) -> bool:
+    server = SGLangServer(url, 5.0)
+    try:
+        server.check_health()
+    except ServerLost:
+        return False
+    finally:
+        server.close()
+    return True

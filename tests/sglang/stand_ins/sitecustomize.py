@@ -1,0 +1,107 @@
+"""Stand-ins for three packages that SGLang imports on every machine and does not need on a CPU.
+
+This folder on PYTHONPATH puts them into every process of the server. SGLang itself ships the same idea for macOS
+(`sglang/_platform_stubs.py`).
+
+triton, torchvision: inert: decorators give the function back, types can be subclassed, everything else is false.
+    PyPI has no CPU build of either.
+sgl_kernel: raises when a kernel is called. SGLang's own PyTorch code must then be what runs, never a silent nothing.
+"""
+
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+INERT = ("triton", "torchvision")
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+class _InertType(type):
+    """Of classes such as triton.Config: any attribute is its own dotted name."""
+
+    def __getattr__(cls, name):
+        if _is_dunder(name):
+            raise AttributeError(name)
+        return f"{cls.__name__}.{name}"
+
+
+class _Inert(ModuleType):
+    """A package all of whose attributes exist."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__ = []
+        self.__spec__ = ModuleSpec(name, _Loader(), is_package=True)
+
+    def __getattr__(self, name):
+        if _is_dunder(name):
+            raise AttributeError(name)
+        if name[0].isupper():
+            members = {"__module__": self.__name__, "__init__": lambda self, *args, **kwargs: None}
+            made = _InertType(name, (), members)
+        else:
+            full = f"{self.__name__}.{name}"
+            made = sys.modules.setdefault(full, _Inert(full))
+        setattr(self, name, made)
+        return made
+
+    def __call__(self, *args, **kwargs):
+        """As a decorator, with arguments or without."""
+        if len(args) == 1 and callable(args[0]) and not kwargs:
+            return args[0]
+        return lambda function: function
+
+    def __getitem__(self, key):
+        return self
+
+    def __bool__(self):
+        return False
+
+
+class _Kernels(ModuleType):
+    """A module without submodules, all of whose functions exist."""
+
+    def __getattr__(self, name):
+        if _is_dunder(name):
+            raise AttributeError(name)
+
+        def missing(*args, **kwargs):
+            raise NotImplementedError(f"{self.__name__}.{name} is a kernel, and this is a CPU without kernels")
+
+        setattr(self, name, missing)
+        return missing
+
+
+class _Loader:
+    def create_module(self, spec):
+        return _Inert(spec.name)
+
+    def exec_module(self, module):
+        pass
+
+
+class _Finder:
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname.split(".")[0] not in INERT or _asked_by_transformers():
+            return None
+        return ModuleSpec(fullname, _Loader(), is_package=True)
+
+
+def _asked_by_transformers() -> bool:
+    """transformers asks whether torchvision is installed and then reads its version: let it hear no."""
+    frame = sys._getframe()
+    while frame := frame.f_back:
+        if frame.f_code.co_name == "_is_package_available" and "transformers" in frame.f_code.co_filename:
+            return True
+    return False
+
+
+sys.meta_path.insert(0, _Finder())
+sys.modules["sgl_kernel"] = _Kernels("sgl_kernel")
+triton = sys.modules["triton"] = _Inert("triton")
+triton.__version__ = "3.0.0"
+triton.cdiv = lambda a, b: -(a // -b)
+triton.next_power_of_2 = lambda n: 1 << (n - 1).bit_length() if n > 0 else 1

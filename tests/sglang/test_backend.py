@@ -1,0 +1,304 @@
+"""The backend against a server that speaks SGLang's protocol: the double, and with `-m sglang` SGLang itself."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from worlds.servers import VOCAB, buckets, greedy, policy, requests, worst
+
+from isoloss.engine.rl.sglang_client import Refused, SGLangServer
+from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.parallel import UserError
+
+PARITY = 1e-5
+CONTEXT = 256  # of both kinds of server
+LONG = 150  # tokens: long enough to be interrupted
+WAYS = ("disk", "broadcast", "tensor")
+
+
+@pytest.fixture
+def raw(service) -> Iterator[SGLangServer]:
+    server = SGLangServer(service.url, 60.0)
+    yield server
+    server.close()
+
+
+def wait_until_running(url: str, number: int) -> None:
+    """Until the server has made tokens for so many requests."""
+    server = SGLangServer(url, 60.0)
+    while server.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"] < number:
+        time.sleep(0.01)
+    server.close()
+
+
+class Background:
+    """A generation in another thread."""
+
+    def __init__(self, backend, asked, sampling):
+        self.completions = None
+        self._thread = threading.Thread(target=self._run, args=(backend, asked, sampling), daemon=True)
+        self._thread.start()
+
+    def _run(self, backend, asked, sampling):
+        self.completions = backend.generate(asked, sampling)
+
+    def result(self):
+        self._thread.join(60)
+        assert self.completions is not None
+        return self.completions
+
+
+# ---------------------------------------------------------------------------------------------------------- generation
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (0.6, 1.0), (1.0, 0.7)])
+def test_logprobs_are_those_of_the_whole_vocabulary(backend, temperature, top_p):
+    rollout, model, asked = backend(), policy(1), requests(6)
+    rollout.update_weights(buckets(model), 1)
+    completions = rollout.generate(asked, Sampling(24, temperature, top_p))
+    assert [c.id for c in completions] == [r.id for r in asked]
+    for request, completion in zip(asked, completions):
+        assert worst(model, request, completion, temperature) <= PARITY
+        assert completion.finish == "length" and len(completion.tokens) == 24
+        assert temperature > 0 or completion.tokens == greedy(model, request, 24)
+
+
+def test_a_stop_token_ends_the_completion_and_is_in_it(backend):
+    rollout, model = backend(), policy(1)
+    rollout.update_weights(buckets(model), 1)
+    (request,) = requests(1)
+    whole = greedy(model, request, 20)
+    stop = whole[7]
+    (completion,) = rollout.generate([request], Sampling(20, 0.0, stop_token_ids=(stop,)))
+    assert completion.finish == "stop"
+    assert completion.tokens == whole[: whole.index(stop) + 1]
+    assert worst(model, request, completion) <= PARITY
+
+
+def test_only_our_stop_tokens_stop(backend, service):
+    """The model's config.json names an end-of-sequence token, at which the server would stop."""
+    rollout, model, asked = backend(), policy(1), requests(16)
+    rollout.update_weights(buckets(model), 1)
+    eos, ours = model.config.eos_token_id, VOCAB - 1
+    for stops in ((), (ours,)):
+        completions = rollout.generate(asked, Sampling(48, 1.0, stop_token_ids=stops))
+        assert any(eos in completion.tokens[:-1] for completion in completions)
+        for request, completion in zip(asked, completions):
+            assert worst(model, request, completion) <= PARITY
+            if completion.finish == "length":
+                assert len(completion.tokens) == 48 and not set(stops) & set(completion.tokens)
+            else:
+                assert completion.finish == "stop" and completion.tokens.index(ours) == len(completion.tokens) - 1
+
+
+def test_a_request_longer_than_the_context_is_the_users_to_mend(backend):
+    rollout = backend()
+    rollout.update_weights(buckets(policy(1)), 1)
+    too_long = Request("train.jsonl:3/0/1", tuple([5] * (CONTEXT + 1)))
+    with pytest.raises(UserError, match=rf"train\.jsonl:3/0/1 .*{CONTEXT} tokens.*shorten the prompt"):
+        rollout.generate([*requests(3), too_long], Sampling(4))
+    with pytest.raises(UserError, match=rf"context length of {CONTEXT} tokens.*rollout.max_new_tokens"):
+        rollout.generate(requests(1), Sampling(CONTEXT))
+    assert None not in rollout.generate(requests(2), Sampling(4))
+
+
+def test_before_any_update_nothing_is_generated(backend):
+    """The server has weights, but they are not ours."""
+    rollout = backend()
+    assert rollout.weight_version() is None
+    assert rollout.generate(requests(2), Sampling(4)) == [None, None]
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_is_what_the_server_then_serves(backend, raw, way):
+    rollout, asked = backend(way), requests(4)
+    sums = []
+    for version, seed in ((1, 11), (2, 12), (7, 11)):
+        model = policy(seed)
+        rollout.update_weights(buckets(model), version)
+        assert rollout.weight_version() == version
+        sums.append(raw.checksums())
+        for sampling in (Sampling(8, 0.0), Sampling(8, 1.0)):
+            for request, completion in zip(asked, rollout.generate(asked, sampling)):
+                assert worst(model, request, completion) <= PARITY
+                assert set(completion.versions) == {version}
+    assert sums[0] == sums[2] != sums[1]
+
+
+def test_the_ways_leave_the_same_weights(backend, raw):
+    """Every weight of the server, by its own checksums: also those that no short completion would show."""
+    model, sums = policy(21), []
+    for version, way in enumerate(WAYS):
+        backend(way).update_weights(buckets(policy(20)), 2 * version)
+        other = raw.checksums()
+        backend(way).update_weights(buckets(model), 2 * version + 1)
+        sums.append(raw.checksums())
+        assert all(other[0][name] != checksum for name, checksum in sums[-1][0].items())
+    assert sums[0] == sums[1] == sums[2]
+
+
+def test_types_and_sizes_of_a_bucket_may_differ(backend):
+    """bfloat16 weights among float32 ones, in any order: each must begin at a multiple of its item size."""
+    model = policy(3)
+    mixed = [
+        (name, tensor.bfloat16() if k % 3 == 0 else tensor.clone())
+        for k, (name, tensor) in enumerate(next(buckets(model, 1000)))
+    ]
+    with torch.no_grad():
+        for name, tensor in mixed:
+            model.get_parameter(name).copy_(tensor)
+    for version, way in enumerate(("tensor", "broadcast")):
+        rollout = backend(way)
+        rollout.update_weights([mixed[::2], mixed[1::2]], version)
+        for request, completion in zip(requests(3), rollout.generate(requests(3), Sampling(12))):
+            assert worst(model, request, completion) <= PARITY
+
+
+def test_weights_without_a_session_are_refused(raw):
+    for path in ("/update_weights_from_tensor", "/update_weights_from_distributed"):
+        body = {"serialized_named_tensors": [""], "names": [], "dtypes": [], "shapes": [], "group_name": "none"}
+        with pytest.raises(Refused, match=r"must run between begin_weight_update\(\) and end_weight_update\(\)"):
+            raw.post(path, {**body, "load_format": "flattened_bucket"})
+
+
+def test_a_failed_update_is_told_and_the_next_one_mends_it(backend, raw):
+    rollout, model = backend("broadcast", timeout=20.0), policy(4)
+    rollout.update_weights(buckets(model), 1)
+    name = "model.layers.1.mlp.down_proj.weight"
+    drawn = []
+
+    def spoiled():
+        for bucket in buckets(model):
+            drawn.append(len(bucket))
+            yield [(n, tensor[:-1] if n == name else tensor) for n, tensor in bucket]
+
+    with pytest.raises(UserError, match="Failed to update parameter online"):
+        rollout.update_weights(spoiled(), 2)
+    assert sum(drawn) == len(list(model.named_parameters()))  # to its end: other ranks may be in it
+    assert rollout.weight_version() is None
+    assert rollout.generate(requests(1), Sampling(4)) == [None]
+    rollout.update_weights(buckets(model), 3)
+    assert rollout.weight_version() == 3
+    (completion,) = rollout.generate(requests(1), Sampling(12))
+    assert worst(model, requests(1)[0], completion) <= PARITY
+
+
+def test_a_session_that_was_left_open_is_taken_over(backend, raw):
+    raw.begin_update()
+    rollout, model = backend("tensor"), policy(5)
+    rollout.update_weights(buckets(model), 1)
+    assert rollout.weight_version() == 1
+
+
+def test_weights_of_somebody_else_are_not_ours(backend, raw):
+    rollout = backend()
+    rollout.update_weights(buckets(policy(1)), 1)
+    raw.set_weight_version(8)
+    assert rollout.weight_version() is None
+    assert rollout.generate(requests(1), Sampling(4)) == [None]
+
+
+# ------------------------------------------------------------------------------------------------- pause, resume, abort
+
+
+def test_abort_and_go_on(backend, service):
+    """What an abort leaves, and what was not even begun, becomes whole by asking again."""
+    rollout, model, asked = backend(concurrency=2), policy(1), requests(4)
+    rollout.update_weights(buckets(model), 1)
+    sampling = Sampling(LONG)
+    running = Background(rollout, asked, sampling)
+    wait_until_running(service.url, 2)
+    rollout.abort()
+    parts = running.result()
+    assert {part.finish for part in parts} == {"abort"}
+    assert all(0 < len(part.tokens) < LONG for part in parts[:2]) and not any(part.tokens for part in parts[2:])
+    again = [Request(r.id, r.prompt_tokens, part) for r, part in zip(asked, parts)]
+    for request, part, whole in zip(asked, parts, rollout.generate(again, sampling)):
+        assert whole.finish == "length" and len(whole.tokens) == LONG
+        assert whole.tokens[: len(part.tokens)] == part.tokens and whole.logprobs[: len(part.tokens)] == part.logprobs
+        assert worst(model, request, whole) <= PARITY
+
+
+def test_pause_and_resume(backend, service):
+    rollout, model, asked = backend(), policy(1), requests(3)
+    rollout.update_weights(buckets(model), 1)
+    running = Background(rollout, asked, Sampling(LONG))
+    wait_until_running(service.url, 3)
+    rollout.pause()
+    time.sleep(1.0)
+    assert running.completions is None
+    rollout.resume()
+    for request, completion in zip(asked, running.result()):
+        assert completion.finish == "length" and worst(model, request, completion) <= PARITY
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_in_the_middle_of_a_completion(backend, service, way):
+    """Each token has the version of the weights that made it, and their log-probability."""
+    rollout, before, after, asked = backend(way), policy(1), policy(2), requests(4)
+    rollout.update_weights(buckets(before), 1)
+    running = Background(rollout, asked, Sampling(LONG))
+    wait_until_running(service.url, 4)
+    rollout.pause()
+    rollout.update_weights(buckets(after), 2)
+    time.sleep(0.1)
+    assert running.completions is None  # the update has not undone the pause
+    rollout.resume()
+    for request, completion in zip(asked, running.result()):
+        switch = completion.versions.index(2)
+        assert completion.versions == (1,) * switch + (2,) * (LONG - switch) and 0 < switch < LONG
+        assert worst(before, request, completion, version=1) <= PARITY
+        assert worst(after, request, completion, version=2) <= PARITY
+
+
+def test_abort_reaches_what_a_pause_kept_waiting(backend):
+    rollout = backend()
+    rollout.update_weights(buckets(policy(1)), 1)
+    rollout.pause()
+    running = Background(rollout, requests(3), Sampling(LONG))
+    time.sleep(0.3)
+    rollout.abort()
+    rollout.resume()
+    assert all(c.finish == "abort" and len(c.tokens) < LONG for c in running.result())
+
+
+def test_memory_is_released_and_resumed(raw):
+    raw.release_memory(["kv_cache"])
+    raw.resume_memory(["kv_cache"])
+    raw.check_health()
+
+
+# ---------------------------------------------------------------------------------------------------------- life, death
+
+
+def test_a_server_that_is_not_there(backend):
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/health: .*rollout.server_command"):
+        backend(servers=("http://127.0.0.1:9",))
+
+
+def test_a_killed_server_is_restarted_and_synced_again(backend, service, unused_url):
+    """The loop's side of it: completions that are None, no weight version, an update, and on."""
+    mine, model = psutil.Process(), policy(1)
+    before = set(mine.children(recursive=True))
+    rollout = backend("broadcast", servers=(unused_url,), server_command=service.command)
+    started = set(mine.children(recursive=True)) - before
+    rollout.update_weights(buckets(model), 1)
+    running = Background(rollout, requests(3), Sampling(LONG))
+    wait_until_running(unused_url, 3)
+    for process in started:
+        process.kill()
+    assert running.result() == [None] * 3
+    assert rollout.weight_version() is None
+    rollout.update_weights(buckets(model), 2)
+    assert rollout.weight_version() == 2
+    for request, completion in zip(requests(3), rollout.generate(requests(3), Sampling(8))):
+        assert worst(model, request, completion) <= PARITY
+    rollout.close()
+    psutil.wait_procs(set(mine.children(recursive=True)) - before, timeout=10)
+    assert not set(mine.children(recursive=True)) - before
