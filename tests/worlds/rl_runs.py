@@ -4,13 +4,21 @@ import contextlib
 import json
 import shutil
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from unittest import mock
 
+import torch
+from torch import Tensor
+
+from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import to_sample
+from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.rollout import Rollout
+from isoloss.engine.rl.trajectory import Completion
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove import on_layout
@@ -84,7 +92,8 @@ def overrides_of(inputs: Path, out: Path | str) -> list[str]:
 
 def config_of(inputs: Path, out: Path, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
     config = compose_config("grpo", RLConfig, [*overrides_of(inputs, out), *overrides])[0]
-    return on_layout(config, Layout.parse(layout), precision)
+    config = on_layout(config, Layout.parse(layout), precision)
+    return replace(config, parallel=replace(config.parallel, distributed_optimizer=None))  # as the recipe has it
 
 
 def resumed(config: RLConfig) -> RLConfig:
@@ -105,11 +114,16 @@ def numbers(config: RLConfig) -> list[dict]:
     return [{key: value for key, value in row.items() if key not in TIMES} for row in rows_of(config)]
 
 
-def train(config: RLConfig, killed_after: int | None = None, killed_in_save: int | None = None) -> Arrays:
+def train(
+    config: RLConfig,
+    killed_after: int | None = None,
+    killed_in_save: int | None = None,
+    without: str | None = None,
+) -> Arrays:
     """The loop; weights of policy and critic when the last checkpoint was due. Or killed after that step, or between
-    the critic's and the policy's checkpoint of that step."""
+    the critic's and the policy's checkpoint of that step. without: completions whose id ends so are taken out."""
     kept: Arrays = {}
-    store, save, check = loop.store, loop.save, loop.BadStepGuard.check
+    store, save, check, groups = loop.store, loop.save, loop.BadStepGuard.check, Rollout.groups
 
     def keep_weights(engine, critic, *rest):
         kept.update(weights(engine))
@@ -127,7 +141,17 @@ def train(config: RLConfig, killed_after: int | None = None, killed_in_save: int
             raise Killed
         check(self, step, *rest)
 
+    def fewer(self, *args):
+        found = groups(self, *args)
+        if without is None:
+            return found
+        return [
+            replace(group, trajectories=tuple(t for t in group.trajectories if not t.completion.id.endswith(without)))
+            for group in found
+        ]
+
     with (
+        mock.patch.object(Rollout, "groups", fewer),
         mock.patch.object(loop, "store", keep_weights),
         mock.patch.object(loop, "save", save_or_die),
         mock.patch.object(loop.BadStepGuard, "check", check_or_die),
@@ -136,3 +160,61 @@ def train(config: RLConfig, killed_after: int | None = None, killed_in_save: int
         loop.train_rl(config, "test")
         assert not (killed_after or killed_in_save)
     return kept
+
+
+@dataclass(frozen=True)
+class Watched:
+    """calls: of the backend, each with its number of requests. worst: for every batch, the largest difference of a
+    token's log-probability, rollout against trainer."""
+
+    calls: tuple[int, ...]
+    worst: tuple[float, ...]
+    completions: tuple[Completion, ...]
+    counted: int
+
+
+def watched(config: RLConfig, stale: bool = False) -> Watched:
+    """The loop, looked at from outside. stale: a planted bug, weights reach the rollout for the first batch only."""
+    calls: list[int] = []
+    worst: list[float] = []
+    completions: list[Completion] = []
+    rollouts: list[Rollout] = []
+    engines: list[Engine] = []
+    generate, sync, groups, prepare = InProcessBackend.generate, Rollout.sync, Rollout.groups, loop.prepare
+
+    def counting(self, requests, sampling):
+        calls.append(len(requests))
+        return generate(self, requests, sampling)
+
+    def sync_once(self, version):
+        if not (stale and rollouts):
+            sync(self, version)
+        if self not in rollouts:
+            rollouts.append(self)
+            engines.append(self.engine)
+
+    def noting(self, *args):
+        found = groups(self, *args)
+        completions.extend(t.completion for group in found for t in group.trajectories)
+        return found
+
+    def comparing(groups, models, config, *rest):
+        trajectories = [t for group in groups for t in group.trajectories]
+        samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
+        found = engines[0].logprobs(samples, config.rollout.temperature)
+        worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
+        return prepare(groups, models, config, *rest)
+
+    with (
+        mock.patch.object(InProcessBackend, "generate", counting),
+        mock.patch.object(Rollout, "sync", sync_once),
+        mock.patch.object(Rollout, "groups", noting),
+        mock.patch.object(loop, "prepare", comparing),
+    ):
+        loop.train_rl(config, "test")
+    return Watched(tuple(calls), tuple(worst), tuple(completions), rollouts[0].calls)
+
+
+def difference(completion: Completion, logprobs_T: Tensor) -> float:
+    told_C = torch.tensor(completion.logprobs, dtype=torch.float64)
+    return float((logprobs_T[len(logprobs_T) - len(told_C) :] - told_C).abs().max())
