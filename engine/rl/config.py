@@ -241,3 +241,23 @@ class RLConfig(Config):
     def steps_per_batch(self) -> int:
         """Optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
+
+    def identity(self) -> dict[str, object]:
+        """As `Config.identity`: also what decides the completions and rewards of a batch, its optimizer steps, and what
+        is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr may."""
+        rollout, algorithm, reward = self.rollout, self.algorithm, self.reward
+        return super().identity() | {
+            "rollout.num_generations": rollout.num_generations,
+            "rollout.max_new_tokens": rollout.max_new_tokens,
+            "rollout.temperature": rollout.temperature,
+            "rollout.top_p": rollout.top_p,
+            "reward.function": list(reward.function),
+            "reward.weights": list(reward.weights),
+            "algorithm.advantage": algorithm.advantage,
+            "algorithm.minibatches": algorithm.minibatches,
+            "algorithm.epochs": algorithm.epochs,
+            "algorithm.old_logprobs": algorithm.old_logprobs,
+            "algorithm.dynamic_sampling": algorithm.dynamic_sampling,
+            "algorithm.kl_in": algorithm.kl_in,
+            "use of algorithm.kl_coef (above 0)": algorithm.uses_reference,
+        }

@@ -196,11 +196,10 @@ def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...
 
     Shuffled by (seed, first step, epoch): completions of a prompt are spread over the parts, and none of them holds
     only easy prompts. Equal parts where the batch is whole; a batch that dynamic sampling left smaller is cut as evenly
-    as it goes, into fewer parts if it has fewer completions.
+    as it goes, and into fewer parts where it has fewer completions.
     """
-    steps = []
+    steps, parts = [], min(config.algorithm.minibatches, count)
     for epoch in range(config.algorithm.epochs):
         order = np.random.default_rng([config.train.seed, step, epoch]).permutation(count)
-        parts = np.array_split(order, min(config.algorithm.minibatches, count))
-        steps += [tuple(part.tolist()) for part in parts]
+        steps += [tuple(part.tolist()) for part in np.array_split(order, parts)]
     return tuple(steps)

@@ -145,6 +145,8 @@ def store(
     if critic is not None:  # first: where there is a checkpoint of the policy, there is one of its critic
         critic.save(output_dir, step)
     save(engine, config, output_dir, step, {"cursor": cursor, "experience": left})
+    if critic is not None:
+        critic.prune(output_dir)
 
 
 def restore(

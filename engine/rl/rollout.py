@@ -9,7 +9,7 @@ import torch.distributed as dist
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.reward import Scored
+from isoloss.engine.rl.reward import Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
 from isoloss.parallel import UserError
 
@@ -34,6 +34,7 @@ class Rollout:
         stop_token_ids: tuple[int, ...],
     ):
         self.engine, self.backend, self._score = engine, backend, score
+        self._reward = config.reward
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -73,9 +74,14 @@ class Rollout:
         ]
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world."""
+        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world.
+
+        Raises UserError where none could be rewarded.
+        """
         ids = [f"{prompt.id}/eval" for prompt in prompts]
-        return self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+        trajectories = self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+        check_rewarded(trajectories, self._reward)
+        return trajectories
 
     def _trajectories(
         self, prompts: Sequence[Prompt], ids: Sequence[str], count: int, sampling: Sampling
