@@ -75,7 +75,7 @@ def read_curve(run: Path, label: str) -> Curve:
     evaluations = [row for row in read_rows(run / "eval.jsonl") if "reward_mean" in row]
     if not evaluations:
         raise Mistake(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
-    # Every optimizer step tells of its batch, and several steps share one; the count of prompts so far tells them apart.
+    # Every optimizer step tells of its batch, and several may share one: the count of prompts so far tells which.
     rows = [row for row in read_rows(run / "metrics.jsonl") if "prompts_drawn" in row]
     first = {row["prompts_drawn"]: row for row in reversed(rows)}
     batches = sorted((row["step"], row["groups_drawn"], row["groups_dropped"]) for row in first.values())
