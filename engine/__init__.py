@@ -15,7 +15,7 @@ from isoloss.engine.config import (
     TrainConfig,
 )
 from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
+from isoloss.engine.losses import Loss, Term, TokenInputs, negative_log_likelihood
 
 __all__ = [
     "BatchConfig",
@@ -29,6 +29,7 @@ __all__ = [
     "OptimConfig",
     "ParallelConfig",
     "Sample",
+    "Term",
     "TokenInputs",
     "TrainConfig",
     "negative_log_likelihood",

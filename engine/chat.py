@@ -137,14 +137,19 @@ def tokenize_chat(messages: Messages, tokenizer, place: str, first: int = 0) -> 
     if not turns:
         roles = ", ".join(message["role"] for message in messages[first:])
         raise UserError(f"{place}: no assistant turn to learn from (roles: {roles}): add one or take the row out")
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{place}: messages need a chat template and the tokenizer {tokenizer.name_or_path} has none: "
-            f"add chat_template.jinja to its folder, or use `text` or plain `prompt` and `completion` rows"
-        )
+    check_template(tokenizer, place, "use `text` or plain `prompt` and `completion` rows")
     if GENERATION_MARK.search(tokenizer.get_chat_template()) and maps_characters(tokenizer):
         return marked_turns(messages, first, tokenizer, place)
     return turns_by_prefix(messages, turns, tokenizer, place)
+
+
+def check_template(tokenizer, place: str, otherwise: str) -> None:
+    """UserError where messages cannot be rendered. otherwise: what rows can do without a template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{place}: messages need a chat template and the tokenizer {tokenizer.name_or_path} has none: "
+            f"add chat_template.jinja to its folder, or {otherwise}"
+        )
 
 
 @lru_cache(maxsize=4)

@@ -65,7 +65,7 @@ def save(
 
 def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh) -> dict[str, object]:
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
-    _verify(folder)
+    verify(folder)
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
         unwrap(chunk).load_state_dict(state[f"model{index}"])
@@ -109,7 +109,7 @@ def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mes
 
     Collective over the world.
     """
-    mine = ((name, tensor) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
+    mine = ((name, tensor.cpu()) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
     entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, entries)
@@ -157,8 +157,11 @@ def _describe(
     )
 
 
-def _verify(folder: Path) -> None:
-    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank."""
+def verify(folder: Path) -> None:
+    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank.
+
+    Collective over the world: one all-gather.
+    """
     said = None
     try:
         written = manifest.read(folder)

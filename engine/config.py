@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isoloss.parallel import Layout, UserError
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.normalizer import Aggregation
 
 
 def require(holds: bool, key: str, value: object, mend: str) -> None:
@@ -102,17 +102,11 @@ class LossConfig:
     count_fully_masked: bool = False
 
     def __post_init__(self):
-        require(self.aggregation in MODES, "loss.aggregation", self.aggregation, f"is not one of {', '.join(MODES)}")
-        with_length = self.aggregation == "seq-mean-token-sum-norm"
-        require(
-            with_length == (self.norm_length is not None),
-            "loss.norm_length",
-            self.norm_length,
-            "goes with loss.aggregation=seq-mean-token-sum-norm, and only with it",
-        )
-        require(
-            self.norm_length is None or self.norm_length > 0, "loss.norm_length", self.norm_length, "must be positive"
-        )
+        self.weighting()
+
+    def weighting(self) -> Aggregation:
+        """Raises UserError where the keys do not fit together."""
+        return Aggregation(self.aggregation, self.norm_length, self.count_fully_masked)
 
 
 @dataclass(frozen=True)

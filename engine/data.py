@@ -230,12 +230,21 @@ def checksum(path: Path) -> int:
 def step_indices(num_rows: int, step: int, global_size: int, seed: int) -> np.ndarray:
     """The rows of optimizer step `step` (from 0): int64 [global_size]. The same on every rank and for every layout.
 
-    The stream of rows is epoch 0's permutation, epoch 1's, and so on; a step takes the next global_size of it, across
-    the border of two epochs if need be. A pure function, so resuming needs the step's number and nothing else.
+    A pure function, so resuming needs the step's number and nothing else.
     """
     if num_rows < 1 or global_size < 1:
         raise ValueError(f"step_indices needs num_rows={num_rows} and global_size={global_size} of at least 1")
-    start, stop = step * global_size, (step + 1) * global_size
+    return draw_indices(num_rows, step * global_size, global_size, seed)
+
+
+def draw_indices(num_rows: int, start: int, count: int, seed: int) -> np.ndarray:
+    """Rows `start` to `start + count` of the stream of rows: int64 [count].
+
+    The stream is epoch 0's permutation, epoch 1's, and so on; a call may reach across the border of epochs.
+    """
+    if num_rows < 1 or start < 0 or count < 1:
+        raise ValueError(f"draw_indices needs num_rows={num_rows} and count={count} of at least 1, start={start} of 0")
+    stop = start + count
     first, last = start // num_rows, (stop - 1) // num_rows
     stream = [np.random.default_rng([seed, epoch]).permutation(num_rows) for epoch in range(first, last + 1)]
     return np.concatenate(stream)[start - first * num_rows : stop - first * num_rows].astype(np.int64)

@@ -1,6 +1,7 @@
 """Engine: forward_backward and optim_step, the two verbs at which SFT and RL meet."""
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from torch import Tensor
 from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
-from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step
+from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
+from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model, check_layout
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
@@ -26,8 +28,12 @@ from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.value_head import CriticWeights
+from isoloss.models.weight_stream import Receives, stream_weights
 from isoloss.parallel import Layout, Mesh, UserError, launch
+from isoloss.parallel.normalizer import Aggregation
 
+TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -43,20 +49,28 @@ class OptimResult:
 class Engine:
     """A model on a mesh, with its optimizer.
 
+    critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
+
     Every rank calls every method with the same arguments: all samples of a step, on every rank. The plan then decides,
     purely from their lengths, which rank sees which.
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, critic_of: "Engine | None" = None):
         self.config = config
         self.arch, layout, source = check_model(config)
         if config.train.deterministic:
             launch.use_deterministic_algorithms()
-        launch.init_process_group()
-        self.mesh = Mesh.create(layout)
+        if critic_of is None:
+            launch.init_process_group()
+            self.mesh = Mesh.create(layout)
+        else:
+            self.mesh = critic_of.mesh
+            self.arch, source = self.arch.as_critic(), CriticWeights(source)
         self.device = torch.device(torch.cuda.current_device())
         self.dtype = DTYPES[config.train.precision]
+        if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
+            checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
         chunks = build_model(self.arch, self.mesh, self.dtype)
         load_weights(chunks, self.arch, source, self.mesh)
         self.chunks = wrap_ddp(chunks, config, self.mesh)
@@ -119,13 +133,22 @@ class Engine:
         with torch.no_grad():
             return run_step(self.mesh, self.chunks, self.arch, batch, loss, forward_only=True)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[Tensor]:
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
 
-        Every rank gets all of them. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce
-        over dp x context and one over pp.
+        p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
+        pp.
         """
-        return self._of_targets(run_logprobs, samples)
+        loss = dataclasses.replace(TARGETS, temperature=temperature)
+        return self._of_targets(run_logprobs, samples, loss)
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
+
+        Collectives as `logprobs`.
+        """
+        return self._of_targets(run_values, samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
@@ -168,6 +191,13 @@ class Engine:
         for owned, whole in whole_tensors(self.chunks, self.arch, self.mesh):
             yield owned.weight.name, whole
 
+    def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+
+        In the precision of training. Collective over the world: every rank exhausts the iterator.
+        """
+        return stream_weights(self.chunks, self.arch, self.mesh, self.dtype, bucket_bytes, receives)
+
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
         huggingface = hf_folder(self.config.model.path)
@@ -196,11 +226,11 @@ class Engine:
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
 
-    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample]) -> list[Tensor]:
+    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample], *more) -> list[Tensor]:
         """What `run` gives for every target, sample by sample."""
-        batch = self._prepare(samples, Loss(negative_log_likelihood, aggregation="sum"))
+        batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
-            flat = run(self.mesh, self.chunks, self.arch, batch)
+            flat = run(self.mesh, self.chunks, self.arch, batch, *more)
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:

@@ -1,37 +1,92 @@
-"""Per-token losses. They are never averaged here: the normalizer's weights hold the only division."""
+"""Per-token losses and their sum. They are never averaged here: the normalizer's weights hold the only division."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.config import LossConfig
+from isoloss.parallel.normalizer import Aggregation
+from isoloss.parallel.sequence import sum_over_documents
 
 
 @dataclass(frozen=True)
 class TokenInputs:
     """What a loss sees of the labelled positions of a micro-batch on this rank; all tensors are [N].
 
-    entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it. fields: those of the samples.
+    logprobs_N: log-probabilities of the targets at the loss's temperature. entropy_N: entropy of the predicted
+    distribution, in nats, if the loss asked for it. values_N: the value head's output, of a critic, whose other two are
+    empty. fields: those of the samples. document_N: the document of the row that each target belongs to.
     """
 
     logprobs_N: Tensor
     entropy_N: Tensor | None
+    values_N: Tensor | None
     fields: Mapping[str, Tensor]
+    document_N: Tensor
+    num_documents: int
+    context: dist.ProcessGroup
+
+    def sequence_sum(self, values_N: Tensor) -> Tensor:
+        """For every target the sum of `values_N` over all targets of its sequence, [N], however it is sharded.
+
+        Differentiable. Collectives: one all-reduce over context, another in the backward.
+        """
+        return sum_over_documents(values_N, self.document_N, self.num_documents, self.context)[self.document_N]
+
+
+PerToken = Callable[[TokenInputs], Tensor]
+TOKEN_MEAN = Aggregation("token-mean")
+
+
+@dataclass(frozen=True)
+class Term:
+    """coefficient * sum(weight * per_token), with weights that the aggregation makes of the counts of the whole step.
+
+    per_token: TokenInputs -> [N], not yet weighted. name: what the metrics call the sum, without the coefficient.
+    """
+
+    per_token: PerToken
+    aggregation: Aggregation = TOKEN_MEAN
+    coefficient: float = 1.0
+    name: str = "loss"
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A per-token loss and how it is aggregated over a step.
+    """A sum of terms, each with an aggregation of its own.
 
-    per_token: TokenInputs -> [N], not yet weighted. aggregation, norm_length, count_fully_masked: see LossConfig.
+    needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N. temperature: logits are divided by
+    it. observed: further per-token values, reported as means over the valid tokens of the step.
     """
 
-    per_token: Callable[[TokenInputs], Tensor]
-    aggregation: str = "token-mean"
-    norm_length: int | None = None
-    count_fully_masked: bool = False
+    terms: tuple[Term, ...]
     needs_entropy: bool = False
+    temperature: float = 1.0
+    observed: Mapping[str, PerToken] = field(default_factory=dict)
+
+    def __post_init__(self):
+        names = [term.name for term in self.terms] + [*self.observed]
+        if len(set(names)) < len(names) or not self.terms:
+            raise ValueError(f"a loss needs terms, and every term and observed value a name of its own, not {names}")
+
+    @classmethod
+    def of(
+        cls,
+        per_token: PerToken,
+        aggregation: str = "token-mean",
+        norm_length: int | None = None,
+        count_fully_masked: bool = False,
+        needs_entropy: bool = False,
+    ) -> "Loss":
+        """A loss of one term."""
+        return cls((Term(per_token, Aggregation(aggregation, norm_length, count_fully_masked)),), needs_entropy)
+
+    @property
+    def aggregations(self) -> tuple[Aggregation, ...]:
+        """The distinct ones, in the order of the terms."""
+        return tuple(dict.fromkeys(term.aggregation for term in self.terms))
 
 
 def negative_log_likelihood(inputs: TokenInputs) -> Tensor:
@@ -41,4 +96,4 @@ def negative_log_likelihood(inputs: TokenInputs) -> Tensor:
 
 def cross_entropy(config: LossConfig) -> Loss:
     """The SFT loss, aggregated as configured."""
-    return Loss(negative_log_likelihood, config.aggregation, config.norm_length, config.count_fully_masked)
+    return Loss((Term(negative_log_likelihood, config.weighting()),))

@@ -53,8 +53,8 @@ class MetricsLog:
 
         output_dir = Path(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
-        self._train = _open_after(output_dir / "metrics.jsonl", start_step)
-        self._eval = _open_after(output_dir / "eval.jsonl", start_step)
+        self._train = open_after(output_dir / "metrics.jsonl", start_step)
+        self._eval = open_after(output_dir / "eval.jsonl", start_step)
         first_step = start_step + 1 if start_step else 0
         self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step, flush_secs=10)
         progress = _Bar if sys.stderr.isatty() else _Lines
@@ -78,6 +78,11 @@ class MetricsLog:
         _write(self._eval, step, row)
         for key, value in row.items():
             self._tensorboard.add_scalar(f"eval/{key}", value, step)
+
+    def text(self, name: str, markdown: str, step: int) -> None:
+        """Show a text in TensorBoard."""
+        if self.enabled:
+            self._tensorboard.add_text(name, markdown, step)
 
     def close(self) -> None:
         """Flush and close everything. Twice does no harm."""
@@ -108,7 +113,7 @@ def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
     file.flush()
 
 
-def _open_after(path: Path, start_step: int) -> TextIO:
+def open_after(path: Path, start_step: int) -> TextIO:
     """The file opened for appending, holding the rows up to start_step; of a new run (0), none.
 
     A last line without its newline was cut short by a crash and is dropped. The new file replaces the old one at once,

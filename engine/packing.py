@@ -1,6 +1,6 @@
 """Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
 
-Shape suffixes: R tokens of this rank's slice, N labelled positions in it.
+Shape suffixes: R tokens of this rank's slice, N labelled positions in it, A aggregations of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,9 @@ class PackedBatch:
     tokens_R, positions_R: int64; positions restart in every document.
     lengths: tokens of each document of the whole row, padding last.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
-    weights_N: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
     origin_N: where each target stands in the concatenation of all samples of the step.
+    document_N: the document of the row that each target belongs to.
     """
 
     tokens_R: Tensor
@@ -30,9 +31,10 @@ class PackedBatch:
     lengths: tuple[int, ...]
     labelled_N: Tensor
     targets_N: Tensor
-    weights_N: Tensor
+    weights_AN: Tensor
     fields: Mapping[str, Tensor]
     origin_N: Tensor
+    document_N: Tensor
 
 
 def pack(
@@ -40,7 +42,7 @@ def pack(
 ) -> PackedBatch:
     """Pack samples, in order, into one row and take this rank's slice.
 
-    weights: for each sample, a weight for every token as a target, [T]; offsets: its start in the step.
+    weights: for each sample, weights for every token as a target, [A, T]; offsets: its start in the step.
     Targets are shifted here, on whole rows, before sharding. No samples make a row of dummy tokens without labels,
     through which every parameter still gets a (zero) gradient.
     """
@@ -50,19 +52,21 @@ def pack(
     tokens = torch.zeros(total, dtype=torch.int64)
     positions = torch.arange(total) - used
     label = torch.zeros(total, dtype=torch.bool)
-    target_weight = torch.zeros(total, dtype=torch.float64)
+    target_weights = torch.zeros((weights[0].shape[0] if weights else 1, total), dtype=torch.float64)
     origin = torch.zeros(total, dtype=torch.int64)
+    document = torch.zeros(total, dtype=torch.int64)
     names = sorted({name for sample in samples for name in sample.fields})
     fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
     start = 0
-    for sample, weight_T, offset in zip(samples, weights, offsets):
+    for index, (sample, weight_AT, offset) in enumerate(zip(samples, weights, offsets)):
         end = start + len(sample)
         tokens[start:end] = sample.tokens_T
         positions[start:end] = torch.arange(len(sample))
         predicts = slice(start, end - 1)  # position t predicts token t + 1
         label[predicts] = sample.mask_T[1:]
-        target_weight[predicts] = weight_T[1:]
+        target_weights[:, predicts] = weight_AT[:, 1:]
         origin[predicts] = torch.arange(offset + 1, offset + len(sample))
+        document[predicts] = index
         for name in names:
             fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
         start = end
@@ -78,7 +82,8 @@ def pack(
         lengths=(*lengths, total - used) if total > used else tuple(lengths),
         labelled_N=labelled_N.to(device),
         targets_N=labelled(targets),
-        weights_N=labelled(target_weight),
+        weights_AN=labelled(target_weights.T).T,
         fields={name: labelled(row) for name, row in fields.items()},
         origin_N=labelled(origin),
+        document_N=labelled(document),
     )

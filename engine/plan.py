@@ -64,7 +64,7 @@ class CostModel:
             for weight in weight_map(arch)
             if len(weight.shape) == 2 and weight.layer is not None
         )
-        parameters += arch.vocab_size * arch.hidden_size
+        parameters += (1 if arch.critic else arch.vocab_size) * arch.hidden_size
         layer = 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
         windows = [window for window in map(arch.window, range(arch.num_layers)) if window is not None]
         assert len(set(windows)) <= 1, "config.json gives one window for all layers that have one"

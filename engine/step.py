@@ -1,7 +1,10 @@
-"""One pass over the samples of a step: plan, weights, packed micro-batches, schedule, metrics. SFT and RL share it."""
+"""One pass over the samples of a step: plan, weights, packed micro-batches, schedule, metrics. SFT and RL share it.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+Shape suffixes: T tokens of one sample, N labelled positions on this rank, A aggregations of the loss.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -13,9 +16,9 @@ from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.models.architecture import Architecture
-from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs
-from isoloss.parallel import GlobalLossNormalizer, Mesh
-from isoloss.parallel.normalizer import Counts
+from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
+from isoloss.parallel import Mesh
+from isoloss.parallel.normalizer import Counts, take_census, weigh
 from isoloss.parallel.schedule import run_schedule
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
@@ -26,57 +29,78 @@ class CanaryError(RuntimeError):
     """The loss head did not consume the weights that the counts promise: the loss of this step is not to be trusted."""
 
 
+class MicroBatches(Sequence[PackedBatch]):
+    """Packed when their turn comes, so that a step needs the memory of one of them, however many there are."""
+
+    def __init__(self, length: int, pack_one: Callable[[int], PackedBatch]):
+        self._length, self._pack_one = length, pack_one
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index):
+        return self._pack_one(range(self._length)[index])
+
+
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of this rank, and what the step holds over all ranks."""
+    """The micro-batches of this rank, and what the step holds over all ranks.
 
-    micro_batches: tuple[PackedBatch, ...]
-    counts: Counts
-    num_samples: int
-    total_tokens: int
+    counts: for each aggregation of the loss. lengths: tokens of every sample of the step.
+    """
+
+    micro_batches: Sequence[PackedBatch]
+    counts: tuple[Counts, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(self.lengths)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Over all ranks. loss: the number that was differentiated. weight_sum: of the weights that the loss head consumed.
+    """Over all ranks. loss: the number that was differentiated. magnitude: the sum of the absolute values of all that
+    was added up to it, which its rounding error is relative to. weight_sum: of the first term's weights, as consumed.
 
+    terms: each term's sum, by name, without its coefficient. observed: means over the valid tokens.
     valid_tokens: targets; total_tokens: tokens without padding; micro_batches: of each rank.
     """
 
     loss: float
+    magnitude: float
     weight_sum: float
     valid_tokens: int
     total_tokens: int
     sequences: int
     micro_batches: int
+    terms: Mapping[str, float] = field(default_factory=dict)
+    observed: Mapping[str, float] = field(default_factory=dict)
 
 
 def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device) -> StepBatch:
-    """Count, weigh and pack this rank's share of `samples`, which every rank passes whole.
+    """Count and weigh this rank's share of `samples`, which every rank passes whole; packing waits for its turn.
 
-    Collectives: one all-reduce of int64 counts over dp, whatever the number of micro-batches.
+    Collectives: one all-reduce of int64 counts over dp, whatever the number of micro-batches and aggregations.
     """
     mine = plan.micro_batches[mesh.dp.rank()]
     order = [index for micro_batch in mine for index in micro_batch]
-    normalizer = GlobalLossNormalizer(
-        loss.aggregation,
-        mesh.dp,
-        mask_placement="replicated",
-        norm_length=loss.norm_length,
-        count_fully_masked=loss.count_fully_masked,
-    )
-    weights, counts = normalizer.weights(
-        [samples[index].mask_T for index in order],
-        [samples[index].group for index in order],
-        num_groups=1 + max((sample.group for sample in samples), default=-1),
-    )
-    weight_of = dict(zip(order, weights))
-    lengths = [len(sample) for sample in samples]
+    masks = [samples[index].mask_T for index in order]
+    prompts = {}
+    if any(aggregation.by_prompt for aggregation in loss.aggregations):
+        prompts["group_ids"] = [samples[index].group for index in order]
+        prompts["num_groups"] = 1 + max((sample.group for sample in samples), default=-1)
+    census = take_census(masks, mesh.dp, **prompts)
+    weighed = [weigh(masks, census, aggregation) for aggregation in loss.aggregations]
+    weights_of = {index: torch.stack(of_modes) for index, *of_modes in zip(order, *(weights for weights, _ in weighed))}
+    lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]
-    packed = tuple(
-        pack([samples[i] for i in m], [weight_of[i] for i in m], [start_of[i] for i in m], mesh, device) for m in mine
-    )
-    return StepBatch(packed, counts, len(samples), sum(lengths))
+
+    def pack_one(index: int) -> PackedBatch:
+        m = mine[index]
+        return pack([samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m], mesh, device)
+
+    return StepBatch(MicroBatches(len(mine), pack_one), tuple(counts for _, counts in weighed), lengths)
 
 
 def run_step(
@@ -91,43 +115,69 @@ def run_step(
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
     Raises CanaryError if the weights consumed by the loss head are not those of the counts.
-    Collectives: the model's; one all-reduce over dp x context and one over pp of two numbers.
+    Collectives: the model's and the loss's; one all-reduce over dp x context and one over pp of a few numbers.
     """
+    modes = loss.aggregations
 
     def token_loss(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss.needs_entropy)
-        per_token_N = loss.per_token(inputs)
-        weights_N = micro_batch.weights_N.to(per_token_N.dtype)
-        terms_N = weights_N * per_token_N
-        consumed = torch.stack([terms_N.detach().sum(dtype=torch.float64), weights_N.sum(dtype=torch.float64)])
-        return terms_N.sum(), consumed
+        inputs = _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss)
+        weights_AN = micro_batch.weights_AN.to(hidden.dtype)
+        value, sums, magnitudes = hidden.new_zeros(()), [], []
+        for term in loss.terms:
+            per_token_N = term.per_token(inputs)
+            terms_N = weights_AN[modes.index(term.aggregation)].to(per_token_N.dtype) * per_token_N
+            value = value + term.coefficient * terms_N.sum()
+            sums.append(terms_N.detach().sum(dtype=torch.float64))
+            magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
+        with torch.no_grad():
+            observed = [of_token(inputs).sum(dtype=torch.float64) for of_token in loss.observed.values()]
+        consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed]
+        return value, torch.stack(consumed)
 
     consumed = run_schedule(mesh, chunks, batch.micro_batches, _forward, token_loss, forward_only=forward_only)
-    totals = sum(consumed, torch.zeros(2, dtype=torch.float64, device=torch.cuda.current_device()))
+    size = len(modes) + len(loss.terms) + 1 + len(loss.observed)
+    totals = sum(consumed, torch.zeros(size, dtype=torch.float64, device=torch.cuda.current_device()))
     dist.all_reduce(totals, group=mesh.dp_context)
     dist.all_reduce(totals, group=mesh.pp)  # only the last stage has something to add
-    loss_value, weight_sum = totals.tolist()
-    check_canary(weight_sum, batch.counts, chunks)
+    weight_sums, sums, (magnitude, *observed) = (
+        part.tolist() for part in totals.split([len(modes), len(loss.terms), 1 + len(loss.observed)])
+    )
+    for weight_sum, counts in zip(weight_sums, batch.counts):
+        check_canary(weight_sum, counts, chunks)
+    tokens = batch.counts[0].tokens
     return StepMetrics(
-        loss=loss_value,
-        weight_sum=weight_sum,
-        valid_tokens=batch.counts.tokens,
+        loss=sum(term.coefficient * value for term, value in zip(loss.terms, sums)),
+        magnitude=magnitude,
+        weight_sum=weight_sums[0],
+        valid_tokens=tokens,
         total_tokens=batch.total_tokens,
-        sequences=batch.num_samples,
+        sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
+        terms={term.name: value for term, value in zip(loss.terms, sums)},
+        observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)},
     )
 
 
-def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
+def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, loss: Loss) -> Tensor:
     """log-probabilities of all targets of the step, [total tokens] fp64 in the order of the samples, on every rank.
 
-    Collectives: the model's; one all-reduce over dp x context and one over pp of the result.
+    Of `loss` the temperature counts. Collectives: the model's; one all-reduce over dp x context and one over pp of the
+    result.
     """
 
     def logprobs(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
-        return _token_inputs(mesh, chunks, arch, micro_batch, hidden, with_entropy=False).logprobs_N
+        return _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss).logprobs_N
 
     return _collect(mesh, chunks, batch, logprobs, ())
+
+
+def run_values(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
+    """A critic's expected returns before every target, as `run_logprobs`."""
+
+    def values(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+        return labelled_values(chunks[-1], hidden, micro_batch.labelled_N, mesh)
+
+    return _collect(mesh, chunks, batch, values, ())
 
 
 def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
@@ -157,12 +207,27 @@ def _forward(chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
     return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths)
 
 
-def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, with_entropy: bool) -> TokenInputs:
-    logprobs_N, entropy_N = labelled_logprobs(
-        chunks[-1], hidden, micro_batch.labelled_N, micro_batch.targets_N, arch, mesh, with_entropy=with_entropy
-    )
-    fields = {name: values.to(logprobs_N.dtype) for name, values in micro_batch.fields.items()}
-    return TokenInputs(logprobs_N, entropy_N, fields)
+def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
+    chunk, at = chunks[-1], micro_batch.labelled_N
+    values_N = entropy_N = None
+    if arch.critic:
+        values_N = labelled_values(chunk, hidden, at, mesh)
+        logprobs_N = values_N.new_zeros(0)
+    else:
+        logprobs_N, entropy_N = labelled_logprobs(
+            chunk,
+            hidden,
+            at,
+            micro_batch.targets_N,
+            arch,
+            mesh,
+            temperature=loss.temperature,
+            with_entropy=loss.needs_entropy,
+        )
+    dtype = logprobs_N.dtype
+    fields = {name: values.to(dtype) for name, values in micro_batch.fields.items()}
+    documents = (micro_batch.document_N, len(micro_batch.lengths))
+    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, mesh.context)
 
 
 def check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:

@@ -1,8 +1,5 @@
-"""The SFT loop, and what surrounds a step: data, output folder, evaluation, checkpoints, guard against bad steps."""
+"""The SFT loop, its data and its evaluation."""
 
-import math
-import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,22 +7,21 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.data import TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
-from isoloss.engine.engine import Engine, OptimResult, check_model
+from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.output import cache_folder, check_output, identity, open_output
+from isoloss.engine.output import cache_folder, check_output, open_output
 from isoloss.engine.rows import check_paths
-from isoloss.engine.step import StepMetrics
+from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, save, step_folder
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
-EVAL_LOSS = Loss(negative_log_likelihood)
+EVAL_LOSS = Loss.of(negative_log_likelihood)
 
 
 @dataclass(frozen=True)
@@ -63,7 +59,8 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     engine = Engine(config)
     output_dir = open_output(config, run_name)
     loss = cross_entropy(config.loss)
-    step = resume(engine, config, output_dir)
+    state = resume(engine, config, output_dir)
+    step = 0 if state is None else int(str(state["step"]))
     guard = BadStepGuard(config.train.max_bad_steps)
     if is_main():
         print(*opening(engine, config, data, output_dir, step), sep="\n", flush=True)
@@ -89,7 +86,8 @@ def train_sft(config: Config, run_name: str) -> RunResult:
                 last_eval = evaluate(engine, data.eval, log, step)
             if due(step, config.checkpoint.every, data.total_steps):
                 save(engine, config, output_dir, step)
-    return finish(engine, config, output_dir, step, data, first_eval, last_eval)
+    exported = export(engine, config, output_dir)
+    return RunResult(output_dir, step_folder(output_dir, step), exported, first_eval, last_eval, data.unigram)
 
 
 def load_data(config: Config) -> RunData:
@@ -137,35 +135,6 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
     return lines
 
 
-def is_main() -> bool:
-    """Whether this rank writes files and speaks to the user."""
-    return dist.get_rank() == 0
-
-
-def due(step: int, every: int, total_steps: int) -> bool:
-    """Whether something that happens every `every` steps, and after the last one, happens after `step`."""
-    return step == total_steps or (every > 0 and step % every == 0)
-
-
-def resume(engine: Engine, config: Config, output_dir: Path) -> int:
-    """Go on from the newest checkpoint of the folder, if asked and if there is one. Returns the steps already done."""
-    newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
-    if newest is None:
-        return 0
-    return int(str(engine.load(newest)["step"]))
-
-
-def save(engine: Engine, config: Config, output_dir: Path, step: int) -> Path:
-    """Write a checkpoint after `step` and delete the oldest ones. Collective over the world."""
-    folder = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
-    if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
-        return folder
-    engine.save(folder, {"step": step, **identity(config)})
-    if is_main():
-        checkpoint.prune(folder.parent, config.checkpoint.keep)
-    return folder
-
-
 def evaluate(engine: Engine, data: TokenDataset | None, log: MetricsLog, step: int) -> float | None:
     """Loss over all of data.eval, in nats per target token."""
     if data is None:
@@ -173,68 +142,6 @@ def evaluate(engine: Engine, data: TokenDataset | None, log: MetricsLog, step: i
     metrics = engine.evaluate([data[index] for index in range(len(data))], EVAL_LOSS)
     log.log_eval(step, {"loss": metrics.loss, "valid_tokens": metrics.valid_tokens, "sequences": metrics.sequences})
     return metrics.loss
-
-
-def report(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
-    """The row of metrics.jsonl of one optimizer step."""
-    return {
-        "loss": metrics.loss,
-        "grad_norm": result.grad_norm,
-        "lr": result.lr,
-        "valid_tokens": metrics.valid_tokens,
-        "total_tokens": metrics.total_tokens,
-        "sequences": metrics.sequences,
-        "micro_batches": metrics.micro_batches,
-        "weight_sum": metrics.weight_sum,
-        "applied": int(result.applied),
-        "seconds": seconds,
-        "tokens_per_second": metrics.total_tokens / seconds,
-        "mfu": utilization,
-    }
-
-
-class BadStepGuard:
-    """Ends a run whose loss or gradient stays non-finite. Every rank sees the same numbers, so all end together."""
-
-    def __init__(self, max_bad_steps: int):
-        self.max_bad_steps = max_bad_steps
-        self.bad_steps = 0
-
-    def check(self, step: int, metrics: StepMetrics, result: OptimResult) -> None:
-        finite = math.isfinite(metrics.loss) and math.isfinite(result.grad_norm)
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        if not finite and is_main():
-            print(f"step {step}: loss {metrics.loss}, gradient norm {result.grad_norm}: not applied", file=sys.stderr)
-        if self.bad_steps >= self.max_bad_steps:
-            raise UserError(
-                f"loss or gradient not finite for train.max_bad_steps={self.max_bad_steps} steps in a row, up to "
-                f"step {step} (loss {metrics.loss}); lower optim.lr, or look at the data of these steps"
-            )
-
-
-def finish(
-    engine: Engine,
-    config: Config,
-    output_dir: Path,
-    step: int,
-    data: RunData,
-    first_eval: float | None,
-    last_eval: float | None,
-) -> RunResult:
-    """Export, if asked, and say where everything is. An export of an earlier end of this run is replaced."""
-    last = output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
-    export = output_dir / "hf" if config.checkpoint.export_hf else None
-    if export is not None:
-        partial = output_dir / ".hf.partial"
-        if is_main():
-            shutil.rmtree(partial, ignore_errors=True)
-        dist.barrier()
-        engine.export_hf(partial)
-        if is_main():
-            shutil.rmtree(export, ignore_errors=True)
-            partial.rename(export)
-        dist.barrier()
-    return RunResult(output_dir, last, export, first_eval, last_eval, data.unigram)
 
 
 def summary(result: RunResult) -> Sequence[str]:

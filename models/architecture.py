@@ -5,7 +5,7 @@ before attention and MLP, rotary positions and a gated MLP; what differs is a fi
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -167,6 +167,7 @@ class Architecture:
     tie_embeddings: the output projection is the embedding matrix.
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
+    critic: the output projection has one row, which gives an expected return instead of logits (`as_critic`).
     mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
     model computes and are not trained.
     """
@@ -194,6 +195,10 @@ class Architecture:
     experts: Experts | None = None
     latent: Latent | None = None
     mtp_layers: int = 0
+    critic: bool = field(default=False, repr=False)
+
+    def as_critic(self) -> "Architecture":
+        return replace(self, critic=True, tie_embeddings=False)
 
     @property
     def value_dim(self) -> int:

@@ -27,6 +27,7 @@ from isoloss.models.gpt import PackedGPT
 from isoloss.models.latent_attention import LatentAttention
 from isoloss.models.norm import RMSNorm
 from isoloss.models.router import Router
+from isoloss.models.value_head import ValueHead
 from isoloss.parallel import Layout, Mesh, UserError
 from isoloss.parallel.attention import PackedAttention
 
@@ -56,6 +57,11 @@ def check_layout(arch: Architecture, layout: Layout) -> None:
         raise UserError(
             f"parallel.pp={layout.pp} x vpp={layout.vpp} does not divide the model's {arch.num_layers} layers; "
             f"use a product out of {_divisors(arch.num_layers)}"
+        )
+    if arch.critic and arch.hidden_size % layout.tp:
+        raise UserError(
+            f"parallel.tp={layout.tp} does not divide the hidden_size {arch.hidden_size} that the critic's value head "
+            f"reads; use one of {_divisors(arch.hidden_size)}"
         )
     _check_expert_layout(arch, layout)
 
@@ -233,6 +239,8 @@ def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[
             pg_collection=mesh.megatron,
             vp_stage=stage,
         )
+        if arch.critic and mesh.is_last_stage(index):
+            chunk.output_layer = ValueHead(arch.hidden_size, mesh.tp)
         _mark_parameters(chunk)
         chunks.append(_cast(chunk, dtype))
     return chunks

@@ -55,18 +55,30 @@ def labelled_logprobs(
     arch: Architecture,
     mesh: Mesh,
     *,
-    with_entropy: bool,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities of the targets (and the entropy) at the labelled positions of this rank's slice, [N].
 
     hidden: the last stage's output; labelled_N: indices into the slice; targets_N: the tokens to be predicted there.
+    temperature: logits are divided by it.
     Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
     """
     labelled_ND = _labelled_hidden(hidden, labelled_N, mesh)
+    if temperature != 1.0:
+        labelled_ND = labelled_ND / temperature  # the same as dividing the logits, which never exist as a whole
     weight_VD = unwrap(chunk).output_weight()
     return vocab_parallel_logprobs(
         labelled_ND, weight_VD, targets_N, arch.vocab_size, mesh.tp, with_entropy=with_entropy
     )
+
+
+def labelled_values(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, mesh: Mesh) -> Tensor:
+    """A critic's expected returns at the labelled positions of this rank's slice, [N].
+
+    Collectives over TP: a gather of the slice if it is sequence-parallel, and one all-reduce.
+    """
+    return unwrap(chunk).output_layer(_labelled_hidden(hidden, labelled_N, mesh))
 
 
 def labelled_logits(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, arch: Architecture, mesh: Mesh) -> Tensor:

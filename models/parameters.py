@@ -104,8 +104,8 @@ def hf_tensors(
 ) -> Iterator[tuple[str, Tensor, bool]]:
     """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
 
-    One weight in memory at a time, or where a tensor holds all experts, one layer's. Collective over tp and etp, and
-    where tensors hold all experts over ep.
+    Tensors are on the model's device and may be the parameters themselves. One weight in memory at a time, or where a
+    tensor holds all experts, one layer's. Collective over tp and etp, and where tensors hold all experts over ep.
     """
     rows: dict[str, list[Tensor]] = {}
     for owned, whole in whole_tensors(chunks, arch, mesh):
@@ -114,12 +114,12 @@ def hf_tensors(
             tensor = tensor.to(dtype if weight.trained else torch.float32)
             mine = owned.first and owned.tp.rank() == 0
             if part.rows is None:
-                yield part.tensor, tensor.cpu(), mine
+                yield part.tensor, tensor, mine
                 continue
             kept = rows.setdefault(part.tensor, [])
             kept.append(tensor)
             if len(kept) == part.rows // mesh.layout.ep:
-                yield part.tensor, _all_experts(rows.pop(part.tensor), mesh.ep).cpu(), mine and mesh.ep.rank() == 0
+                yield part.tensor, _all_experts(rows.pop(part.tensor), mesh.ep), mine and mesh.ep.rank() == 0
 
 
 def _all_experts(rows: list[Tensor], ep: dist.ProcessGroup) -> Tensor:

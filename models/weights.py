@@ -23,6 +23,7 @@ from isoloss.models.forms import (
 
 Shape = tuple[int, ...]
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"  # what transformers calls the head of its classifiers
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,9 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     for layer in range(arch.num_layers):
         weights += _layer(arch, layer)
     weights.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated()))
-    if not arch.tie_embeddings:
+    if arch.critic:
+        weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), Rows()))
+    elif not arch.tie_embeddings:
         weights.append(_whole("output_layer.weight", LM_HEAD, table, vocabulary))
     return tuple(weights)
 

@@ -35,6 +35,81 @@ MASK_PLACEMENTS = ("replicated", "sharded")
 
 
 @dataclass(frozen=True)
+class Aggregation:
+    """How per-token terms become one number.
+
+    mode: one of MODES. norm_length: the constant of seq-mean-token-sum-norm, in tokens. count_fully_masked: whether a
+    sequence or prompt without a valid token counts in S or P.
+    """
+
+    mode: str = "token-mean"
+    norm_length: int | None = None
+    count_fully_masked: bool = False
+
+    def __post_init__(self):
+        if self.mode not in MODES:
+            raise UserError(f"loss.aggregation={self.mode!r} is not one of {', '.join(MODES)}")
+        if (self.mode == "seq-mean-token-sum-norm") != (self.norm_length is not None):
+            raise UserError(
+                f"loss.norm_length={self.norm_length} goes with loss.aggregation=seq-mean-token-sum-norm, and "
+                f"only with it (it is {self.mode})"
+            )
+        if self.norm_length is not None and self.norm_length <= 0:
+            raise UserError(f"loss.norm_length={self.norm_length} must be a positive number of tokens")
+
+    @property
+    def by_prompt(self) -> bool:
+        return self.mode == "prompt-mean-token-mean"
+
+
+@dataclass(frozen=True)
+class Census:
+    """Integer counts of an optimizer step: all that any mode divides by.
+
+    Of this rank's samples: tokens_S, valid tokens of each; group_S, its prompt. Over all ranks: tokens; sequences, and
+    valid_sequences with a valid token; tokens_P, valid tokens of each prompt. group_S and tokens_P are empty where no
+    prompts were counted.
+    """
+
+    tokens_S: Tensor
+    group_S: Tensor
+    tokens: int
+    sequences: int
+    valid_sequences: int
+    tokens_P: Tensor
+
+
+def take_census(
+    masks: Sequence[Tensor],
+    dp_group: dist.ProcessGroup,
+    *,
+    sp_group: dist.ProcessGroup | None = None,
+    group_ids: Sequence[int] | None = None,
+    num_groups: int = 0,
+) -> Census:
+    """Count the step. masks: for each of this rank's samples its 0/1 mask, [T_i]; whole, or with sp_group sharded.
+
+    group_ids, num_groups: each sample's prompt, in 0..num_groups-1, and the number of prompts of the step over all
+        ranks; without group_ids prompts are not counted.
+    Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
+    """
+    tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
+    tokens_S = tokens_S.to(_device_of(dp_group))
+    if sp_group is not None:
+        dist.all_reduce(tokens_S, group=sp_group)
+    group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64, device=tokens_S.device)
+    tokens_P = torch.zeros(0 if group_ids is None else num_groups, dtype=torch.int64, device=tokens_S.device)
+    if group_ids is not None:
+        tokens_P.index_add_(0, group_S, tokens_S)
+    totals = torch.tensor([0, len(masks), 0], device=tokens_S.device)
+    totals[0], totals[2] = tokens_S.sum(), (tokens_S > 0).sum()
+    counts = torch.cat([totals, tokens_P])
+    dist.all_reduce(counts, group=dp_group)
+    tokens, sequences, valid_sequences = (int(c) for c in counts[:3])
+    return Census(tokens_S, group_S, tokens, sequences, valid_sequences, counts[3:])
+
+
+@dataclass(frozen=True)
 class Counts:
     """What an optimizer step holds, over all ranks.
 
@@ -49,16 +124,45 @@ class Counts:
     weight_sum: float
 
 
-class GlobalLossNormalizer:
-    """Turns the masks of an optimizer step into a weight for every token.
+def weigh(masks: Sequence[Tensor], census: Census, aggregation: Aggregation) -> tuple[list[Tensor], Counts]:
+    """The weight of every token of this rank's samples, fp64 of the shapes of `masks`, and what they add up to."""
+    if aggregation.by_prompt and len(census.group_S) < len(masks):
+        raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
+    counted = aggregation.count_fully_masked
+    tokens, tokens_S, tokens_P = census.tokens, census.tokens_S, census.tokens_P
+    sequences = census.sequences if counted else census.valid_sequences
+    valid_prompts = int((tokens_P > 0).sum())
+    prompts = len(tokens_P) if counted else valid_prompts
+    length = aggregation.norm_length or 1
+    divisor_S = {
+        "token-mean": lambda: torch.full_like(tokens_S, tokens),
+        "seq-mean-token-mean": lambda: tokens_S * sequences,
+        "seq-mean-token-sum": lambda: torch.full_like(tokens_S, sequences),
+        "seq-mean-token-sum-norm": lambda: torch.full_like(tokens_S, sequences * length),
+        "prompt-mean-token-mean": lambda: tokens_P[census.group_S] * prompts,
+        "sum": lambda: torch.ones_like(tokens_S),
+    }[aggregation.mode]()
+    weight_S = torch.where(divisor_S > 0, 1.0 / divisor_S.clamp(min=1).to(torch.float64), 0.0).cpu()
+    weight_sum = {
+        "token-mean": float(tokens > 0),
+        "seq-mean-token-mean": census.valid_sequences / max(sequences, 1),
+        "seq-mean-token-sum": tokens / max(sequences, 1),
+        "seq-mean-token-sum-norm": tokens / max(sequences, 1) / length,
+        "prompt-mean-token-mean": valid_prompts / max(prompts, 1),
+        "sum": float(tokens),
+    }[aggregation.mode]
+    weights = [m.to(torch.float64) * w.to(m.device) for m, w in zip(masks, weight_S)]
+    return weights, Counts(tokens, sequences, prompts if aggregation.by_prompt else 0, weight_sum)
 
-    mode: one of MODES.
+
+class GlobalLossNormalizer:
+    """Turns the masks of an optimizer step into a weight for every token: `take_census` and `weigh` for one mode.
+
+    mode, norm_length, count_fully_masked: see Aggregation.
     dp_group: the data-parallel group, *without* the sequence-parallel ranks (they hold the same samples and would be
         counted again).
     mask_placement: "replicated" if every sequence-parallel rank passes whole masks; "sharded" if each passes its own
         slice of every sequence, in which case `sp_group` is needed and n_i is first summed over it.
-    norm_length: the constant of seq-mean-token-sum-norm, in tokens.
-    count_fully_masked: whether a sequence or prompt without a valid token counts in S or P.
     """
 
     def __init__(
@@ -71,86 +175,30 @@ class GlobalLossNormalizer:
         norm_length: int | None = None,
         count_fully_masked: bool = False,
     ):
-        if mode not in MODES:
-            raise UserError(f"loss.aggregation={mode!r} is not one of {', '.join(MODES)}")
+        self.aggregation = Aggregation(mode, norm_length, count_fully_masked)
         if mask_placement not in MASK_PLACEMENTS:
             raise UserError(f"mask_placement={mask_placement!r} is not one of {', '.join(MASK_PLACEMENTS)}")
         if (mask_placement == "sharded") != (sp_group is not None):
             raise UserError(
                 f"mask_placement={mask_placement!r}: sp_group goes with 'sharded' masks, and only with them"
             )
-        if (mode == "seq-mean-token-sum-norm") != (norm_length is not None):
-            raise UserError(
-                f"loss.norm_length={norm_length} goes with loss.aggregation=seq-mean-token-sum-norm, and "
-                f"only with it (it is {mode})"
-            )
-        if norm_length is not None and norm_length <= 0:
-            raise UserError(f"loss.norm_length={norm_length} must be a positive number of tokens")
-        self.mode = mode
         self.dp_group = dp_group
         self.sp_group = sp_group
-        self.norm_length = norm_length
-        self.count_fully_masked = count_fully_masked
 
     def weights(
         self, masks: Sequence[Tensor], group_ids: Sequence[int] | None = None, num_groups: int | None = None
     ) -> tuple[list[Tensor], Counts]:
-        """Weights of this rank's tokens.
+        """Weights of this rank's tokens, and the counts of the step.
 
-        masks: for each of this rank's samples of the whole optimizer step, its 0/1 mask, of shape [T_i].
-        group_ids, num_groups: each sample's prompt, in 0..num_groups-1, and the number of prompts of the step over all
-            ranks; only prompt-mean-token-mean reads them.
-        Returns fp64 weights of the shapes of `masks`, and the counts of the step.
-        Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
+        masks, group_ids, num_groups, collectives: see `take_census`; only prompt-mean-token-mean reads the prompts.
         """
-        tokens_S = (
-            torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
-        )
-        tokens_S = tokens_S.to(_device_of(self.dp_group))
-        if self.sp_group is not None:
-            dist.all_reduce(tokens_S, group=self.sp_group)
-        by_prompt = self.mode == "prompt-mean-token-mean"
-        if by_prompt and (group_ids is None or num_groups is None):
-            raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
-        num_prompts = num_groups if by_prompt and num_groups is not None else 0
-        group_S = torch.as_tensor(group_ids if by_prompt else [], dtype=torch.int64, device=tokens_S.device)
-        tokens_P = torch.zeros(num_prompts, dtype=torch.int64, device=tokens_S.device)
-        if by_prompt:
-            tokens_P.index_add_(0, group_S, tokens_S)
-
-        totals = torch.tensor([0, len(masks), 0], device=tokens_S.device)
-        totals[0], totals[2] = tokens_S.sum(), (tokens_S > 0).sum()
-        counts = torch.cat([totals, tokens_P])
-        dist.all_reduce(counts, group=self.dp_group)
-
-        tokens, all_sequences, valid_sequences = (int(c) for c in counts[:3])
-        tokens_P = counts[3:]
-        valid_prompts = int((tokens_P > 0).sum())
-        sequences = all_sequences if self.count_fully_masked else valid_sequences
-        prompts = num_prompts if self.count_fully_masked else valid_prompts
-        weight_S = self._weight_of_samples(tokens_S, tokens_P, group_S, tokens, sequences, prompts).cpu()
-        weight_sum = {
-            "token-mean": float(tokens > 0),
-            "seq-mean-token-mean": valid_sequences / max(sequences, 1),
-            "seq-mean-token-sum": tokens / max(sequences, 1),
-            "seq-mean-token-sum-norm": tokens / max(sequences, 1) / (self.norm_length or 1),
-            "prompt-mean-token-mean": valid_prompts / max(prompts, 1),
-            "sum": float(tokens),
-        }[self.mode]
-        weights = [m.to(torch.float64) * w.to(m.device) for m, w in zip(masks, weight_S)]
-        return weights, Counts(tokens, sequences, prompts, weight_sum)
-
-    def _weight_of_samples(self, tokens_S, tokens_P, group_S, tokens, sequences, prompts) -> Tensor:
-        """The weight of every valid token of each sample, [S] in fp64; 0 where there is nothing to weigh."""
-        divisor_S = {
-            "token-mean": lambda: torch.full_like(tokens_S, tokens),
-            "seq-mean-token-mean": lambda: tokens_S * sequences,
-            "seq-mean-token-sum": lambda: torch.full_like(tokens_S, sequences),
-            "seq-mean-token-sum-norm": lambda: torch.full_like(tokens_S, sequences * (self.norm_length or 1)),
-            "prompt-mean-token-mean": lambda: tokens_P[group_S] * prompts,
-            "sum": lambda: torch.ones_like(tokens_S),
-        }[self.mode]()
-        return torch.where(divisor_S > 0, 1.0 / divisor_S.clamp(min=1).to(torch.float64), 0.0)
+        prompts = {}
+        if self.aggregation.by_prompt:
+            if group_ids is None or num_groups is None:
+                raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
+            prompts = {"group_ids": group_ids, "num_groups": num_groups}
+        census = take_census(masks, self.dp_group, sp_group=self.sp_group, **prompts)
+        return weigh(masks, census, self.aggregation)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -39,7 +39,7 @@ def main(steps: int = 20) -> list[float]:
         cache_dir=Path("runs/.cache"),
     )
     engine = Engine(config)
-    loss = Loss(negative_log_likelihood, aggregation="token-mean")
+    loss = Loss.of(negative_log_likelihood, aggregation="token-mean")
 
     losses = []
     for step in range(steps):

@@ -8,7 +8,8 @@ python -m isoloss.recipes.sft --help                             # presets and k
 import sys
 
 from isoloss.engine.config import Config
-from isoloss.engine.trainer import is_main, summary, train_sft
+from isoloss.engine.run import is_main
+from isoloss.engine.trainer import summary, train_sft
 from isoloss.recipes import launch
 
 

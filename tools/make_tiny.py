@@ -208,7 +208,6 @@ def json_line(row: Row) -> str:
 def train_tokenizer(train: list[Row], out: Path) -> None:
     """Byte-level BPE of VOCAB_SIZE, learnt from the train split only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -222,6 +221,13 @@ def train_tokenizer(train: list[Row], out: Path) -> None:
     tokenizer.train_from_iterator((f"{row.question}\n{row.answer}" for row in train), trainer)
     if tokenizer.get_vocab_size() != VOCAB_SIZE:
         raise RuntimeError(f"the text gave {tokenizer.get_vocab_size()} tokens, not {VOCAB_SIZE}")
+    save_tokenizer(tokenizer, out)
+
+
+def save_tokenizer(tokenizer, out: Path) -> None:
+    """Write a tokenizer of the library `tokenizers` as a Hugging Face folder has it, with CHAT_TEMPLATE."""
+    from transformers import PreTrainedTokenizerFast
+
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END_OF_TURN,

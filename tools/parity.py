@@ -22,9 +22,13 @@ from isoloss.engine import step as step_module
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.losses import Loss, cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
+from isoloss.models.parameters import load_weights
+from isoloss.models.random_weights import RandomWeights
 from isoloss.tools.plants import NONE, Plant
 
 
@@ -41,10 +45,22 @@ TOLERANCE = {"fp64": Tolerance(1e-12, 1e-10), "fp32": Tolerance(1e-6, 1e-5)}
 
 @dataclass(frozen=True)
 class Case:
-    """One way to run the batch: a token budget (0: everything in one micro-batch) and an aggregation."""
+    """One way to run the batch: a token budget (0: everything in one micro-batch) and a loss.
+
+    policy: the RL configuration whose policy loss is meant, aggregated as `loss` says; None: cross-entropy. critic: its
+    value loss on a critic instead.
+    """
 
     max_tokens: int
     loss: LossConfig
+    policy: RLConfig | None = None
+    critic: bool = False
+
+    def build(self) -> Loss:
+        if self.policy is None:
+            return cross_entropy(self.loss)
+        config = dataclasses.replace(self.policy, loss=self.loss)
+        return value_loss(config.algorithm, config.loss) if self.critic else policy_loss(config)
 
 
 @dataclass(frozen=True)
@@ -58,9 +74,15 @@ class Norms:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step as one layout ran it. parameters: by weight name; only norms, and only where there was a reference."""
+    """A step as one layout ran it. parameters: by weight name; only norms, and only where there was a reference.
+
+    magnitude: what the loss was added up from, in absolute values: its rounding is relative to that. details: every
+    term and observed value of the loss.
+    """
 
     loss: float
+    magnitude: float
+    details: Mapping[str, float]
     grad_norm: float
     weight_sum: float
     micro_batches: int
@@ -89,9 +111,14 @@ def measure(
 ) -> list[Measurement]:
     """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
 
-    Returns this rank's measurements: parameters on the first of the ranks that hold the same ones, none on the others.
+    Cases of a critic are not mixed with others; its head, which training starts at 0, is random, so that every gradient
+    depends on it. Returns this rank's measurements: parameters on the first of the ranks that hold the same ones, none
+    on the others.
     """
     engine = Engine(config)
+    if cases[0].critic:
+        engine = Engine(config, critic_of=engine)
+        load_weights(engine.chunks, engine.arch, RandomWeights(engine.arch, config.train.seed), engine.mesh)
     samples = thaw(frozen)
     results = []
     with plant.planted(), _canary_recorded() as canary:
@@ -99,7 +126,7 @@ def measure(
             canary.clear()
             _set_budget(engine, case, samples)
             engine.zero_grad()
-            metrics = engine.forward_backward(samples, cross_entropy(case.loss))
+            metrics = engine.forward_backward(samples, case.build())
             gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in engine.gradients()}
             if write:
                 save_file({name: g.contiguous() for name, g in gradients.items()}, reference)
@@ -111,6 +138,8 @@ def measure(
             results.append(
                 Measurement(
                     metrics.loss,
+                    metrics.magnitude,
+                    {**metrics.terms, **metrics.observed},
                     grad_norm,
                     metrics.weight_sum,
                     metrics.micro_batches,
@@ -144,8 +173,9 @@ class Comparison:
 
 def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
     """Whether loss and every parameter's gradient agree. With some gradient 0 it proves nothing."""
-    loss_error = _relative(found.loss, reference.loss)
-    norm_error = _relative(found.grad_norm, reference.grad_norm)
+    loss_error = _relative(found.loss, reference.loss, reference.magnitude)
+    worse = [k for k, v in reference.details.items() if not abs(found.details[k] - v) <= tolerance.gradient * _size(v)]
+    norm_error = _relative(found.grad_norm, reference.grad_norm, reference.grad_norm)
     errors = {
         name: math.sqrt(norms.difference / norms.reference) if norms.reference > 0 else math.inf
         for name, norms in found.parameters.items()
@@ -162,13 +192,19 @@ def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) ->
         reasons.append(f"canary: {found.canary}")
     if not loss_error <= tolerance.loss:
         reasons.append(f"loss off by {loss_error:.1e}")
+    if worse:
+        reasons.append(f"{worse[0]} is {found.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
         reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
     return Comparison(loss_error, norm_error, errors[worst], worst, not reasons, "; ".join(reasons))
 
 
-def _relative(found: float, reference: float) -> float:
-    return abs(found - reference) / abs(reference) if reference else math.inf
+def _relative(found: float, reference: float, size: float) -> float:
+    return abs(found - reference) / abs(size) if size else math.inf
+
+
+def _size(value: float) -> float:
+    return max(abs(value), 1.0)
 
 
 def _set_budget(engine: Engine, case: Case, samples: Sequence[Sample]) -> None:

@@ -15,20 +15,24 @@ import torch
 import torch.distributed as dist
 
 from isoloss.engine import engine as engine_module
+from isoloss.engine import losses as losses_module
 from isoloss.engine import step as step_module
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
-from isoloss.parallel.normalizer import GlobalLossNormalizer
+from isoloss.parallel import sequence as sequence_module
+from isoloss.parallel.collectives import sum_parts
+from isoloss.parallel.normalizer import take_census, weigh
 
 
 @dataclass(frozen=True)
 class Run:
-    """What decides whether a plant shows: the layout, the micro-batches of each rank, the aggregation."""
+    """What decides whether a plant shows: the layout, the micro-batches of each rank, the aggregation, the loss."""
 
     layout: Layout
     micro_batches: int
     aggregation: str
+    loss: str = "cross-entropy"
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ class Plant:
 
 
 def _by_name(name: str) -> Plant:
-    return PLANTS.get(name, NONE)
+    return (PLANTS | RL_PLANTS).get(name, NONE)
 
 
 def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:
@@ -62,7 +66,7 @@ def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:
 
 def _with_weights(batch, scale: Callable[[int, torch.Tensor], torch.Tensor]):
     micro_batches = tuple(
-        dataclasses.replace(m, weights_N=scale(index, m.weights_N)) for index, m in enumerate(batch.micro_batches)
+        dataclasses.replace(m, weights_AN=scale(index, m.weights_AN)) for index, m in enumerate(batch.micro_batches)
     )
     return dataclasses.replace(batch, micro_batches=micro_batches)
 
@@ -99,9 +103,9 @@ def _context_factor_twice():
 def _counts_over_dp_and_sp() -> Iterator[None]:
     mesh_of_step: list[Mesh] = []
 
-    def normalizer(mode, dp_group, **kwargs):
+    def census(masks, dp_group, **kwargs):
         del dp_group
-        return GlobalLossNormalizer(mode, mesh_of_step[-1].dp_context, **kwargs)
+        return take_census(masks, mesh_of_step[-1].dp_context, **kwargs)
 
     original = step_module.prepare_step
 
@@ -110,7 +114,7 @@ def _counts_over_dp_and_sp() -> Iterator[None]:
         return original(samples, loss, plan, mesh, device)
 
     with (
-        mock.patch.object(step_module, "GlobalLossNormalizer", normalizer),
+        mock.patch.object(step_module, "take_census", census),
         mock.patch.object(engine_module, "prepare_step", prepare_step),
     ):
         yield
@@ -146,10 +150,11 @@ def _targets_shifted_after_sharding():
 
 
 def _fully_masked_sequence_counted():
-    def normalizer(mode, dp_group, *, count_fully_masked, **kwargs):
-        return GlobalLossNormalizer(mode, dp_group, count_fully_masked=not count_fully_masked, **kwargs)
+    def other_way(masks, census, aggregation):
+        changed = dataclasses.replace(aggregation, count_fully_masked=not aggregation.count_fully_masked)
+        return weigh(masks, census, changed)
 
-    return mock.patch.object(step_module, "GlobalLossNormalizer", normalizer)
+    return mock.patch.object(step_module, "weigh", other_way)
 
 
 def _attention_sees_its_own_shard():
@@ -164,6 +169,44 @@ def _attention_sees_its_own_shard():
         return attention_module.document_attention(query, key, value, tuple(own), heads)
 
     return mock.patch.object(attention_module, "ulysses_attention", ulysses_attention)
+
+
+def _sequence_sum_of_its_own_shard():
+    """The ratio of the part of a sequence that lies on this rank."""
+
+    def own(values_N, document_N, num_documents, group):
+        del group
+        return values_N.new_zeros(num_documents).index_add(0, document_N, values_N)
+
+    return mock.patch.object(losses_module, "sum_over_documents", own)
+
+
+def _sequence_gradient_of_its_own_shard():
+    """The right ratio, whose gradient forgets what the other ranks' losses made of it."""
+
+    def forgetful(x, group):
+        return sum_parts(x, group)
+
+    return mock.patch.object(sequence_module, "sum_over_ranks", forgetful)
+
+
+def _second_term_by_micro_batch_means():
+    """The KL and entropy terms as means over the micro-batch, averaged, while the policy term is weighed rightly."""
+
+    def change(batch, samples, plan, mesh):
+        del samples
+        share = len(plan.micro_batches[0]) * mesh.dp.size()
+
+        def scale(index, weights_AN):
+            del index
+            tokens = torch.tensor(float(weights_AN.shape[1]), dtype=torch.float64, device=weights_AN.device)
+            dist.all_reduce(tokens, group=mesh.context)
+            others = torch.full_like(weights_AN[1:], 1 / (max(float(tokens), 1.0) * share))
+            return torch.cat([weights_AN[:1], others])
+
+        return _with_weights(batch, scale)
+
+    return _patch_prepare(change)
 
 
 NONE = Plant("none", contextlib.nullcontext, lambda run: False)
@@ -196,5 +239,27 @@ PLANTS = {
             lambda run: run.aggregation.startswith("seq-mean"),
         ),
         Plant("attention-sees-its-own-shard", _attention_sees_its_own_shard, lambda run: run.layout.context > 1),
+    )
+}
+
+# Bugs that only a loss of reinforcement learning can show.
+RL_PLANTS = {
+    plant.name: plant
+    for plant in (
+        Plant(
+            "sequence-sum-of-its-own-shard",
+            _sequence_sum_of_its_own_shard,
+            lambda run: run.layout.context > 1 and run.loss.startswith("gspo"),
+        ),
+        Plant(
+            "sequence-gradient-of-its-own-shard",
+            _sequence_gradient_of_its_own_shard,
+            lambda run: run.layout.context > 1 and run.loss.startswith("gspo"),
+        ),
+        Plant(
+            "second-term-by-micro-batch-means",
+            _second_term_by_micro_batch_means,
+            lambda run: run.loss == "clip+k2-by-sequence",
+        ),
     )
 }

@@ -58,7 +58,7 @@ class IsolossModel:
         mask_T = torch.zeros(len(tokens_T), dtype=torch.bool)
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
-        loss = Loss(negative_log_likelihood, aggregation="sum")
+        loss = Loss.of(negative_log_likelihood, aggregation="sum")
         batch = prepare_step([Sample(tokens_T, mask_T)], loss, Plan((((0,),),)), self._mesh, device)
         with torch.no_grad():
             return run_logits(self._mesh, self._chunks, self.arch, batch)[targets_N].float().cpu()

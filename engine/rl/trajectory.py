@@ -78,14 +78,34 @@ class Request:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """A completion of a prompt and its reward; math.nan where the reward function failed (it is then masked)."""
+    """A completion of a prompt and its reward.
+
+    reward: math.nan where the reward function failed, which `error` tells; the completion is then masked. parts: of a
+    weighted sum, by the function's name.
+    """
 
     prompt: Prompt
     completion: Completion
     text: str
     reward: float
-    rewards: Mapping[str, float] = field(default_factory=dict)  # the parts of a weighted sum, by name
+    parts: Mapping[str, float] = field(default_factory=dict)
+    error: str | None = None
 
     @property
     def valid(self) -> bool:
         return math.isfinite(self.reward) and len(self.completion.tokens) > 0
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt. draw: number of the prompt among all that the run has drawn."""
+
+    draw: int
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def varied(self) -> bool:
+        """Whether the valid rewards differ: a group that is all right or all wrong teaches a group baseline nothing."""
+        rewards = [trajectory.reward for trajectory in self.trajectories if trajectory.valid]
+        return bool(rewards) and min(rewards) < max(rewards)

@@ -87,3 +87,12 @@ def test_a_checkpoint_is_a_model_to_start_from(checkpoint, parallel, tmp_path, p
     untrained = pool.run(world, logits, tmp_path / "model", samples, parallel)
     assert torch.equal(loaded[0], started[0])
     assert not torch.equal(loaded[0], untrained[0])
+
+
+def test_a_flipped_bit_of_a_checkpoint_to_start_from_is_named_on_every_rank(checkpoint, tmp_path, pool):
+    path = max(checkpoint.glob("__1_*.distcp"), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path.name} is damaged"):
+        pool.run(2, logits, checkpoint, make_samples(LENGTHS, VOCAB, seed=5), {"ep": 2})

@@ -57,7 +57,7 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(tmp_path, plant):
 
 
 def measurement(**norms: Norms) -> Measurement:
-    return Measurement(loss=2.0, grad_norm=1.0, weight_sum=1.0, micro_batches=1, canary=None, parameters=norms)
+    return Measurement(2.0, 2.0, {}, grad_norm=1.0, weight_sum=1.0, micro_batches=1, canary=None, parameters=norms)
 
 
 TOLERANCE = Tolerance(loss=1e-12, gradient=1e-10)

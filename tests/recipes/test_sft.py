@@ -113,7 +113,7 @@ def poison(monkeypatch):
 
         def poisoned(self, step_samples, loss, lr=None):
             before = world.weights(self)
-            loss = Loss(world.nan_loss) if len(changed) + 1 in bad else loss
+            loss = Loss.of(world.nan_loss) if len(changed) + 1 in bad else loss
             result = train_step(self, step_samples, loss, lr)
             changed.append(not world.same(before, world.weights(self)))
             return result

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from worlds import tiny_models
-from worlds.rollouts import ARCHITECTURE, CHANGES
+from worlds.servers import ARCHITECTURE, CHANGES
 
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang import SGLangBackend

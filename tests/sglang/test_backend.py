@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from worlds.rollouts import VOCAB, buckets, greedy, policy, requests, worst
+from worlds.servers import VOCAB, buckets, greedy, policy, requests, worst
 
 from isoloss.engine.rl.sglang_client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from transformers import AutoModelForCausalLM
-from worlds.rollouts import buckets, on_two_ranks, policy, requests, worst
+from worlds.servers import buckets, on_two_ranks, policy, requests, worst
 
 from isoloss.engine.rl.sglang_client import SGLangServer
 from isoloss.engine.rl.trajectory import Sampling

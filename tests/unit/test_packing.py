@@ -27,7 +27,7 @@ def make_samples(lengths, seed=0):
         mask = torch.rand(length, generator=random) < 0.6
         mask[0] = False
         samples.append(Sample(1000 + place, mask, fields={"advantages": 0.5 * place, "old": -1.0 * place}))
-        weights.append(mask * (place + 0.25).double())
+        weights.append(mask * torch.stack([place + 0.25, -3.0 * place]).double())  # of two aggregations
         start += length
     offsets = [sum(lengths[:i]) for i in range(len(lengths))]
     return samples, weights, offsets
@@ -46,22 +46,24 @@ def concatenated(shards: list[PackedBatch]) -> PackedBatch:
         lengths=shards[0].lengths,
         labelled_N=torch.cat([shard.labelled_N + rank * size for rank, shard in enumerate(shards)]),
         targets_N=join("targets_N"),
-        weights_N=join("weights_N"),
+        weights_AN=torch.cat([shard.weights_AN for shard in shards], dim=1),
         fields={k: torch.cat([shard.fields[k] for shard in shards]) for k in shards[0].fields},
         origin_N=join("origin_N"),
+        document_N=join("document_N"),
     )
 
 
 def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     """By a walk over samples and tokens, with no slice arithmetic."""
-    tokens, positions, labelled, targets, weight_list, origin, fields = [], [], [], [], [], [], []
-    for sample, weight, offset in zip(samples, weights, offsets):
+    tokens, positions, labelled, targets, weight_list, origin, fields, documents = [], [], [], [], [], [], [], []
+    for index, (sample, weight, offset) in enumerate(zip(samples, weights, offsets)):
         for t in range(len(sample)):
             if t > 0 and sample.mask_T[t]:
                 labelled.append(len(tokens) - 1)  # the position before the target, in the same document
                 targets.append(int(sample.tokens_T[t]))
-                weight_list.append(float(weight[t]))
+                weight_list.append(weight[:, t].tolist())
                 origin.append(offset + t)
+                documents.append(index)
                 fields.append((float(sample.fields["advantages"][t]), float(sample.fields["old"][t])))
             tokens.append(int(sample.tokens_T[t]))
             positions.append(t)
@@ -71,8 +73,9 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
     assert row.labelled_N.tolist() == labelled
     assert row.targets_N.tolist() == targets
-    assert row.weights_N.dtype == torch.float64 and row.weights_N.tolist() == weight_list
+    assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list
     assert row.origin_N.tolist() == origin
+    assert row.document_N.tolist() == documents
     if fields:
         assert list(zip(row.fields["advantages"].tolist(), row.fields["old"].tolist())) == fields
 
@@ -111,8 +114,10 @@ def test_samples_of_a_step_keep_their_place_whatever_the_order():
 
 def test_the_first_token_of_a_document_is_no_target_of_the_one_before():
     samples = [Sample(torch.tensor([1, 2]), torch.tensor([False, True])) for _ in range(3)]
-    row = pack(samples, [torch.ones(2, dtype=torch.float64)] * 3, [0, 2, 4], mesh(2), CPU)
-    whole = concatenated([row, pack(samples, [torch.ones(2, dtype=torch.float64)] * 3, [0, 2, 4], mesh(2, 1), CPU)])
+    row = pack(samples, [torch.ones((1, 2), dtype=torch.float64)] * 3, [0, 2, 4], mesh(2), CPU)
+    whole = concatenated(
+        [row, pack(samples, [torch.ones((1, 2), dtype=torch.float64)] * 3, [0, 2, 4], mesh(2, 1), CPU)]
+    )
     assert whole.labelled_N.tolist() == [0, 2, 4] and whole.targets_N.tolist() == [2, 2, 2]
 
 
@@ -122,12 +127,12 @@ def test_an_empty_micro_batch_is_a_row_of_padding_without_labels(context, tp):
         row = pack([], [], [], mesh(context, rank, tp), CPU)
         assert row.tokens_R.tolist() == [0] * tp and row.lengths == (context * tp,)
         assert row.positions_R.tolist() == list(range(rank * tp, rank * tp + tp))
-        for values in (row.labelled_N, row.targets_N, row.weights_N, row.origin_N):
+        for values in (row.labelled_N, row.targets_N, row.weights_AN, row.origin_N, row.document_N):
             assert values.numel() == 0
         assert not row.fields
 
 
 def test_a_micro_batch_without_targets_has_no_labels():
     samples = [Sample(torch.tensor([1, 2, 3]), torch.zeros(3, dtype=torch.bool))]
-    row = pack(samples, [torch.zeros(3, dtype=torch.float64)], [0], mesh(), CPU)
-    assert row.labelled_N.numel() == row.targets_N.numel() == row.weights_N.numel() == 0
+    row = pack(samples, [torch.zeros((1, 3), dtype=torch.float64)], [0], mesh(), CPU)
+    assert row.labelled_N.numel() == row.targets_N.numel() == row.weights_AN.numel() == 0

@@ -1,101 +1,142 @@
-"""Policies with other weights than a server has, and what their completions must look like."""
+"""The weight stream and the rollout backend in this process, in some layout; runs on every rank."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
 
-from isoloss.engine.rl.backend import Bucket
-from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang import SGLangBackend
+from isoloss.engine.batch import Sample
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
-from isoloss.parallel import UserError
-from worlds import tiny_models
-
-ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2}
-VOCAB = tiny_models.SIZES["vocab_size"]
+from isoloss.models.weight_stream import Named, Receives, stream_weights
+from worlds.families import VOCAB
+from worlds.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 
 
-def policy(seed: int) -> PreTrainedModel:
-    return tiny_models.make(ARCHITECTURE, seed=seed, **CHANGES).eval()
+def stream(engine: Engine, bucket_bytes: int = 20_000, receives: Receives = "every rank"):
+    return stream_weights(engine.chunks, engine.arch, engine.mesh, engine.dtype, bucket_bytes, receives)
 
 
-def buckets(model: PreTrainedModel, size: int = 7) -> Iterator[Bucket]:
-    """The weights of `model` under their Hugging Face names, `size` tensors at a time."""
-    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
-    for start in range(0, len(named), size):
-        yield named[start : start + size]
+def buckets(folder: Path, bucket_bytes: int, parallel: dict) -> dict[Receives, list[list[Named]]]:
+    """What arrives on this rank."""
+    engine = make_engine(folder, "fp32", **parallel)
+    return {receives: copied(stream(engine, bucket_bytes, receives)) for receives in get_args(Receives)}
 
 
-def requests(number: int, length: int = 6) -> list[Request]:
-    return [Request(f"row:{i}", tuple((7 * i + 11 * t) % VOCAB for t in range(length))) for i in range(number)]
+def copied(buckets: Iterable[list[Named]]) -> list[list[Named]]:
+    return [[(name, tensor.cpu().clone()) for name, tensor in bucket] for bucket in buckets]
 
 
-@torch.no_grad()
-def logprobs(model: PreTrainedModel, request: Request, tokens: Sequence[int], temperature: float = 1.0):
-    """log p of each token of a completion under softmax(logits / temperature): [T]."""
-    context = [*request.prompt_tokens, *tokens]
-    logits = model(torch.tensor([context])).logits[0].float() / (temperature or 1.0)
-    chosen = torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(context[1:])[:, None])[:, 0]
-    return chosen[len(request.prompt_tokens) - 1 :]
+def make_backend(engine: Engine, folder: Path, concurrency: int = 5) -> InProcessBackend:
+    return InProcessBackend(folder, engine.dtype, engine.device, concurrency)
 
 
-def worst(
-    model: PreTrainedModel,
-    request: Request,
-    completion: Completion,
-    temperature: float = 1.0,
-    version: int | None = None,
-) -> float:
-    """The largest difference between a completion's log-probabilities and the model's; of one version's tokens."""
-    wanted = logprobs(model, request, completion.tokens, temperature)
-    gap = (torch.tensor(completion.logprobs) - wanted).abs()
-    if version is not None:
-        gap = gap[torch.tensor(completion.versions) == version]
-    assert gap.numel()
-    return float(gap.max())
+def worst_difference(engine: Engine, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
+    """Between the log-probabilities of a rollout and the engine's of the same tokens, over all tokens."""
+    samples = []
+    for request, completion in zip(requests, completions, strict=True):
+        tokens = torch.tensor(request.prompt_tokens + completion.tokens)
+        samples.append(Sample(tokens, torch.arange(len(tokens)) >= len(request.prompt_tokens)))
+    worst = 0.0
+    for request, completion, logprobs in zip(requests, completions, engine.logprobs(samples)):
+        rollout = torch.tensor(completion.logprobs, dtype=torch.float64)
+        worst = max(worst, float((logprobs.cpu()[len(request.prompt_tokens) :] - rollout).abs().max()))
+    return worst
 
 
-@torch.no_grad()
-def greedy(model: PreTrainedModel, request: Request, length: int) -> tuple[int, ...]:
-    context = list(request.prompt_tokens)
-    for _ in range(length):
-        context.append(int(model(torch.tensor([context])).logits[0, -1].argmax()))
-    return tuple(context[len(request.prompt_tokens) :])
+@dataclass(frozen=True)
+class Round:
+    """worst: difference of log-probabilities. stale: the same, had the weights not been sent."""
+
+    completions: list[Completion]
+    worst: float
+    stale: float
 
 
-def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[str, Any]:
-    """What a rank sees of an update, a generation, a refused update and a refused request."""
-    config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
-    backend = SGLangBackend(config, model_folder, sync_dir)
-    model, seen = policy(5), {}
-    drawn = []
+def rounds(folder: Path, requests: Sequence[Request], sampling: Sampling, parallel: dict, count: int) -> list[Round]:
+    """Optimizer step, weights to the backend, rollout: `count` times."""
+    engine = make_engine(folder, "fp32", **parallel)
+    backend = make_backend(engine, folder)
+    done = []
+    completions: list[Completion] | None = None
+    for version in range(count):
+        assert engine.train_step(make_samples((30, 41, 22, 35, 9), VOCAB, seed=version), TOKEN_MEAN)[1].applied
+        stale = worst_difference(engine, requests, completions) if completions else math.inf
+        backend.update_weights(stream(engine), version)
+        assert backend.weight_version() == version
+        completions = backend.generate(requests, sampling)
+        done.append(Round(completions, worst_difference(engine, requests, completions), stale))
+    return done
 
-    def mine(spoiled: bool = False) -> Iterator[Bucket]:
-        """As the trainer makes them: every rank takes part in making each bucket, and some get none of it."""
-        for bucket in buckets(model):
-            dist.barrier()
-            drawn.append(len(bucket))
-            has = backend.receives == "every rank" or dist.get_rank() == 0
-            yield [(name, tensor[:-1] if spoiled else tensor) for name, tensor in bucket] if has else []
 
+def bf16_buckets(folder: Path, parallel: dict) -> list[list[Named]]:
+    """Of an engine in fp32."""
+    engine = make_engine(folder, "fp32", **parallel)
+    return copied(stream_weights(engine.chunks, engine.arch, engine.mesh, torch.bfloat16, 20_000, "every rank"))
+
+
+def completions(folder: Path, requests: Sequence[Request], sampling: Sampling, precision: str) -> list[Completion]:
+    """Of the model in the folder."""
+    engine = make_engine(folder, precision)
+    backend = make_backend(engine, folder)
+    backend.update_weights(stream(engine), 4)
+    return backend.generate(requests, sampling)
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """What `generate` gave where the backend was told, while it was paused, to resume or to abort; then once more."""
+
+    resumed: list[Completion]
+    aborted: list[Completion]
+    afterwards: list[Completion]
+
+
+def interrupted(folder: Path, requests: Sequence[Request], sampling: Sampling) -> Interrupted:
+    engine = make_engine(folder, "fp64")
+    backend = make_backend(engine, folder)
+    backend.update_weights(stream(engine), 4)
+
+    def generate_and(act: Callable[[], None]) -> list[Completion]:
+        """Nothing is produced before `act`, which another thread does once generation is under way."""
+        backend.pause()
+        begun = backend._gate._call
+        dist.barrier()  # the pause of rank 0 is known before any rank begins
+
+        def later():
+            while backend._gate._call == begun:
+                time.sleep(0.01)
+            act()
+
+        thread = threading.Thread(target=later)
+        thread.start()
+        found = backend.generate(requests, sampling)
+        thread.join()
+        return found
+
+    resumed = generate_and(backend.resume)
+    aborted = generate_and(backend.abort)
+    backend.resume()
+    dist.barrier()
+    return Interrupted(resumed, aborted, backend.generate(requests, sampling))
+
+
+def failure_of_rank_1(folder: Path, requests: Sequence[Request], sampling: Sampling) -> str:
+    """What this rank raises where generation fails on rank 1."""
+    engine = make_engine(folder, "fp32")
+    backend = make_backend(engine, folder)
+    backend.update_weights(stream(engine), 4)
+    if dist.get_rank() == 1:
+        backend.model.forward = None
     try:
-        backend.update_weights(mine(), 3)
-        seen["version"] = backend.weight_version()
-        seen["completions"] = backend.generate(requests(3), Sampling(6))
-        seen["mistakes"] = []
-        for wrong in (
-            lambda: backend.update_weights(mine(spoiled=True), 4),
-            lambda: backend.generate([Request("row:9", (1,) * 5000)], Sampling(6)),
-        ):
-            try:
-                seen["mistakes"].append(wrong())
-            except UserError as error:
-                seen["mistakes"].append(str(error))
-            backend.update_weights(mine(), 5)
-        seen["drawn"] = sum(drawn)
-    finally:
-        backend.close()
-    return seen
+        backend.generate(requests, sampling)
+    except RuntimeError as error:
+        return str(error)
+    return "nothing"

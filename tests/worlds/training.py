@@ -28,11 +28,11 @@ def weights(engine: Engine) -> Arrays:
 def train(config: Config, killed_after: int | None = None, killed_in_save: int | None = None) -> Arrays:
     """The recipe; its weights at the end. Or killed after that step, or while that step's checkpoint is written."""
     kept: Arrays = {}
-    finish, check, write = trainer.finish, trainer.BadStepGuard.check, checkpoint.dist_checkpointing.save
+    export, check, write = trainer.export, trainer.BadStepGuard.check, checkpoint.dist_checkpointing.save
 
     def keep_weights(engine, *rest):
         kept.update(weights(engine))
-        return finish(engine, *rest)
+        return export(engine, *rest)
 
     def check_or_die(self, step, *rest):
         if step == killed_after:
@@ -45,7 +45,7 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
             raise Killed
 
     with (
-        mock.patch.object(trainer, "finish", keep_weights),
+        mock.patch.object(trainer, "export", keep_weights),
         mock.patch.object(trainer.BadStepGuard, "check", check_or_die),
         mock.patch.object(checkpoint.dist_checkpointing, "save", write_or_die),
     ):
@@ -72,7 +72,7 @@ def spoiled_step(config: Config, frozen: bytes, spoil: str) -> dict[str, object]
     """
     engine, samples = Engine(config), thaw(frozen)
     good = cross_entropy(LossConfig())
-    bad = Loss(nan_loss) if spoil == "loss" else good
+    bad = Loss.of(nan_loss) if spoil == "loss" else good
     empty = [type(sample)(sample.tokens_T, torch.zeros_like(sample.mask_T)) for sample in samples]
     before_any = weights(engine)
     engine.train_step(samples, good)

@@ -1,0 +1,82 @@
+"""Rewards -> advantages: pure functions, in fp64.
+
+Shape suffixes: S completions of the batch, G of one group (the completions of a prompt), T tokens of one completion.
+A completion whose reward is not valid takes no part: not in a mean, not in a deviation, and its advantage is 0.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+# Added to a standard deviation, as verl does; keeps a group of nearly equal rewards finite.
+EPSILON = 1e-6
+
+
+def group_mean(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """The mean reward of each completion's group, [S]."""
+    return _of_groups(rewards_S * valid_S, group_S) / _of_groups(valid_S.double(), group_S).clamp(min=1)
+
+
+def group_std(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """The standard deviation (unbiased, over n - 1) of each completion's group, [S]; 0 in a group of one."""
+    centred_S = (rewards_S - group_mean(rewards_S, group_S, valid_S)) * valid_S
+    count_S = _of_groups(valid_S.double(), group_S)
+    return (_of_groups(centred_S.square(), group_S) / (count_S - 1).clamp(min=1)).sqrt()
+
+
+def grpo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """(reward - mean) / (deviation + 1e-6) within the group: Shao et al. 2024, DeepSeekMath, arXiv 2402.03300."""
+    centred_S = dr_grpo(rewards_S, group_S, valid_S)
+    return centred_S / (group_std(rewards_S, group_S, valid_S) + EPSILON)
+
+
+def dr_grpo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """reward - mean of the group: dividing by its deviation favours very easy and very hard prompts (Liu et al. 2025,
+    "Understanding R1-Zero-like training", arXiv 2503.20783)."""
+    return (rewards_S - group_mean(rewards_S, group_S, valid_S)) * valid_S
+
+
+def rloo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """reward - mean of the others of the group: Ahmadian et al. 2024, arXiv 2402.14740, section 3.2."""
+    count_S = _of_groups(valid_S.double(), group_S)
+    return dr_grpo(rewards_S, group_S, valid_S) * count_S / (count_S - 1).clamp(min=1)
+
+
+def discounted_returns(rewards_T: Tensor, gamma: float) -> Tensor:
+    """What is still to come at each token: R_t = r_t + gamma * R_(t+1)."""
+    backwards, later = [], 0.0
+    for reward in reversed(rewards_T.tolist()):
+        later = reward + gamma * later
+        backwards.append(later)
+    return torch.tensor(backwards[::-1], dtype=torch.float64)
+
+
+def gae(rewards_T: Tensor, values_T: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16), and the returns that the
+    critic learns. values_T[t]: expected return before token t. After the last token nothing more comes."""
+    next_values_T = torch.cat([values_T[1:], values_T.new_zeros(1)])[: len(values_T)]
+    advantages_T = discounted_returns(rewards_T + gamma * next_values_T - values_T, gamma * gae_lambda)
+    return advantages_T, advantages_T + values_T
+
+
+def whiten(of_completions: Sequence[Tensor]) -> list[Tensor]:
+    """Shifted and scaled to mean 0 and (unbiased) variance 1 over all tokens of the batch."""
+    flat = torch.cat([*of_completions, torch.zeros(0, dtype=torch.float64)])
+    if len(flat) < 2:
+        return [torch.zeros_like(values_T) for values_T in of_completions]
+    scale = (flat.var() + 1e-8).rsqrt()
+    return [(values_T - flat.mean()) * scale for values_T in of_completions]
+
+
+def overlong_punishment(lengths_S: Tensor, max_new_tokens: int, buffer: int) -> Tensor:
+    """0 up to max_new_tokens - buffer, then falling linearly to -1 at max_new_tokens (DAPO, arXiv 2503.14476, 3.4)."""
+    if buffer == 0:
+        return torch.zeros(len(lengths_S), dtype=torch.float64)
+    return ((max_new_tokens - buffer - lengths_S).double() / buffer).clamp(-1, 0)
+
+
+def _of_groups(values_S: Tensor, group_S: Tensor) -> Tensor:
+    """The sum over each completion's group, [S]."""
+    sums = torch.zeros(int(group_S.max()) + 1 if len(group_S) else 0, dtype=torch.float64)
+    return sums.index_add(0, group_S, values_S.double())[group_S]

@@ -1,0 +1,52 @@
+"""The critic of PPO: the same engine with a value head."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from isoloss.engine import checkpoint
+from isoloss.engine.batch import Sample
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.losses import value_loss
+from isoloss.engine.run import is_main
+
+
+class Critic:
+    """Expected returns before every token, learned beside the policy in its layout.
+
+    It starts from the policy's weights, with a head of zeros: before the first step every value is 0.
+    """
+
+    def __init__(self, config: RLConfig, policy: Engine):
+        optim = replace(config.optim, lr=config.algorithm.critic_lr, min_lr=0.0, schedule="constant", warmup_steps=0)
+        self._engine = Engine(replace(config, optim=optim), critic_of=policy)
+        self._loss = value_loss(config.algorithm, config.loss)
+        self._keep = config.checkpoint.keep
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """As `Engine.values`."""
+        return self._engine.values(samples)
+
+    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One optimizer step on the samples' returns; what the metrics tell of it. Collective over the world."""
+        metrics, result = self._engine.train_step(samples, self._loss)
+        return {"value_loss": metrics.loss, "critic_grad_norm": result.grad_norm, "critic_lr": result.lr}
+
+    def save(self, output_dir: Path, step: int) -> None:
+        """Beside the policy's checkpoint of the same step. Collective over the world."""
+        folder = _folder(output_dir, step)
+        if folder.exists():
+            return
+        self._engine.save(folder)
+        if is_main():
+            checkpoint.prune(folder.parent, self._keep)
+
+    def load(self, output_dir: Path, step: int) -> None:
+        self._engine.load(_folder(output_dir, step))
+
+
+def _folder(output_dir: Path, step: int) -> Path:
+    return output_dir / "critic_checkpoints" / checkpoint.STEP_FOLDER.format(step)

@@ -1,0 +1,202 @@
+"""Rewarded completions -> samples for the optimizer steps that they feed.
+
+Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of a completion.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.rl import advantages as estimators
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl.losses import KL_ESTIMATORS
+from isoloss.engine.rl.trajectory import Group, Trajectory
+
+# Samples -> for each a tensor [T], 0 where mask_T is False: log-probabilities, or values.
+OfSamples = Callable[[Sequence[Sample]], list[Tensor]]
+OF_GROUPS = {
+    "grpo": estimators.grpo,
+    "dr-grpo": estimators.dr_grpo,
+    "rloo": estimators.rloo,
+    "reinforce++-baseline": estimators.dr_grpo,
+}
+
+
+@dataclass(frozen=True)
+class Experience:
+    """A generated batch. steps: the samples of each of its optimizer steps; done: how many of them have been taken.
+    stats: what the metrics tell of the batch."""
+
+    samples: tuple[Sample, ...]
+    steps: tuple[tuple[int, ...], ...]
+    stats: Mapping[str, float]
+    done: int = 0
+
+    @property
+    def used_up(self) -> bool:
+        return self.done == len(self.steps)
+
+    def take(self) -> tuple[list[Sample], "Experience"]:
+        """The samples of the next optimizer step, and what is left."""
+        return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
+
+    def state(self) -> dict[str, object]:
+        """As a checkpoint holds it: plain containers and tensors."""
+        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in self.samples]
+        return {
+            "samples": samples,
+            "steps": [list(step) for step in self.steps],
+            "stats": dict(self.stats),
+            "done": self.done,
+        }
+
+    @classmethod
+    def of_state(cls, state: Mapping) -> "Experience":
+        samples = tuple(Sample(*sample) for sample in state["samples"])
+        return cls(samples, tuple(tuple(step) for step in state["steps"]), state["stats"], state["done"])
+
+
+@dataclass(frozen=True)
+class Models:
+    """What is asked of the models about a batch, each in packed micro-batches under the trainer's balance. reference:
+    the initial policy; critic: expected returns; None where the algorithm has none."""
+
+    policy: OfSamples
+    reference: OfSamples | None
+    critic: OfSamples | None
+
+
+def prepare(
+    groups: Sequence[Group], models: Models, config: RLConfig, step: int, stats: Mapping[str, float]
+) -> Experience:
+    """Log-probabilities, advantages and the order of the optimizer steps. step: the number of the first of them.
+
+    Collective over the world, through `models`. A log-probability of the policy is only asked for where the first
+    optimizer step will not compute the same number anyway.
+    """
+    algorithm = config.algorithm
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
+    plain = [to_sample(t, int(group), algorithm) for t, group in zip(trajectories, group_S)]
+    fields: list[dict[str, Tensor]] = [
+        {"rollout_logprobs": on_completion(sample, torch.tensor(t.completion.logprobs, dtype=torch.float64))}
+        for sample, t in zip(plain, trajectories)
+    ]
+
+    def ask(name: str, model: OfSamples | None) -> None:
+        for of_sample, found_T in zip(fields, model(plain) if model else []):
+            of_sample[name] = found_T.cpu()
+
+    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
+        ask("train_logprobs", models.policy)
+    ask("ref_logprobs", models.reference)
+    ask("old_values", models.critic)
+    punished_S = shaped_rewards(trajectories, config)
+    penalty = [kl_penalty(of_sample, algorithm) if kl_in_reward else None for of_sample in fields]
+    for of_sample, estimated in zip(
+        fields, estimate(plain, trajectories, punished_S, group_S, penalty, fields, config)
+    ):
+        of_sample.update(estimated)
+    samples = tuple(replace(sample, fields=of_sample) for sample, of_sample in zip(plain, fields))
+    return Experience(samples, minibatches(len(samples), step, config), stats)
+
+
+def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
+    """Prompt and completion, with the completion's tokens as targets; none where nothing is to be learned from it."""
+    prompt, completion = trajectory.prompt, trajectory.completion
+    tokens_T = torch.tensor(prompt.tokens + completion.tokens)
+    mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
+    if not trajectory.valid or (algorithm.mask_truncated and completion.finish == "length"):
+        mask_T[:] = False
+    return Sample(tokens_T, mask_T, group)
+
+
+def on_completion(sample: Sample, values_C: Tensor) -> Tensor:
+    """Values of the completion's tokens as a field of the sample: 0 on the prompt."""
+    values_T = torch.zeros(len(sample), dtype=torch.float64)
+    values_T[len(sample) - len(values_C) :] = values_C
+    return values_T
+
+
+def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tensor:
+    """The rewards with DAPO's soft punishment of overlong completions, [S]; 0 where the reward is not valid."""
+    rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
+    lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
+    punishment_S = estimators.overlong_punishment(
+        lengths_S, config.rollout.max_new_tokens, config.algorithm.overlong_buffer
+    )
+    return rewards_S + config.algorithm.overlong_penalty * punishment_S
+
+
+def kl_penalty(fields: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> Tensor:
+    """kl_coef times the estimated divergence from the initial policy at each token, [T]."""
+    log_ratio_T = fields["ref_logprobs"] - fields["train_logprobs"]
+    return algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](log_ratio_T)
+
+
+def estimate(
+    samples: Sequence[Sample],
+    trajectories: Sequence[Trajectory],
+    rewards_S: Tensor,
+    group_S: Tensor,
+    penalty: Sequence[Tensor | None],
+    fields: Sequence[Mapping[str, Tensor]],
+    config: RLConfig,
+) -> list[dict[str, Tensor]]:
+    """`advantages` of each sample, and with a critic its `returns`; [T], 0 where mask_T is False.
+
+    penalty: taken off the reward, token by token where the estimator looks at tokens, else the sum of it.
+    """
+    algorithm = config.algorithm
+    valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
+    if algorithm.advantage in OF_GROUPS:
+        for index, penalty_T in enumerate(penalty):
+            rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
+        advantages_S = OF_GROUPS[algorithm.advantage](rewards_S, group_S, valid_S)
+        advantages = [a * sample.mask_T.double() for a, sample in zip(advantages_S, samples)]
+        if algorithm.advantage == "reinforce++-baseline":
+            advantages = whitened(samples, advantages)
+        return [{"advantages": advantages_T} for advantages_T in advantages]
+
+    found = []
+    for sample, reward, penalty_T, of_sample in zip(samples, rewards_S, penalty, fields):
+        at = sample.mask_T.nonzero().squeeze(1)
+        rewards_C = torch.zeros(len(at), dtype=torch.float64) if penalty_T is None else -penalty_T[at]
+        if len(at):
+            rewards_C[-1] += reward
+        if algorithm.uses_critic:
+            advantages_C, returns_C = estimators.gae(
+                rewards_C, of_sample["old_values"][at], algorithm.gamma, algorithm.gae_lambda
+            )
+        else:
+            advantages_C = returns_C = estimators.discounted_returns(rewards_C, algorithm.gamma)
+        of_targets = {"advantages": advantages_C} | ({"returns": returns_C} if algorithm.uses_critic else {})
+        found.append({name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in of_targets.items()})
+    for of_sample, advantages_T in zip(found, whitened(samples, [of_sample["advantages"] for of_sample in found])):
+        of_sample["advantages"] = advantages_T
+    return found
+
+
+def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:
+    """Mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
+    of_targets = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
+    return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, of_targets)]
+
+
+def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
+    """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
+
+    Shuffled by (seed, first step, epoch): completions of a prompt are spread over the parts, and none of them holds
+    only easy prompts. Equal parts where the batch is whole; a batch that dynamic sampling left smaller is cut as evenly
+    as it goes.
+    """
+    steps = []
+    for epoch in range(config.algorithm.epochs):
+        order = np.random.default_rng([config.train.seed, step, epoch]).permutation(count)
+        steps += [tuple(part.tolist()) for part in np.array_split(order, config.algorithm.minibatches)]
+    return tuple(steps)

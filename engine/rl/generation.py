@@ -1,0 +1,255 @@
+"""Completions from a transformers model: as many rows as allowed decode together, and a free place is filled at once.
+
+Rows of one batch differ in length, so they are padded on the left: the newest token is in the last column of every row.
+The padding is masked out and positions are counted without it, so what a row computes does not depend on its
+neighbours, beyond rounding. What it draws does not at all: its random numbers are a function of (seed, request id,
+position).
+
+Shape suffixes: B rows, L columns of the batch (the longest row), V vocabulary.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import DynamicCache, PreTrainedModel
+
+from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
+from isoloss.parallel import UserError
+
+MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a longer row is read alone
+
+
+@dataclass
+class Row:
+    """A request under way: its place among the requests, the random numbers of its positions, what it has so far."""
+
+    index: int
+    request: Request
+    uniforms: np.ndarray
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, index: int, request: Request, sampling: Sampling) -> "Row":
+        row = cls(index, request, uniforms(sampling, request.id))
+        if request.partial:
+            row.tokens += request.partial.tokens
+            row.logprobs += request.partial.logprobs
+            row.versions += request.partial.versions
+        return row
+
+    @property
+    def length(self) -> int:
+        return len(self.request.prompt_tokens) + len(self.tokens)
+
+    @property
+    def context(self) -> tuple[int, ...]:
+        return (*self.request.prompt_tokens, *self.tokens)
+
+    def finish(self, sampling: Sampling) -> Finish | None:
+        """How the completion ended; None while it goes on."""
+        if self.tokens and self.tokens[-1] in sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= sampling.max_new_tokens else None
+
+    def completion(self, sampling: Sampling) -> Completion:
+        finish = self.finish(sampling) or "abort"
+        return Completion(self.request.id, tuple(self.tokens), tuple(self.logprobs), tuple(self.versions), finish)
+
+
+@dataclass
+class Batch:
+    """Rows that decode together, and their keys and values: the last row.length - 1 columns of a row of the cache are
+    its own (all but those of its newest token, which no forward has read), the columns before them padding."""
+
+    rows: list[Row]
+    cache: DynamicCache
+
+    def select(self, keep: Sequence[int]) -> "Batch":
+        """These rows, without columns that none of them needs."""
+        if len(keep) == len(self.rows):
+            return self
+        rows = [self.rows[k] for k in keep]
+        if rows:
+            indices = torch.tensor(keep, device=_layers(self.cache)[0].keys.device)
+            columns = max(row.length for row in rows) - 1
+            _change(self.cache, lambda x: x.index_select(0, indices)[:, :, x.shape[2] - columns :])
+        return Batch(rows, self.cache)
+
+    def join(self, other: "Batch") -> "Batch":
+        """The rows of both."""
+        if not self.rows or not other.rows:
+            return self if self.rows else other
+        columns = max(self.cache.get_seq_length(), other.cache.get_seq_length())
+        for mine, theirs in zip(_layers(self.cache), _layers(other.cache), strict=True):
+            mine.keys = torch.cat([_widened(mine.keys, columns), _widened(theirs.keys, columns)])
+            mine.values = torch.cat([_widened(mine.values, columns), _widened(theirs.values, columns)])
+        return Batch(self.rows + other.rows, self.cache)
+
+
+def generate(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    concurrency: int,
+    version: int,
+    proceed: Callable[[], bool] = lambda: True,
+) -> list[Completion]:
+    """One completion a request, in the order of the requests. At most `concurrency` of them decode together.
+
+    version: of the weights, noted with every new token. proceed: asked before every forward; False ends all requests
+    with what they have (finish="abort").
+    """
+    rows = [Row.start(index, request, sampling) for index, request in enumerate(requests)]
+    waiting = deque(row for row in rows if row.finish(sampling) is None)
+    running = Batch([], DynamicCache())
+    with torch.inference_mode():
+        while (waiting or running.rows) and proceed():
+            free = concurrency - len(running.rows)
+            # Reading prompts stops the others, so several are let in at a time.
+            if waiting and (4 * free >= concurrency or not running.rows):
+                new, logits_BV = prefill(model, admit(waiting, free))
+                running = running.join(advance(new, logits_BV, sampling, version))
+            else:
+                running = advance(running, decode(model, running), sampling, version)
+    return [row.completion(sampling) for row in rows]
+
+
+def admit(waiting: deque[Row], free: int) -> list[Row]:
+    """Take the rows of the next prefill, in order: at most `free`, and within MAX_PREFILL if there is more than one."""
+    rows, contexts, longest = [], set(), 0
+    while waiting and len(rows) < free:
+        contexts.add(waiting[0].context)
+        longest = max(longest, waiting[0].length)
+        if rows and len(contexts) * longest > MAX_PREFILL:
+            break
+        rows.append(waiting.popleft())
+    return rows
+
+
+def prefill(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[Batch, Tensor]:
+    """Read prompts (and what partial completions have); the logits of each row's next token, [B, V].
+
+    Rows with the same tokens, such as the completions of one prompt, are read once.
+    """
+    place: dict[tuple[int, ...], int] = {}
+    source = [place.setdefault(row.context, len(place)) for row in rows]
+    columns = max(map(len, place))
+    tokens_BL = torch.tensor([[0] * (columns - len(context)) + list(context) for context in place])
+    lengths_B = torch.tensor([len(context) for context in place])
+    cache = DynamicCache()  # without the configuration: sliding layers keep everything too, and only mask it
+    logits_BV = _forward(model, tokens_BL, lengths_B, cache)
+    if len(place) < len(rows):
+        indices = torch.tensor(source, device=logits_BV.device)
+        _change(cache, lambda x: x.index_select(0, indices))
+        logits_BV = logits_BV.index_select(0, indices)
+    return Batch(list(rows), cache), logits_BV
+
+
+def decode(model: PreTrainedModel, batch: Batch) -> Tensor:
+    """Read the newest token of every row; the logits of the next one, [B, V]."""
+    tokens_B1 = torch.tensor([row.tokens[-1:] for row in batch.rows])
+    return _forward(model, tokens_B1, torch.tensor([row.length for row in batch.rows]), batch.cache)
+
+
+def _forward(model: PreTrainedModel, tokens_BL: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
+    """lengths_B: of the rows with these tokens."""
+    columns = cache.get_seq_length() + tokens_BL.shape[1]
+    positions_BL = torch.arange(columns) - (columns - lengths_B)[:, None]
+    output: Any = model(
+        input_ids=tokens_BL.to(model.device),
+        attention_mask=(positions_BL >= 0).to(model.device),
+        position_ids=positions_BL[:, -tokens_BL.shape[1] :].clamp(min=0).to(model.device),
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+    )
+    return output.logits[:, -1]
+
+
+def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -> Batch:
+    """Give every row its next token; the rows that go on."""
+    uniforms_B = [row.uniforms[len(row.tokens)] for row in batch.rows]
+    tokens_B, logprobs_B = choose(logits_BV, uniforms_B, sampling)
+    for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.versions.append(version)
+    return batch.select([k for k, row in enumerate(batch.rows) if row.finish(sampling) is None])
+
+
+def uniforms(sampling: Sampling, request_id: str) -> np.ndarray:
+    """A number of [0, 1) for each position of a completion, [max_new_tokens] fp64."""
+    key = hashlib.blake2b(f"{sampling.seed}/{request_id}".encode(), digest_size=16).digest()
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
+    return generator.random(sampling.max_new_tokens)
+
+
+def choose(logits_BV: Tensor, uniforms_B: Sequence[float], sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that the uniform numbers pick, [B], and their log-probabilities, [B] fp64.
+
+    Inverse of the cumulative distribution in the order of the vocabulary, in fp64; with top_p over the nucleus
+    (arXiv:1904.09751): the fewest tokens whose probabilities reach top_p, of equal ones the earlier in the vocabulary.
+    Temperature 0 picks the largest logit.
+    """
+    logprobs_BV = torch.log_softmax(logits_BV.double() / (sampling.temperature or 1.0), -1)
+    if sampling.temperature == 0:
+        tokens_B1 = logits_BV.argmax(-1, keepdim=True)
+    else:
+        cumulative_BV = _nucleus(logprobs_BV.exp(), sampling.top_p).cumsum(-1)
+        total_B1 = cumulative_BV[:, -1:].contiguous()
+        target_B1 = torch.tensor(uniforms_B, dtype=torch.float64)[:, None].to(total_B1.device) * total_B1
+        # Rounding can lift the product to the total, whose first column is the last that can be chosen.
+        last_B1 = torch.searchsorted(cumulative_BV, total_B1)
+        tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).minimum(last_B1)
+    return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
+
+
+def _nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:
+    """The probabilities of the nucleus, 0 elsewhere."""
+    if top_p >= 1:
+        return probabilities_BV
+    descending_BV, order_BV = torch.sort(probabilities_BV, dim=-1, descending=True, stable=True)
+    before_BV = descending_BV.cumsum(-1) - descending_BV
+    return torch.zeros_like(probabilities_BV).scatter(1, order_BV, descending_BV * (before_BV < top_p))
+
+
+def check_requests(requests: Sequence[Request], sampling: Sampling, max_positions: int) -> None:
+    """Raises UserError for a prompt that is empty or too long, ValueError where two requests have one id."""
+    for request in requests:
+        length = len(request.prompt_tokens)
+        if length == 0:
+            raise UserError(f"{request.id}: the prompt has no tokens; delete the row or give it a prompt")
+        if length + sampling.max_new_tokens > max_positions:
+            raise UserError(
+                f"{request.id}: a prompt of {length} tokens and rollout.max_new_tokens={sampling.max_new_tokens} are "
+                f"more than the model's max_position_embeddings={max_positions}; shorten the prompt or lower the key"
+            )
+    ids = {request.id for request in requests}
+    if len(ids) < len(requests):
+        seen: set[str] = set()
+        twice = next(r.id for r in requests if r.id in seen or seen.add(r.id))
+        raise ValueError(f"two requests are called {twice}; they would draw the same random numbers")
+
+
+def _layers(cache: DynamicCache) -> Any:
+    """Each with its keys and its values, [B, heads, L, D]; typed as if they were not there yet."""
+    return cache.layers
+
+
+def _change(cache: DynamicCache, change: Callable[[Tensor], Tensor]) -> None:
+    for layer in _layers(cache):
+        layer.keys, layer.values = change(layer.keys), change(layer.values)
+
+
+def _widened(x: Tensor, columns: int) -> Tensor:
+    """With padding on the left to this many columns."""
+    return pad(x, (0, 0, columns - x.shape[2], 0))

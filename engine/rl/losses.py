@@ -1,0 +1,230 @@
+"""Per-token losses of policy and critic. They end in a weight from the normalizer, like every other loss.
+
+A loss reads of its samples (fields): `advantages`; `rollout_logprobs`, as the backend told; `train_logprobs`, of the
+policy that generated, as the trainer computes them (without them it is the present one, as in the first optimizer step
+after generating); `ref_logprobs`, of the initial policy; `returns` and `old_values`, with a critic.
+
+All tensors are [N], the labelled tokens of a micro-batch on this rank.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.config import LossConfig
+from isoloss.engine.losses import Loss, PerToken, Term, TokenInputs
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.parallel.normalizer import Aggregation
+
+# exp of it is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.
+LARGEST_LOG_RATIO = 20.0
+
+
+def policy_loss(config: RLConfig) -> Loss:
+    """The loss of a policy step: the policy term, the KL term and the entropy bonus that are switched on."""
+    algorithm, main = config.algorithm, config.loss.weighting()
+
+    def weighting(mode: str | None) -> Aggregation:
+        if mode is None or mode == main.mode:
+            return main
+        length = config.rollout.max_new_tokens if mode == "seq-mean-token-sum-norm" else None
+        return dataclasses.replace(main, mode=mode, norm_length=length)
+
+    terms = [Term(POLICY_LOSSES[algorithm.loss](algorithm), main, name="policy_loss")]
+    if algorithm.uses_reference and algorithm.kl_in == "loss":
+        of_reference = partial(kl_from_reference, estimator=KL_ESTIMATORS[algorithm.kl_estimator])
+        terms.append(Term(of_reference, weighting(algorithm.kl_aggregation), algorithm.kl_coef, "kl_loss"))
+    if algorithm.entropy_coef > 0:
+        terms.append(Term(entropy, weighting(algorithm.entropy_aggregation), -algorithm.entropy_coef, "entropy_term"))
+    return Loss(tuple(terms), needs_entropy=True, temperature=config.rollout.temperature, observed=observed(algorithm))
+
+
+# ---- policy ---------------------------------------------------------------------------------------------------------
+
+
+def clip_loss(algorithm: AlgorithmConfig) -> PerToken:
+    """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with bounds of their own below and above
+    (clip-higher: Yu et al. 2025, DAPO, arXiv 2503.14476) and, where the advantage is negative, dual clipping (Ye et al.
+    2020, arXiv 1912.09729). GRPO, Dr.GRPO and DAPO differ from it in advantages and aggregation only."""
+
+    def per_token(inputs: TokenInputs) -> Tensor:
+        ratio, advantages = torch.exp(log_ratio(inputs, algorithm)), inputs.fields["advantages"]
+        objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
+        if algorithm.dual_clip is not None:
+            floor = torch.maximum(objective, algorithm.dual_clip * advantages)
+            objective = torch.where(advantages < 0, floor, objective)
+        return -objective * importance(inputs, algorithm)
+
+    return per_token
+
+
+def gspo_loss(algorithm: AlgorithmConfig) -> PerToken:
+    """Clipped surrogate of the sequence's likelihood ratio, length-normalized: the geometric mean of its tokens' ratios
+    (Zheng et al. 2025, GSPO, arXiv 2507.18071, eq. 5-7). Every token carries the sequence's number, which
+    seq-mean-token-mean makes the paper's objective."""
+
+    def per_token(inputs: TokenInputs) -> Tensor:
+        ratio, advantages = torch.exp(sequence_log_ratio(inputs, algorithm)), inputs.fields["advantages"]
+        objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
+        return -objective * importance(inputs, algorithm)
+
+    return per_token
+
+
+def cispo_loss(algorithm: AlgorithmConfig) -> PerToken:
+    """REINFORCE with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1, arXiv 2506.13585,
+    eq. 4-5; the paper bounds it from above only: algorithm.clip_low=1)."""
+
+    def per_token(inputs: TokenInputs) -> Tensor:
+        weight = clipped(torch.exp(log_ratio(inputs, algorithm)), algorithm).detach()
+        return -weight * inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
+
+    return per_token
+
+
+def reinforce_loss(algorithm: AlgorithmConfig) -> PerToken:
+    """-advantage * log-probability (Williams 1992), corrected by the importance weight if one is configured."""
+
+    def per_token(inputs: TokenInputs) -> Tensor:
+        return -inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
+
+    return per_token
+
+
+POLICY_LOSSES: Mapping[str, Callable[[AlgorithmConfig], PerToken]] = {
+    "clip": clip_loss,
+    "gspo": gspo_loss,
+    "cispo": cispo_loss,
+    "reinforce": reinforce_loss,
+}
+
+
+def train_logprobs(inputs: TokenInputs) -> Tensor:
+    return inputs.fields.get("train_logprobs", inputs.logprobs_N.detach())
+
+
+def old_logprobs(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """Of the policy that the ratio starts from."""
+    return inputs.fields["rollout_logprobs"] if algorithm.old_logprobs == "rollout" else train_logprobs(inputs)
+
+
+def log_ratio(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """log of the present probability of each token over the old one."""
+    return (inputs.logprobs_N - old_logprobs(inputs, algorithm)).clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def sequence_log_ratio(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """The mean of log_ratio over the tokens of a sequence, at each of them. Two all-reduces over context."""
+    tokens = inputs.sequence_sum(torch.ones_like(inputs.logprobs_N))
+    mean = inputs.sequence_sum(inputs.logprobs_N - old_logprobs(inputs, algorithm)) / tokens
+    return mean.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+
+
+def clipped(ratio: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    return ratio.clamp(1 - algorithm.clip_low, 1 + algorithm.clip_high)
+
+
+def importance(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor | float:
+    """Truncated importance weight of the trainer's policy over the rollout's, of each token or of its sequence.
+
+    The trainer's is the one that generated, or with algorithm.old_logprobs=rollout, where no ratio accounts for the
+    steps since then, the present one.
+
+    Engines compute the same weights to different rounding (or precision), so tokens come from a policy that is not
+    quite the trainer's: Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training".
+    `sequence`: one all-reduce over context.
+    """
+    if algorithm.importance == "none":
+        return 1.0
+    train = inputs.logprobs_N.detach() if algorithm.old_logprobs == "rollout" else train_logprobs(inputs)
+    difference = train - inputs.fields["rollout_logprobs"]
+    if algorithm.importance == "sequence":
+        difference = inputs.sequence_sum(difference)
+    return torch.exp(difference.clamp(max=LARGEST_LOG_RATIO)).clamp(max=algorithm.importance_cap)
+
+
+# ---- KL and entropy -------------------------------------------------------------------------------------------------
+
+
+def k1(log_ratio: Tensor) -> Tensor:
+    return -log_ratio
+
+
+def k2(log_ratio: Tensor) -> Tensor:
+    return log_ratio.square() / 2
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    return torch.expm1(log_ratio) - log_ratio
+
+
+# Estimators of KL(policy || reference) from tokens of the policy, given log(reference / policy): Schulman 2020,
+# "Approximating KL divergence". As a term of the loss, k2's gradient is that of the KL divergence; k1's is 0 in
+# expectation, and k3's that of the reverse one.
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+
+
+def kl_from_reference(inputs: TokenInputs, estimator: Callable[[Tensor], Tensor]) -> Tensor:
+    return estimator(inputs.fields["ref_logprobs"] - inputs.logprobs_N)
+
+
+def entropy(inputs: TokenInputs) -> Tensor:
+    assert inputs.entropy_N is not None, "the loss says that it needs it"
+    return inputs.entropy_N
+
+
+# ---- critic ---------------------------------------------------------------------------------------------------------
+
+
+def value_loss(algorithm: AlgorithmConfig, loss: LossConfig) -> Loss:
+    """Half the squared error of the values, clipped around the old ones like the policy (OpenAI baselines' ppo2)."""
+
+    def per_token(inputs: TokenInputs) -> Tensor:
+        assert inputs.values_N is not None, "the model has a value head"
+        values, returns, old = inputs.values_N, inputs.fields["returns"], inputs.fields["old_values"]
+        error = (values - returns).square()
+        if algorithm.value_clip is not None:
+            near = old + (values - old).clamp(-algorithm.value_clip, algorithm.value_clip)
+            error = torch.maximum(error, (near - returns).square())
+        return error / 2
+
+    return Loss((Term(per_token, loss.weighting(), name="value_loss"),))
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
+    """What the metrics tell of a policy step, as means over its tokens.
+
+    clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight). kl: k3 estimate of the
+    divergence from the initial policy if there is a reference, else from the policy that generated. entropy: in nats.
+    train_rollout_logprob_diff: |trainer's - backend's log-probability| under the weights that generated.
+    """
+
+    def clip_fraction(inputs: TokenInputs) -> Tensor:
+        if algorithm.loss == "reinforce":
+            return torch.zeros_like(inputs.logprobs_N)
+        of_policy = sequence_log_ratio if algorithm.loss == "gspo" else log_ratio
+        ratio = torch.exp(of_policy(inputs, algorithm))
+        bounded = clipped(ratio, algorithm)
+        if algorithm.loss == "cispo":
+            return (bounded != ratio).to(ratio.dtype)
+        return ((bounded - ratio) * inputs.fields["advantages"] < 0).to(ratio.dtype)
+
+    def kl(inputs: TokenInputs) -> Tensor:
+        return kl_from_reference(inputs, k3) if "ref_logprobs" in inputs.fields else k3(log_ratio(inputs, algorithm))
+
+    def difference(inputs: TokenInputs) -> Tensor:
+        return (train_logprobs(inputs) - inputs.fields["rollout_logprobs"]).abs()
+
+    return {
+        "clip_fraction": clip_fraction,
+        "kl": kl,
+        "entropy": entropy,
+        "train_rollout_logprob_diff": difference,
+    }

@@ -1,0 +1,146 @@
+"""Rows of files -> Prompts, and the order in which a run draws them.
+
+A row has `prompt`, text or messages, or `messages`; what else it may have is told at `to_prompt`. Messages go through
+the chat template, up to where the assistant starts to speak; text is encoded as it is.
+"""
+
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isoloss.engine.chat import check_messages, check_template, encode, render
+from isoloss.engine.data import draw_indices
+from isoloss.engine.rl.trajectory import Prompt
+from isoloss.engine.rows import Row, read_rows, shown
+from isoloss.parallel.errors import UserError
+
+PROMPT_KEYS = ("prompt", "messages")
+# In this order; the dotted one is verl's, `solution` TRL's.
+ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution")
+
+
+@dataclass(frozen=True)
+class PromptSet(Sequence[Prompt]):
+    """A sequence of Prompts. dropped: rows that were left out for their length."""
+
+    prompts: tuple[Prompt, ...]
+    dropped: int = 0
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def __getitem__(self, index):
+        return self.prompts[index]
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return iter(self.prompts)
+
+
+def load_prompts(
+    paths: Sequence[str],
+    tokenizer,
+    *,
+    max_prompt_tokens: int,
+    overlong: str = "error",
+    key: str = "data.train",
+    limit: str = "data.max_length",
+) -> PromptSet:
+    """The rows of JSON Lines or Parquet files, in their order. The same on every rank; enters no collective.
+
+    overlong: what happens to a prompt of more than max_prompt_tokens: "error" or "drop".
+    key, limit: how messages name the files and max_prompt_tokens.
+
+    A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
+    Raises UserError, one line, for every mistake in files, rows or options.
+    """
+    if overlong == "truncate":
+        raise UserError(
+            "data.overlong=truncate is for fine-tuning: a prompt that is cut short asks another question than its "
+            "answer belongs to; choose error or drop"
+        )
+    if overlong not in ("error", "drop"):
+        raise UserError(f"data.overlong={overlong}: choose one of error, drop")
+    names = Counter(os.path.basename(path) for path in set(paths))
+    prompts, dropped = [], 0
+    for row in read_rows(paths, key):
+        path, _, line = row.place.rpartition(":")
+        name = os.path.basename(path)
+        file = name if names[name] == 1 else path
+        prompt = to_prompt(row, tokenizer, f"{file}:{line.removeprefix(' row ')}", os.path.splitext(name)[0])
+        if (length := len(prompt.tokens)) <= max_prompt_tokens:
+            prompts.append(prompt)
+        elif overlong == "drop":
+            dropped += 1
+        else:
+            raise UserError(
+                f"{row.place}: the prompt's {length} tokens are more than {limit}={max_prompt_tokens}: raise it, or "
+                f"set data.overlong=drop (leave such rows out); now it is error"
+            )
+    if not prompts:
+        files = ", ".join(paths)
+        if dropped:
+            raise UserError(f"{key}: all {dropped} prompts of {files} were dropped, being over {limit}="
+                            f"{max_prompt_tokens}: raise it")  # fmt: skip
+        raise UserError(f"{key}: no rows in {files}: give files with at least one row")
+    return PromptSet(tuple(prompts), dropped)
+
+
+def to_prompt(row: Row, tokenizer, id: str, source: str) -> Prompt:
+    """answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there,
+    else None. source: its `data_source`, else `source`. extra: all columns but the prompt, `answer` and `data_source`,
+    so that a reward function finds each under the name that it has in the file."""
+    values, place = row.values, row.place
+    key = next((key for key in PROMPT_KEYS if key in values), None)
+    if key is None:
+        found = ", ".join(sorted(values)) or "none"
+        raise UserError(f"{place}: no prompt (keys: {found}): a row has `prompt` (text or messages) or `messages`")
+    value = values[key]
+    if isinstance(value, str) and key == "prompt":
+        tokens, prompt = encode_text(value, tokenizer, place), value
+    else:
+        messages = check_messages(value, key, place)
+        tokens, prompt = encode_messages(messages, key, tokenizer, place), tuple(messages)
+    if not tokens:
+        raise UserError(f"{place}: `{key}` has no tokens ({shown(value)}): fill it in or drop the row")
+    source = values.get("data_source", source)
+    if not isinstance(source, str):
+        raise UserError(f"{place}: `data_source` must be text, not {shown(source)}")
+    extra = {name: value for name, value in values.items() if name not in (key, "answer", "data_source")}
+    return Prompt(id=id, tokens=tuple(tokens), prompt=prompt, answer=find_answer(values), source=source, extra=extra)
+
+
+def encode_text(text: str, tokenizer, place: str) -> list[int]:
+    if not text.strip():  # a token that stands before every text would hide it
+        raise UserError(f"{place}: `prompt` is empty: fill it in or drop the row")
+    return encode(tokenizer, text)
+
+
+def encode_messages(messages: list[dict[str, Any]], key: str, tokenizer, place: str) -> list[int]:
+    if not any(message.get("content", "").strip() for message in messages):
+        raise UserError(f"{place}: `{key}` has no content: fill it in or drop the row")
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"{place}: `{key}` ends with the assistant's turn, which is what is to be generated: take that turn out"
+        )
+    check_template(tokenizer, place, "give `prompt` as plain text")
+    return render(messages, tokenizer, place, prompt=True)[1]
+
+
+def find_answer(values: Mapping[str, Any]) -> Any:
+    for name in ANSWER_KEYS:
+        found: Any = values
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is not None:
+            return found
+    return None
+
+
+def prompt_order(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
+    """The prompts of draws start to start + count of a run: epoch 0's permutation, epoch 1's, and so on.
+
+    A pure function, the same on every rank: going on after any draw needs the number of draws and nothing else.
+    """
+    return draw_indices(num_prompts, start, count, seed).tolist()

@@ -1,0 +1,50 @@
+"""The initial policy, in the layout of the policy and without a second model."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.engine import Engine
+
+
+class Reference:
+    """The weights that the engine has now, to be asked for log-probabilities later.
+
+    offload: they wait in CPU memory; else beside the policy's. Either way they change places with the policy's for the
+    pass, tensor by tensor, so that the device never holds more than one tensor besides the two copies (offload: the
+    one).
+    """
+
+    def __init__(self, engine: Engine, *, offload: bool):
+        self._engine = engine
+        self._live = [
+            t.data
+            for chunk in engine.chunks
+            for t in chain(chunk.parameters(), chunk.buffers())
+            if t.is_floating_point()
+        ]
+        self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
+        """As `Engine.logprobs`, of the initial policy."""
+        with self._in_place():
+            return self._engine.logprobs(samples, temperature)
+
+    @contextlib.contextmanager
+    def _in_place(self) -> Iterator[None]:
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        for live, kept in zip(self._live, self._kept):
+            there = live.to(kept.device, copy=True)
+            live.copy_(kept)
+            kept.copy_(there)

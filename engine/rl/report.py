@@ -1,0 +1,168 @@
+"""What a reinforcement learning run tells: statistics of batches and evaluations, and every completion by its id."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from isoloss.engine.engine import Engine
+from isoloss.engine.metrics import MetricsLog, open_after
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.draw import Draws
+from isoloss.engine.rl.experience import Experience
+from isoloss.engine.rl.setup import RLData
+from isoloss.engine.rl.trajectory import Trajectory
+from isoloss.models.weights import num_parameters
+
+TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
+
+
+def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """reward_mean, reward_std: of valid rewards. pass@1: the share of them of at least 1. reward_errors: completions
+    without a valid reward. response_length_mean: tokens. truncated_fraction: those that met max_new_tokens."""
+    rewards = [t.reward for t in trajectories if t.valid]
+    count, all_of = max(len(rewards), 1), max(len(trajectories), 1)
+    mean = sum(rewards) / count
+    return {
+        "reward_mean": mean,
+        "reward_std": (sum((r - mean) ** 2 for r in rewards) / count) ** 0.5,
+        "pass@1": sum(r >= 1 for r in rewards) / count,
+        "reward_errors": len(trajectories) - len(rewards),
+        "response_length_mean": sum(len(t.completion.tokens) for t in trajectories) / all_of,
+        "truncated_fraction": sum(t.completion.finish == "length" for t in trajectories) / all_of,
+    }
+
+
+def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """completion_stats of all, of each data source where there are several, and the mean of each part of the reward."""
+    stats = completion_stats(trajectories)
+    sources = sorted({t.prompt.source for t in trajectories})
+    for source in sources if len(sources) > 1 else ():
+        of_source = completion_stats([t for t in trajectories if t.prompt.source == source])
+        stats |= {f"{source}/{key}": value for key, value in of_source.items()}
+    names = sorted({name for t in trajectories for name in t.parts})
+    for name in names if len(names) > 1 else ():
+        parts = [t.parts[name] for t in trajectories if t.valid and name in t.parts]
+        stats[f"reward/{name}"] = sum(parts) / max(len(parts), 1)
+    return stats
+
+
+def batch_stats(draws: Draws) -> dict[str, float]:
+    """Statistics of all that was drawn for a batch, what was dropped included: the policy's own performance."""
+    groups = [*draws.kept, *draws.dropped]
+    stats = rollout_stats([trajectory for group in groups for trajectory in group.trajectories])
+    return stats | {
+        "groups_drawn": len(groups),
+        "groups_dropped": len(draws.dropped),
+        "groups_without_variance": sum(not group.varied for group in groups),
+        "draw_rounds": draws.rounds,
+        "prompts_drawn": draws.cursor,
+    }
+
+
+class RolloutLog:
+    """output_dir/rollouts.jsonl: a line for every completion ever generated for training, kept or dropped, and
+    eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
+
+    enabled: True on the one rank that writes. start_step: optimizer steps already done; what an earlier run wrote about
+    later ones is taken out. No collective is entered.
+    """
+
+    def __init__(self, output_dir: Path, log: MetricsLog, *, enabled: bool, start_step: int):
+        self._log, self._enabled = log, enabled
+        if enabled:
+            self._train = open_after(output_dir / "rollouts.jsonl", start_step)
+            self._eval = open_after(output_dir / "eval_rollouts.jsonl", start_step)
+
+    def batch(self, step: int, draws: Draws, experience: Experience) -> None:
+        """step: the first optimizer step that the batch feeds."""
+        if not self._enabled:
+            return
+        samples = iter(experience.samples)
+        lines = []
+        for group in draws.kept:
+            for trajectory in group.trajectories:
+                sample = next(samples)
+                advantages = sample.fields["advantages"][sample.mask_T]
+                told = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
+                lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | told))
+        for group in draws.dropped:
+            lines += [_line(step, t, {"kept": False}) for t in group.trajectories]
+        self._write(self._train, lines)
+        self._log.text("rollouts", table(lines[:TABLE_ROWS]), step)
+
+    def evaluation(self, step: int, trajectories: Sequence[Trajectory], stats: Mapping[str, float]) -> None:
+        """step: optimizer steps done."""
+        self._log.log_eval(step, stats)
+        if not self._enabled:
+            return
+        lines = [_line(step, trajectory, {}) for trajectory in trajectories]
+        self._write(self._eval, lines)
+        self._log.text("evaluation", table(lines[:TABLE_ROWS]), step)
+
+    def _write(self, file, lines: Sequence[Mapping[str, object]]) -> None:
+        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        file.flush()
+
+    def __enter__(self) -> "RolloutLog":
+        return self
+
+    def __exit__(self, *_) -> None:
+        if self._enabled:
+            self._train.close()
+            self._eval.close()
+
+
+def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:
+    completion = trajectory.completion
+    return {
+        "step": step,
+        "id": completion.id,
+        "prompt": trajectory.prompt.prompt,
+        "completion": trajectory.text,
+        "answer": trajectory.prompt.answer,
+        "reward": trajectory.reward if trajectory.valid else None,
+        **({"parts": dict(trajectory.parts)} if len(trajectory.parts) > 1 else {}),
+        **({"error": trajectory.error} if trajectory.error else {}),
+        "finish": completion.finish,
+        "tokens": len(completion.tokens),
+        "logprob": sum(completion.logprobs),
+        "weight_versions": sorted(set(completion.versions)),
+        **more,
+    }
+
+
+def table(lines: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table of completions."""
+    columns = [key for key in ("id", "completion", "answer", "reward", "advantage", "finish") if key in lines[0]]
+    rows = [" | ".join(columns), " | ".join("---" for _ in columns)]
+    for line in lines:
+        rows.append(" | ".join(_cell(line.get(column)) for column in columns))
+    return "\n".join(f"| {row} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
+    return text.replace("|", "\\|").replace("\n", "<br>")
+
+
+def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, step: int) -> list[str]:
+    """What is about to be trained, on what, and where it goes."""
+    algorithm, rollout = config.algorithm, config.rollout
+    batch = config.batch.global_size * rollout.num_generations
+    lines = [
+        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters",
+        f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
+        + (f", {data.train.dropped:,} dropped for their length" if data.train.dropped else "")
+        + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval"),
+        f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
+        f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
+        f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs",
+        f"run: {data.total_steps} optimizer steps, {config.train.precision}, layout {engine.mesh.layout} on "
+        f"{dist.get_world_size()} rank(s), rollouts by {rollout.backend}, into {output_dir}",
+    ]
+    if config.checkpoint.resume:
+        done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
+        lines.append(done + ("" if step < data.total_steps else f": nothing left of train.steps={data.total_steps}"))
+    return lines

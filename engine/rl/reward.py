@@ -1,0 +1,158 @@
+"""Completions -> rewards: a weighted sum of functions that run in processes of their own (docs/rewards.md).
+
+A function that fails on a completion, by an exception, a result that is not a finite number, a time-out or a crash,
+costs that completion its reward, which is then math.nan, and the run nothing: failures are masked and counted, and
+never taken for 0.
+"""
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss.engine.rl.config import RewardConfig
+from isoloss.engine.rl.reward_conventions import Attempt, Columns, Parameter, RewardFunction, recognise
+from isoloss.engine.rl.reward_pool import RewardPool
+from isoloss.engine.rl.trajectory import Completion, Prompt
+from isoloss.parallel.errors import UserError
+
+BUILT_IN = ("exact_match", "math", "format")
+BUILT_IN_FILE = Path(__file__).with_name("reward_functions.py")
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of a completion.
+
+    reward: the weighted sum, or math.nan where a function failed. parts: what each function gave, unweighted, by its
+    label; math.nan where it failed, absent where it said None (does not apply). error: the first failure, None
+    without. text: of the completion, without special tokens.
+    """
+
+    reward: float
+    parts: dict[str, float]
+    error: str | None
+    text: str
+
+
+class Rewarder:
+    """The functions of reward.function, ready in their worker processes. One rank has it; no collectives.
+
+    prompts: all that it will be asked about: they decide which columns a function can be given.
+    Raises UserError where a function cannot be imported, or asks for what nothing provides.
+    """
+
+    def __init__(self, config: RewardConfig, tokenizer, prompts: Iterable[Prompt]):
+        columns = Columns.of(prompts)
+        self._names, self._tokenizer = config.function, tokenizer
+        weights = config.weights or (1.0,) * len(config.function)
+        self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout)
+        try:
+            self._functions = [
+                described(index, name, label, weight, self._pool.described[index], columns)
+                for index, (name, label, weight) in enumerate(zip(self._names, labels(self._names), weights))
+            ]
+        except UserError:
+            self.close()
+            raise
+
+    def __enter__(self) -> "Rewarder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers; twice does no harm."""
+        self._pool.close()
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
+        """The reward of each completion, completions[i] being one of prompts[i]; a batched function sees all at once.
+
+        UserError where a batched function gives another number of rewards than it got completions, or where no
+        completion at all could be rewarded.
+        """
+        texts = decode(completions, self._tokenizer)
+        attempts = [Attempt(*each) for each in zip(prompts, completions, texts, strict=True)]
+        if not attempts:
+            return []
+        calls = [function.calls(attempts) for function in self._functions]
+        results = iter(self._pool.run([call for each in calls for call in each]))
+        outcomes = []
+        for function, each in zip(self._functions, calls):
+            found = [next(results) for _ in each]
+            outcomes.append(spread(self._names[function.index], found[0], len(attempts)) if function.batched else found)
+        scored = [total(self._functions, of_one, text) for of_one, text in zip(zip(*outcomes), texts)]
+        if all(each.error is not None for each in scored):
+            raise UserError(
+                f"reward.function=[{', '.join(self._names)}]: none of {len(scored)} completions could be rewarded; the "
+                f"first, {completions[0].id}: {scored[0].error}: mend the function"
+            )
+        return scored
+
+
+def located(name: str) -> str:
+    """FILE.py:NAME or MODULE:NAME of a function of reward.function."""
+    if name in BUILT_IN:
+        return f"{BUILT_IN_FILE}:{name}"
+    target, _, function = name.rpartition(":")
+    if not target or not function:
+        close = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise UserError(
+            f"reward.function={name} is neither built in ({', '.join(BUILT_IN)}) nor of the form file.py:function or "
+            f"package.module:function: {hint or 'correct it'}".rstrip()
+        )
+    return name
+
+
+def labels(names: Sequence[str]) -> list[str]:
+    """What follows the colon; the whole name where that would be ambiguous."""
+    short = [name.rpartition(":")[2] for name in names]
+    count = Counter(short)
+    return [each if count[each] == 1 else name for each, name in zip(short, names)]
+
+
+def described(index: int, name: str, label: str, weight: float, said: Any, columns: Columns) -> RewardFunction:
+    if isinstance(said, str):
+        raise UserError(f"reward.function={name} {said}")
+    parameters = tuple(Parameter(*each) for each in said)
+    return RewardFunction(index, label, weight, recognise(name, parameters, columns), parameters)
+
+
+def decode(completions: Sequence[Completion], tokenizer) -> list[str]:
+    """Texts without special tokens, and without the stop token, which need not be a special one."""
+    tokens = [each.tokens[:-1] if each.finish == "stop" else each.tokens for each in completions]
+    return [
+        tokenizer.decode(list(each), skip_special_tokens=True, clean_up_tokenization_spaces=False) for each in tokens
+    ]
+
+
+def spread(name: str, result: Any, count: int) -> list[Any]:
+    """The result of one call for all completions -> one outcome each."""
+    if isinstance(result, str):
+        return [result] * count
+    if len(result) != count:
+        raise UserError(
+            f"reward.function={name} returned {len(result)} rewards for {count} completions: return one for each, in "
+            "their order"
+        )
+    return result
+
+
+def total(functions: Sequence[RewardFunction], outcomes: Sequence[float | str | None], text: str) -> Scored:
+    """outcomes: of one completion, one for each function: a number, None (does not apply), or what went wrong."""
+    parts = {
+        function.label: math.nan if isinstance(outcome, str) else outcome
+        for function, outcome in zip(functions, outcomes)
+        if outcome is not None
+    }
+    failed = [(function, outcome) for function, outcome in zip(functions, outcomes) if isinstance(outcome, str)]
+    error = f"{failed[0][0].label}: {failed[0][1]}" if failed else None
+    if not parts:
+        error = "no reward function applies to it: all returned None"
+    weighted = sum(function.weight * parts[function.label] for function in functions if function.label in parts)
+    return Scored(math.nan if error else float(weighted), parts, error, text)

@@ -1,0 +1,126 @@
+"""Prompts -> completions -> rewards, and the weights that go the other way."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch.distributed as dist
+
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl.backend import RolloutBackend
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.reward import Scored
+from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
+from isoloss.parallel import UserError
+
+# How often a batch is asked for again after servers were lost, before the run gives up.
+MAX_ATTEMPTS = 10
+Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
+
+
+class Rollout:
+    """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
+
+    score: prompts and completions -> rewards and texts; called on rank 0.
+    calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        backend: RolloutBackend,
+        score: Score,
+        config: RLConfig,
+        stop_token_ids: tuple[int, ...],
+    ):
+        self.engine, self.backend, self._score = engine, backend, score
+        self._bucket_bytes = config.rollout.bucket_mb << 20
+        self.sampling = Sampling(
+            config.rollout.max_new_tokens,
+            config.rollout.temperature,
+            config.rollout.top_p,
+            stop_token_ids,
+            config.train.seed,
+        )
+        self.version = -1
+        self.calls = 0
+        self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
+
+    def sync(self, version: int) -> None:
+        """Let the backend serve the engine's present weights under this number, if it does not do so already.
+
+        Collective over the world.
+        """
+        started = time.perf_counter()
+        self.version = version
+        if self.backend.weight_version() != version:
+            buckets = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
+            self.backend.update_weights(buckets, version)
+        self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def take_seconds(self) -> dict[str, float]:
+        """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
+        taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return taken
+
+    def groups(self, prompts: Sequence[Prompt], first_draw: int, count: int) -> list[Group]:
+        """`count` rewarded completions of each prompt. Collective over the world; the same on every rank."""
+        ids = [f"{prompt.id}/{first_draw + index}" for index, prompt in enumerate(prompts)]
+        trajectories = self._trajectories(prompts, ids, count, self.sampling)
+        return [
+            Group(first_draw + index, prompt, tuple(trajectories[index * count : (index + 1) * count]))
+            for index, prompt in enumerate(prompts)
+        ]
+
+    def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
+        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world."""
+        ids = [f"{prompt.id}/eval" for prompt in prompts]
+        return self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+
+    def _trajectories(
+        self, prompts: Sequence[Prompt], ids: Sequence[str], count: int, sampling: Sampling
+    ) -> list[Trajectory]:
+        started = time.perf_counter()
+        asked = [(prompt, f"{id}/{k}") for prompt, id in zip(prompts, ids) for k in range(count)]
+        completions = self._generate([Request(id, prompt.tokens) for prompt, id in asked], sampling)
+        prompts_S = [prompt for prompt, _ in asked]
+        scored = on_main(lambda: self._score(prompts_S, completions))
+        self._seconds["generate_seconds"] += time.perf_counter() - started
+        return [
+            Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
+            for prompt, completion, of_one in zip(prompts_S, completions, scored, strict=True)
+        ]
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
+        self.calls += 1
+        found: dict[str, Completion] = {}
+        pending = list(requests)
+        for _ in range(MAX_ATTEMPTS):
+            answers = self.backend.generate(pending, sampling)
+            found |= {answer.id: answer for answer in answers if answer is not None}
+            pending = [request for request in pending if request.id not in found]
+            if not pending:
+                return [found[request.id] for request in requests]
+            self.backend.check_health()
+            self.sync(self.version)
+        raise UserError(
+            f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
+            "in a row; look at the servers' logs"
+        )
+
+
+def on_main(work: Callable[[], list]) -> list:
+    """work() on rank 0; its result, or its UserError, on every rank. One broadcast over the world."""
+    answer: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer = [work(), None]
+        except UserError as error:
+            answer = [None, str(error)]
+    dist.broadcast_object_list(answer, src=0)
+    result, mistake = answer
+    if mistake is not None:
+        raise UserError(str(mistake))
+    assert isinstance(result, list)
+    return result

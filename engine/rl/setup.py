@@ -1,0 +1,120 @@
+"""What a reinforcement learning run starts from: its prompts, its reward functions, its rollout backend."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.data import steps_for_epochs
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl.backend import RolloutBackend
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.prompts import PromptSet, load_prompts
+from isoloss.engine.rl.reward import Rewarder
+from isoloss.engine.rl.rollout import Rollout, Score
+from isoloss.engine.rows import check_paths
+from isoloss.models.build import check_layout
+from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.parallel import UserError, launch
+
+
+@dataclass(frozen=True)
+class RLData:
+    """Prompts, the tokenizer, the tokens that end a completion, and the length of the run in optimizer steps."""
+
+    train: PromptSet
+    eval: PromptSet | None
+    tokenizer: Any
+    stop_token_ids: tuple[int, ...]
+    total_steps: int
+
+
+def load_data(config: RLConfig) -> RLData:
+    """Read and tokenize the prompts. Enters no collective.
+
+    A prompt and rollout.max_new_tokens have to fit data.max_length, batch.max_tokens and the model's positions.
+    """
+    arch = read_architecture(config.model.path)
+    if config.algorithm.uses_critic:
+        check_layout(arch.as_critic(), config.parallel.layout())
+    if not config.data.train:
+        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
+    check_paths(config.data.train, "data.train")
+    check_paths(config.data.eval or config.data.train, "data.eval")
+    limits = {
+        "data.max_length": config.data.max_length,
+        "batch.max_tokens": config.batch.max_tokens,
+        "max_position_embeddings": arch.max_positions,
+    }
+    key = min(limits, key=lambda name: limits[name])
+    room = limits[key] - config.rollout.max_new_tokens
+    if room < 1:
+        raise UserError(
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
+            f"{limits[key]}; lower the one or raise the other"
+        )
+    tokenizer = load_tokenizer(config.model.tokenizer or str(hf_folder(config.model.path)), arch.vocab_size)
+    limit = f"{key} - rollout.max_new_tokens"
+    options = {"max_prompt_tokens": room, "overlong": config.data.overlong, "limit": limit}
+    train = load_prompts(config.data.train, tokenizer, **options)
+    evaluation = load_prompts(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
+    batches = steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
+    return RLData(
+        train,
+        evaluation,
+        tokenizer,
+        stop_tokens(hf_folder(config.model.path), tokenizer),
+        config.train.steps or batches * config.steps_per_batch,
+    )
+
+
+def stop_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's end token and those of generation_config.json."""
+    found = {tokenizer.eos_token_id}
+    path = folder / "generation_config.json"
+    if path.is_file():
+        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        found |= set(told) if isinstance(told, list) else {told}
+    stop = tuple(sorted(token for token in found if token is not None))
+    if not stop:
+        raise UserError(
+            f"neither the tokenizer nor generation_config.json of {folder} names a token that ends a completion: set "
+            "eos_token in tokenizer_config.json"
+        )
+    return stop
+
+
+@contextlib.contextmanager
+def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
+    """The reward functions, in worker processes of rank 0; on other ranks nobody asks them.
+
+    Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
+    """
+
+    def ask_rank_0(prompts, completions):
+        raise RuntimeError("rewards are given on rank 0")
+
+    if launch.rank_and_world()[0] > 0:
+        yield ask_rank_0
+        return
+    with Rewarder(config.reward, data.tokenizer, [*data.train, *(data.eval or ())]) as rewarder:
+        yield rewarder.score
+
+
+@contextlib.contextmanager
+def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score) -> Iterator[Rollout]:
+    """The rollout with the configured backend. Collective over the world."""
+    backend = open_backend(config, engine)
+    try:
+        backend.check_health()
+        yield Rollout(engine, backend, score, config, data.stop_token_ids)
+    finally:
+        backend.close()
+
+
+def open_backend(config: RLConfig, engine: Engine) -> RolloutBackend:
+    return InProcessBackend(config.model.path, engine.dtype, engine.device, config.rollout.concurrency)

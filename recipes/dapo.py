@@ -1,0 +1,15 @@
+"""DAPO: GRPO with clip-higher, dynamic sampling, overlong shaping and a token-mean loss (Yu et al., arXiv 2503.14476).
+
+python -m isoloss.recipes.dapo model.path=DIR data.train=PROMPTS.jsonl reward.function=math
+torchrun --nproc_per_node 4 -m isoloss.recipes.dapo parallel.tp=2 model.path=DIR data.train=PROMPTS.jsonl
+python -m isoloss.recipes.dapo --help                            # presets and keys
+"""
+
+import sys
+
+from isoloss.engine.rl.config import RLConfig
+from isoloss.recipes import launch
+from isoloss.recipes.grpo import run
+
+if __name__ == "__main__":
+    sys.exit(launch.main("dapo", RLConfig, run))

@@ -1,0 +1,23 @@
+"""Reinforcement learning with group-relative advantages (GRPO and its relatives; PPO with algorithm.advantage=gae).
+
+python -m isoloss.recipes.grpo model.path=DIR data.train=PROMPTS.jsonl reward.function=math
+torchrun --nproc_per_node 4 -m isoloss.recipes.grpo parallel.tp=2 model.path=DIR data.train=PROMPTS.jsonl
+python -m isoloss.recipes.grpo --help                            # presets and keys
+"""
+
+import sys
+
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.loop import summary, train_rl
+from isoloss.engine.run import is_main
+from isoloss.recipes import launch
+
+
+def run(config: RLConfig, run_name: str) -> None:
+    result = train_rl(config, run_name)
+    if is_main():
+        print(*summary(result), sep="\n", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(launch.main("grpo", RLConfig, run))

@@ -1,0 +1,221 @@
+"""The promise in reinforcement learning: one recorded batch of rollouts, one optimizer step, the same on every layout.
+
+Every loss with every aggregation, parameter by parameter in fp64 against one rank and one micro-batch; also every term,
+and every observed metric. On-policy, GRPO's loss cancels to about 0, so its rounding is told relative to the sum of the
+absolute values of what was added up.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import tempfile
+
+import numpy as np
+import pytest
+import torch
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.parallel import Layout
+from isoloss.parallel.normalizer import MODES
+from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
+from isoloss.tools.plants import NONE, RL_PLANTS, Run
+from isoloss.tools.prove import on_layout
+
+VOCAB, MAX_LENGTH = 307, 96
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 4,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+LAYOUTS = ("1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2")
+PLAIN = AlgorithmConfig()
+# Each loss at least once, with what it is combined with: both kinds of correction, all estimators, terms that are
+# aggregated otherwise than the main one.
+LOSSES = {
+    "grpo": PLAIN,
+    "dapo": AlgorithmConfig(clip_high=0.28),
+    "dual-clip": AlgorithmConfig(dual_clip=1.5, kl_coef=0.1, kl_estimator="k1"),
+    "clip+k3+entropy": AlgorithmConfig(kl_coef=0.2, entropy_coef=0.05),
+    "clip+k2-by-sequence": AlgorithmConfig(
+        kl_coef=0.2, kl_estimator="k2", kl_aggregation="seq-mean-token-mean", entropy_coef=0.1,
+        entropy_aggregation="prompt-mean-token-mean",
+    ),
+    "clip+token-importance": AlgorithmConfig(importance="token", importance_cap=1.2),
+    "clip+sequence-importance": AlgorithmConfig(importance="sequence", importance_cap=3.0),
+    "clip-from-rollout": AlgorithmConfig(old_logprobs="rollout"),
+    "gspo": AlgorithmConfig(loss="gspo", clip_low=0.02, clip_high=0.03),
+    "gspo+sequence-importance+kl": AlgorithmConfig(
+        loss="gspo", clip_low=0.02, clip_high=0.03, importance="sequence", importance_cap=3.0, kl_coef=0.1,
+        kl_aggregation="token-mean",
+    ),
+    "cispo": AlgorithmConfig(loss="cispo", clip_low=1.0, clip_high=0.1),
+    "reinforce": AlgorithmConfig(loss="reinforce", advantage="rloo"),
+    "reinforce-from-rollout": AlgorithmConfig(loss="reinforce", old_logprobs="rollout", importance="sequence"),
+}  # fmt: skip
+BUDGETS = (MAX_LENGTH, 160, 0)
+
+
+def recorded_batch(on_policy: bool) -> list[Sample]:
+    """16 completions of 5 prompts: log-normal lengths, one fully masked, one of a single token, one of maximum length.
+
+    on_policy: nothing was noted of the policy that generated, so that the ratio is exactly 1.
+    """
+    rng = np.random.default_rng(11)
+    lengths = np.clip(rng.lognormal(math.log(28), 0.8, 14).astype(int), 6, MAX_LENGTH).tolist()
+    samples = []
+    for index, length in enumerate([*lengths, MAX_LENGTH, 13]):
+        prompt = int(rng.integers(2, 5))
+        mask = torch.arange(length) >= prompt
+        if index == 3:
+            mask[:] = False
+        if index == 15:
+            mask[:-1] = False
+        near = rng.normal(-math.log(VOCAB), 0.3, length)  # about what random weights give
+        fields = {
+            "advantages": np.full(length, rng.normal()),
+            "rollout_logprobs": near + rng.normal(0, 0.1, length),
+            "ref_logprobs": near + rng.normal(0, 0.2, length),
+            "returns": rng.normal(0, 0.3, length),
+            "old_values": rng.normal(0, 0.2, length),
+        } | ({} if on_policy else {"train_logprobs": near})
+        tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
+        samples.append(Sample(tokens, mask, index // 4, {k: torch.from_numpy(v) * mask for k, v in fields.items()}))
+    return samples
+
+
+def loss_of(mode: str) -> LossConfig:
+    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
+
+
+class Grid:
+    """The references of one rank, made when they are first needed, and comparisons of other layouts with them."""
+
+    def __init__(self, pool, folder, on_policy: bool = False, critic: bool = False):
+        self.pool, self.critic = pool, critic
+        self.config = RLConfig(
+            ModelConfig(path=str(folder), from_scratch=True),
+            batch=BatchConfig(),
+            train=TrainConfig(precision="fp64", seed=3),
+            rollout=RolloutConfig(max_new_tokens=MAX_LENGTH, temperature=0.8),
+        )
+        self.frozen = freeze(recorded_batch(on_policy))
+        self.folder = tempfile.mkdtemp(dir=folder)
+        self.references: dict[tuple[str, str], Measurement] = {}
+
+    def case(self, name: str, mode: str, budget: int) -> Case:
+        policy = dataclasses.replace(self.config, algorithm=LOSSES.get(name, PLAIN))
+        return Case(budget, loss_of(mode), policy, self.critic)
+
+    def run(self, layout: Layout, triples, plant=NONE, write: bool = False) -> list[Measurement]:
+        cases = [self.case(*triple) for triple in triples]
+        files = [reference_file(self.folder, f"{name}-{mode}") for name, mode, _ in triples]
+        config = on_layout(self.config, layout, "fp64")
+        return merge(self.pool.run(layout.world_size, measure, config, self.frozen, cases, files, plant, write))
+
+    def refer(self, pairs) -> None:
+        new = [pair for pair in dict.fromkeys(pairs) if pair not in self.references]
+        if new:
+            found = self.run(Layout(), [(*pair, 0) for pair in new], write=True)
+            self.references |= dict(zip(new, found, strict=True))
+
+    def check(self, layout: str, triples) -> None:
+        triples = list(triples)
+        self.refer((name, mode) for name, mode, _ in triples)
+        for triple, found in zip(triples, self.run(Layout.parse(layout), triples), strict=True):
+            against = compare(found, self.references[triple[:2]], TOLERANCE["fp64"])
+            assert against.passed, f"{layout} {triple}: {against.reason}"
+            assert found.canary is None
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("rl-invariance")
+    (path / "config.json").write_text(json.dumps(MODEL))
+    return path
+
+
+@pytest.fixture(scope="module")
+def grid(pool, folder) -> Grid:
+    return Grid(pool, folder)
+
+
+PAIRS = list(itertools.product(LOSSES, MODES))
+CASES = [(name, mode, budget) for name, mode in PAIRS for budget in BUDGETS]
+
+
+def covering(index: int) -> list[tuple[str, str, int]]:
+    """The cases of layout number `index`: of the 18 of every loss two, others for the next loss, so that the nine
+    layouts together see them all."""
+    return [case for n, case in enumerate(CASES) if (n + n // 18) % len(LAYOUTS) == index]
+
+
+def test_the_covering_array_covers():
+    shares = [covering(index) for index in range(len(LAYOUTS))]
+    assert {case for share in shares for case in share} >= set(CASES)
+    for share in shares:
+        assert {name for name, _, _ in share} == set(LOSSES)
+        assert {mode for _, mode, _ in share} == set(MODES)
+
+
+@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=LAYOUTS)
+def test_every_layout(grid, index):
+    grid.check(LAYOUTS[index], covering(index))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whole_product(grid, layout):
+    grid.check(layout, CASES)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_on_policy_where_the_loss_cancels(pool, folder, layout):
+    """Without the old policy's log-probabilities the ratio is 1, and with advantages of mean 0 the loss about 0."""
+    Grid(pool, folder, on_policy=True).check(layout, [("grpo", "token-mean", 160), ("gspo", "seq-mean-token-mean", 96)])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_critic(pool, folder, layout):
+    Grid(pool, folder, critic=True).check(layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
+
+
+def test_the_batch_reaches_every_branch(grid):
+    """Clipping on both sides, masks and terms all have something to do: what agrees is not agreement on nothing."""
+    grid.refer(PAIRS)
+    for (name, mode), reference in grid.references.items():
+        clipped = reference.details["clip_fraction"]
+        assert (0.01 < clipped < 0.99) or name.startswith("reinforce"), (name, mode, clipped)
+        assert abs(reference.loss) < reference.magnitude
+        assert reference.details["entropy"] > 1 and reference.details["kl"] > 1e-3
+    token_mean = grid.references["clip+k2-by-sequence", "token-mean"].details
+    by_sequence = grid.references["clip+k2-by-sequence", "seq-mean-token-mean"].details
+    assert token_mean["kl_loss"] == pytest.approx(by_sequence["kl_loss"], rel=1e-14)  # its own aggregation, always
+    assert token_mean["policy_loss"] != pytest.approx(by_sequence["policy_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("plant", sorted(RL_PLANTS))
+def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
+    cases = [("gspo", "seq-mean-token-mean", 96), ("clip+k2-by-sequence", "token-mean", 96), ("grpo", "token-mean", 0)]
+    grid.refer((name, mode) for name, mode, _ in cases)
+    for layout in ("ulysses2", "dp2", "1"):
+        run = grid.run(Layout.parse(layout), cases, RL_PLANTS[plant])
+        for (name, mode, _), found in zip(cases, run, strict=True):
+            against = compare(found, grid.references[name, mode], TOLERANCE["fp64"])
+            what = Run(Layout.parse(layout), found.micro_batches, mode, name)
+            spoiled = RL_PLANTS[plant].spoils(what)
+            assert against.passed != spoiled, f"{plant} on {layout}, {name}: {against.reason or 'not noticed'}"
+            assert not spoiled or against.gradient_error > 1e-6

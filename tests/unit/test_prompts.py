@@ -1,0 +1,153 @@
+"""Rows -> Prompts, and the order of draws."""
+
+import json
+from collections import Counter
+from importlib.resources import files
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.data import step_indices
+from isoloss.engine.rl.prompts import load_prompts, prompt_order
+from isoloss.parallel.errors import UserError
+
+TINY = str(files("isoloss.recipes") / "assets" / "tiny")
+ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]
+VERL = {
+    "data_source": "gsm8k",
+    "prompt": ASK,
+    "ability": "math",
+    "reward_model": {"ground_truth": "2", "style": "rule"},
+    "extra_info": {"index": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(TINY, 2048)
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(*rows, name="train.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def load(tokenizer):
+    def load(*paths, tokenizer=tokenizer, **options):
+        return load_prompts(paths, tokenizer, **({"max_prompt_tokens": 256, "overlong": "error"} | options))
+
+    return load
+
+
+def test_messages_and_text(load, write, tokenizer):
+    text = {"prompt": "One, two,", "answer": 3, "level": "easy"}
+    path = write({"prompt": ASK, "answer": "2", "data_source": "sums"}, "", {"messages": ASK}, text)
+    first, second, third = load(path)
+    rendered = tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
+    assert rendered.endswith("<|im_start|>assistant\n") and tokenizer.decode(first.tokens) == rendered
+    assert first.tokens == second.tokens and first.prompt == second.prompt == tuple(ASK)
+    assert tokenizer.decode(third.tokens) == third.prompt == "One, two,"
+    assert [prompt.id for prompt in load(path)] == ["train.jsonl:1", "train.jsonl:3", "train.jsonl:4"]
+    assert [prompt.answer for prompt in load(path)] == ["2", None, 3]
+    assert [prompt.source for prompt in load(path)] == ["sums", "train", "train"]
+    assert third.extra == {"level": "easy"} and first.extra == second.extra == {}
+
+
+def test_names_of_verl_and_trl(load, write, tmp_path):
+    (row,) = load(write(VERL))
+    assert (row.answer, row.source) == ("2", "gsm8k")
+    assert row.extra == {key: VERL[key] for key in ("ability", "reward_model", "extra_info")}
+    pq.write_table(pa.Table.from_pylist([VERL]), tmp_path / "train.parquet")
+    (same,) = load(str(tmp_path / "train.parquet"))
+    assert same.id == "train.parquet:1"
+    assert (same.tokens, same.prompt, same.answer, dict(same.extra)) == (row.tokens, row.prompt, "2", dict(row.extra))
+    rows = [
+        {"prompt": "x", "solution": "s"},
+        {"prompt": "x", "solution": "s", "reward_model": {"ground_truth": "r"}},
+        {"prompt": "x", "solution": "s", "reward_model": {"ground_truth": "r"}, "ground_truth": "g"},
+        {"prompt": "x", "solution": "s", "ground_truth": "g", "answer": 0},
+    ]
+    loaded = load(write(*rows))
+    assert [prompt.answer for prompt in loaded] == ["s", "r", "g", 0]
+    assert loaded[3].extra == {"solution": "s", "ground_truth": "g"}
+
+
+def test_ids_of_files_with_the_same_name(load, write, tmp_path):
+    row = {"prompt": "x"}
+    one, two, other = write(row, name="a/x.jsonl"), write(row, name="b/x.jsonl"), write(row, name="b/y.jsonl")
+    prompts = load(one, two, other)
+    assert [prompt.id for prompt in prompts] == [f"{one}:1", f"{two}:1", "y.jsonl:1"]
+    assert [prompt.source for prompt in prompts] == ["x", "x", "y"]
+
+
+def test_overlong(load, write):
+    path = write({"prompt": "short"}, {"prompt": "long " * 50})
+    lengths = [len(prompt.tokens) for prompt in load(path)]
+    limit = lengths[1] - 1
+    assert len(load(path, max_prompt_tokens=lengths[1])) == 2
+    kept = load(path, max_prompt_tokens=limit, overlong="drop")
+    assert [prompt.id for prompt in kept] == ["train.jsonl:1"] and kept.dropped == 1
+    with pytest.raises(UserError, match=rf"train.jsonl:2: .* {lengths[1]} tokens .*data.max_length={limit}.*drop"):
+        load(path, max_prompt_tokens=limit)
+    with pytest.raises(UserError, match=r"data.eval: all 2 prompts .*dropped.*rollout.x=0: raise it"):
+        load(path, max_prompt_tokens=0, overlong="drop", key="data.eval", limit="rollout.x")
+    with pytest.raises(UserError, match=r"data.overlong=truncate .*another question"):
+        load(path, overlong="truncate")
+    with pytest.raises(UserError, match=r"data.overlong=cut: choose one of error, drop"):
+        load(path, overlong="cut")
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({"question": "x"}, r"train.jsonl:2: no prompt \(keys: question\): .*`prompt`.*`messages`"),
+        ({"prompt": ""}, "train.jsonl:2: `prompt` is empty"),
+        ({"prompt": " \n"}, "train.jsonl:2: `prompt` is empty"),
+        ({"prompt": []}, r"train.jsonl:2: `prompt` must be text or a list"),
+        ({"prompt": 5}, r"train.jsonl:2: `prompt` must be .*int 5"),
+        ({"messages": "x"}, r"train.jsonl:2: `messages` must be a list"),
+        ({"prompt": [{"role": "user"}]}, r"train.jsonl:2: `prompt\[0\].content` must be text"),
+        ({"prompt": [{"role": "user", "content": " "}]}, "train.jsonl:2: `prompt` has no content"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "2"}]}, "train.jsonl:2: `messages` ends with the assist"),
+        ({"prompt": "x", "data_source": 3}, "train.jsonl:2: `data_source` must be text, not int 3"),
+    ],
+)
+def test_bad_rows(load, write, row, said):
+    with pytest.raises(UserError, match=said) as error:
+        load(write({"prompt": "x"}, row))
+    assert "\n" not in str(error.value)
+
+
+def test_bad_files(load, write):
+    with pytest.raises(UserError, match=r"data.train: no rows in .*train.jsonl"):
+        load(write(""))
+    with pytest.raises(UserError, match=r"data.eval: no such file: .*trian.jsonl; did you mean .*train.jsonl"):
+        load(write({"prompt": "x"}).replace("train.jsonl", "trian.jsonl"), key="data.eval")
+
+
+def test_messages_without_a_chat_template(load, write):
+    plain = load_tokenizer(TINY, 2048)
+    plain.chat_template = None
+    assert len(load(write({"prompt": "x"}), tokenizer=plain)) == 1
+    with pytest.raises(UserError, match=r"train.jsonl:1: messages need a chat template.*`prompt` as plain text"):
+        load(write({"prompt": ASK}), tokenizer=plain)
+
+
+def test_order():
+    stream = prompt_order(7, 0, 21, seed=3)
+    assert all(Counter(stream[i : i + 7]) == Counter(range(7)) for i in (0, 7, 14))
+    assert stream[:7] != stream[7:14]
+    assert prompt_order(7, 5, 11, seed=3) == stream[5:16]
+    assert prompt_order(7, 0, 21, seed=4) != stream
+    assert prompt_order(7, 8, 4, seed=3) == step_indices(7, 2, 4, 3).tolist()
+    with pytest.raises(ValueError, match="count=0"):
+        prompt_order(7, 0, 0, seed=3)
