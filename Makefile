@@ -12,12 +12,7 @@ BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
 RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $(NPROC)
 
-# The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
-SORT := runs/sft-sort
-# The folder of a run: the one that ARGS names, else the newest of its recipe.
-RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
-
-.PHONY: help install sft grpo dapo test prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +20,7 @@ help:
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the whole CPU test suite"
+	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (a quarter of an hour on two cores)"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       ruff;  make types: pyright"
@@ -51,6 +47,16 @@ grpo dapo: install
 test: install
 	$(BIN)/pytest $(ARGS)
 
+# A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own.
+test-sglang: install .sglang-venv/.ready
+	$(BIN)/pytest -m sglang $(ARGS)
+
+.sglang-venv/.ready: tests/sglang/requirements.txt
+	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
+	.sglang-venv/bin/pip install --quiet $(TORCH) -c constraints.txt
+	.sglang-venv/bin/pip install --quiet --no-deps -r $<
+	touch $@
+
 prove-all: install
 	$(BIN)/pytest -m slow $(ARGS)
 
@@ -68,4 +74,4 @@ types: install
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf .venv .links build *.egg-info
+	rm -rf .venv .sglang-venv .links build *.egg-info

@@ -1,0 +1,204 @@
+"""The parts of the SGLang backend that need no server (tests/sglang has the rest)."""
+
+import base64
+import io
+import os
+import pickletools
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+from doubles.sglang_server import Unpickler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.multiprocessing import get_sharing_strategy
+
+from isoloss.engine.rl.sglang_bucket import flatten, serialize
+from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer, read_piece
+from isoloss.engine.rl.sglang_generate import Fleet, sampling_params
+from isoloss.engine.rl.sglang_group import own_address
+from isoloss.engine.rl.sglang_process import GUARD, ServerProcess
+from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.parallel import UserError, launch
+
+# ---------------------------------------------------------------------------------------------------- replies, requests
+
+
+def reply(tokens: int, spans=None, version="3", finish="length"):
+    meta = {
+        "finish_reason": {"type": finish},
+        "weight_version": version,
+        "output_token_logprobs": [[-0.5 * k, k, None] for k in range(tokens)],
+    }
+    return {
+        "output_ids": list(range(tokens)),
+        "meta_info": meta | ({} if spans is None else {"weight_versions": spans}),
+    }
+
+
+def span(version, start, end):
+    return {"version": version, "start": start, "end": end}
+
+
+@pytest.mark.parametrize(
+    ("given_spans", "versions"),
+    [
+        ([span("1", 0, 2), span("3", 2, 5)], (1, 1, 3, 3, 3)),
+        ([span("1", 0, 2), span("3", 2, 9)], (1, 1, 3, 3, 3)),  # aborted in the queue: it had made more tokens
+        ([span("1", 0, 2)], (1, 1, 3, 3, 3)),
+        (None, (3, 3, 3, 3, 3)),  # servers that know of one version only
+    ],
+)
+def test_versions_of_tokens(given_spans, versions):
+    piece = read_piece(reply(5, given_spans))
+    assert piece.versions == versions
+    assert piece.tokens == (0, 1, 2, 3, 4) and piece.logprobs == (0.0, -0.5, -1.0, -1.5, -2.0)
+
+
+def test_nothing_came_out():
+    piece = read_piece(reply(0, [span("3", 0, 0)], finish="abort"))
+    assert (piece.tokens, piece.versions, piece.finish) == ((), (), "abort")
+
+
+def test_tokens_of_weights_that_are_not_ours_are_lost():
+    with pytest.raises(ServerLost, match=r"restarted.*'default'"):
+        read_piece(reply(4, [span("3", 0, 2), span("default", 2, 4)]))
+
+
+def test_sampling_seed_is_of_the_run_and_the_request():
+    def seed(run: int, name: str) -> int:
+        return sampling_params(Request(name, (1,)), Sampling(8, seed=run), 8)["sampling_seed"]
+
+    assert seed(1, "a:1/0/0") == seed(1, "a:1/0/0")
+    seeds = {seed(run, f"a:{row}/0/{k}") for run in range(3) for row in range(10) for k in range(4)}
+    assert len(seeds) == 120 and all(0 <= each < 2**31 for each in seeds)
+
+
+def test_the_budget_is_what_is_left():
+    sampling = Sampling(8, 0.5, 0.9, (4, 5))
+    params = sampling_params(Request("a", (1,)), sampling, 3)
+    assert (params["max_new_tokens"], params["temperature"], params["top_p"]) == (3, 0.5, 0.9)
+    assert params["stop_token_ids"] == [4, 5] and not params["ignore_eos"]
+    assert sampling_params(Request("a", (1,)), Sampling(8), 8)["ignore_eos"]
+
+
+def test_the_least_busy_server_is_next():
+    a, b, c = (SGLangServer(f"http://{name}", 1.0) for name in "abc")
+    fleet = Fleet([a, b, c], alive=lambda server: server is not b)
+    assert [fleet.take() for _ in range(4)] == [a, b, c, a]
+    fleet.give(b)
+    assert fleet.take() is b and fleet.take(but=b) is c
+    fleet.failed(b, ServerLost("gone"))
+    fleet.give(b)
+    assert fleet.take() is a or fleet.take() is c
+    fleet.failed(c, ServerLost("slow", timed_out=True))  # alive, but another request would wait as long
+    assert fleet.take() is a and fleet.take(but=a) is a
+    fleet.failed(a, ServerLost("slow", timed_out=True))
+    assert fleet.take() is None
+
+
+# ------------------------------------------------------------------------------------------------------------- buckets
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.uint8)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(1, 4), max_size=3)), min_size=1, max_size=8))
+def test_a_bucket_flattens_and_comes_back(parts):
+    """Transposed tensors, too; each starts at a multiple of its item size, as SGLang demands."""
+    bucket = [
+        (f"w{k}", torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype).T if len(shape) == 2 else
+         torch.full(shape, k, dtype=dtype))
+        for k, (dtype, shape) in enumerate(parts)
+    ]  # fmt: skip
+    flat = flatten(bucket)
+    assert sorted(part.name for part in flat.layout) == sorted(name for name, _ in bucket)
+    assert flat.flat_B.numel() == sum(tensor.nbytes for _, tensor in bucket)
+    for part in flat.layout:
+        assert part.start_idx % part.dtype.itemsize == 0 and part.end_idx - part.start_idx == part.numel
+        back = flat.flat_B[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape)
+        assert torch.equal(back, dict(bucket)[part.name])
+
+
+def test_a_handle_opens_elsewhere_without_our_code():
+    """Its pickle names SGLang's class and torch's, nothing of isoloss, and holds no weights."""
+    weight = torch.randn(300, 40)
+    flat = flatten([("a.weight", weight), ("b.bias", torch.arange(5.0).bfloat16())])
+    handle = serialize(flat)
+    raw = base64.b64decode(handle)
+    classes = {arg for opcode, arg, _ in pickletools.genops(raw) if opcode.name == "GLOBAL"}
+    assert "sglang.srt.weight_sync.tensor_bucket FlattenedTensorMetadata" in classes
+    assert all(name.split(".")[0].split()[0] in ("sglang", "torch", "_codecs", "collections") for name in classes)
+    assert len(raw) < weight.nbytes / 10
+    assert get_sharing_strategy() == "file_descriptor"  # as before
+    opened = Unpickler(io.BytesIO(raw)).load()
+    part = next(part for part in opened["metadata"] if part.name == "a.weight")
+    assert torch.equal(opened["flattened_tensor"][part.start_idx : part.end_idx].view(part.dtype).view(300, 40), weight)
+
+
+def test_our_address_as_a_server_sees_it():
+    assert own_address("http://localhost:30000") == "127.0.0.1"
+
+
+# ----------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_server_does_not_outlive_its_run(tmp_path):
+    """Neither the command nor what it started, though the run is killed and could not clean up; but it does outlive
+    the thread that started it. The run is a process without isoloss, whose imports take seconds."""
+    script = f"""
+import os, subprocess, sys, threading, time
+command = ["bash", "-c", "sleep 1001 & echo up > {tmp_path}/up; sleep 1002"]
+guard = [sys.executable, "-I", {str(GUARD)!r}, str(os.getpid()), *command]
+thread = threading.Thread(target=lambda: subprocess.Popen(guard, start_new_session=True))
+thread.start()
+thread.join()
+while not os.path.exists("{tmp_path}/up"):
+    time.sleep(0.05)
+time.sleep(1.0)
+print("up", flush=True)
+time.sleep(1000)
+"""
+    run = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    try:
+        assert run.stdout.readline() == "up\n"
+        family = psutil.Process(run.pid).children(recursive=True)
+        assert sum("sleep" in process.name() for process in family) == 2
+    finally:
+        os.kill(run.pid, signal.SIGKILL)
+        run.wait()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert not alive
+
+
+def test_starting_again_ends_what_ran(tmp_path):
+    server = ServerProcess("sleep 1003", "http://127.0.0.1:5", tmp_path, tmp_path)
+    server.start()
+    while not (first := [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]):
+        time.sleep(0.01)
+    server.start()
+    _, alive = psutil.wait_procs(first, timeout=20)
+    assert server.running and not alive
+    server.stop()
+    assert not server.running
+    server.stop()  # twice does no harm
+
+
+def test_a_server_needs_a_port(tmp_path):
+    with pytest.raises(UserError, match=r"http://somewhere.*must name a port"):
+        ServerProcess("serve", "http://somewhere", tmp_path, tmp_path)
+
+
+def test_servers_do_not_inherit_torchruns_variables(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("LOCAL_MODELS", "kept")
+    left = launch.environment_without_torchrun()
+    assert left["LOCAL_MODELS"] == "kept" and left["PATH"] == os.environ["PATH"]
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(left)
+    assert not any(name.startswith("TORCHELASTIC") for name in left)
