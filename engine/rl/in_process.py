@@ -43,7 +43,7 @@ class InProcessBackend:
         self._version: int | None = None
         self._gate = Gate()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """As `RolloutBackend.generate`; none is ever lost. One all-gather of the completions over the world.
 
         Each rank takes a block of neighbours, so that completions of one prompt mostly read it together. What a request
