@@ -92,8 +92,11 @@ class Policy:
         return completions, [reward(*each) for each in zip(texts, completions, prompts)]
 
 
-def main(folder: str, steps: int = 60) -> list[Step]:
-    """Train the model of a Hugging Face folder to sort; returns what every optimizer step told."""
+def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
+    """Train the model of a Hugging Face folder; returns what every optimizer step told.
+
+    task: a folder with rl.jsonl, the problems to learn from, and eval.jsonl, those to be judged by.
+    """
     config = Config(
         model=ModelConfig(path=folder),
         batch=BatchConfig(max_tokens=8192),  # the token budget of a micro-batch: memory, never the loss
@@ -102,7 +105,7 @@ def main(folder: str, steps: int = 60) -> list[Step]:
     )
     tokenizer = load_tokenizer(folder, read_architecture(folder).vocab_size)
     problems, held_out = (
-        load_prompts([str(SORT / name)], tokenizer, max_prompt_tokens=64) for name in ("rl.jsonl", "eval.jsonl")
+        load_prompts([str(task / name)], tokenizer, max_prompt_tokens=64) for name in ("rl.jsonl", "eval.jsonl")
     )
     engine = Engine(config)
     policy = Policy(engine, folder)
