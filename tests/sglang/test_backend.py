@@ -278,8 +278,8 @@ def test_memory_is_released_and_resumed(raw):
 
 
 def test_a_server_that_is_not_there(backend):
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/health: .*rollout.server_command"):
-        backend(servers=("http://127.0.0.1:9",))
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/health: .*timeout=1 seconds.*rollout.server_command"):
+        backend(servers=("http://127.0.0.1:9",), timeout=1.0)
 
 
 def test_a_killed_server_is_restarted_and_synced_again(backend, service, unused_url):
