@@ -13,6 +13,8 @@ from isoloss.engine.rl.sglang_client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
 
+pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
+
 PARITY = 1e-5
 CONTEXT = 256  # of both kinds of server
 LONG = 150  # tokens: long enough to be interrupted
