@@ -3,16 +3,17 @@
 docs/rollout.md tells the protocol, the three ways of weight synchronization, and what was run against which version.
 """
 
-import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
 from isoloss.engine.rl.backend import Bucket
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang_client import PROBE_SECONDS, Refused, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer, on_all
 from isoloss.engine.rl.sglang_generate import Fleet, generate, try_abort
+from isoloss.engine.rl.sglang_health import POLL_SECONDS, check_alike, is_healthy, serves_ours, wait_until_healthy
 from isoloss.engine.rl.sglang_process import ServerProcess
 from isoloss.engine.rl.sglang_rank0 import RankZero
 from isoloss.engine.rl.sglang_weights import weight_sync
@@ -30,8 +31,8 @@ class SGLangBackend:
     disk, and {model} of rollout.server_command is its Hugging Face folder. log_folder: where the output of servers that
     are started here goes.
 
-    Collective over the world: with rollout.server_command, servers are started and waited for. Raises UserError for
-    servers that do not come up, or do not fit the configuration.
+    Collective over the world: servers are waited for, with rollout.server_command after they were started. Raises
+    UserError for servers that do not come up in rollout.timeout, or do not fit the configuration.
     """
 
     def __init__(self, config: RolloutConfig, model: str | Path, log_folder: str | Path):
@@ -71,7 +72,7 @@ class SGLangBackend:
             self._insist_on_one([])
             return [None] * len(requests)
         self.wake(MEMORY)
-        fleet = Fleet(ready, _serves_ours) if self._router is None else Fleet([self._router], _is_healthy)
+        fleet = Fleet(ready, serves_ours) if self._router is None else Fleet([self._router], is_healthy)
         completions = generate(
             fleet, requests, sampling, self._config.concurrency, self._config.timeout, self._aborted, self._abort_all
         )
@@ -121,7 +122,7 @@ class SGLangBackend:
         self._version = version
 
     def _begin_update(self, last: int | None) -> None:
-        self._revive()
+        self._come_up()
         # A server that was restarted, or that an update failed on, is no member of what the last update set up.
         rebuild = last is None or set(self._served_versions().values()) != {last}
         self.wake(["weights"])
@@ -144,7 +145,7 @@ class SGLangBackend:
                 f"rollout.servers: weights of version {version} were sent, but what servers say they have is {wrong}; "
                 "see that no other run uses them"
             )
-        _check_alike(self._servers)
+        check_alike(self._servers)
 
     def _abandon_update(self) -> None:
         """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
@@ -191,11 +192,14 @@ class SGLangBackend:
         self._rank0.run(self._come_up)
 
     def close(self) -> None:
+        """See `RolloutBackend`. Waits for no other rank: after a crash there may be none that comes."""
         if self._closed:
             return
         self._closed = True
-        self._rank0.run(self._close)
+        failure = self._rank0.attempt(self._close)
         self._rank0.close()
+        if failure is not None:
+            raise failure
 
     def _open(self) -> None:
         self._come_up()
@@ -222,16 +226,16 @@ class SGLangBackend:
 
     def _come_up(self) -> None:
         self._revive()
-        on_all(self._servers, _insist)
+        on_all(self._servers, lambda server: wait_until_healthy(server, self._config.timeout))
 
     def _revive(self) -> None:
         """Start those servers of ours that do not answer, and wait for them."""
-        dead = [server for server, process in self._processes.items() if not process.running or not _is_healthy(server)]
+        dead = [server for server, process in self._processes.items() if not process.running or not is_healthy(server)]
         for server in dead:
             self._processes[server].start()
         for server in dead:
             try:
-                self._processes[server].wait_ready(lambda server=server: _is_healthy(server), self._config.timeout)
+                self._processes[server].wait_ready(lambda server=server: is_healthy(server), self._config.timeout)
             except UserError:
                 self._stop_processes()
                 raise
@@ -251,54 +255,13 @@ class SGLangBackend:
         return dict(zip(self._servers, on_all(self._servers, of)))
 
     def _insist_on_one(self, losses: list[str]) -> None:
-        """UserError where nothing can be hoped for: no server answers, and none is ours to restart."""
-        if self._processes or any(on_all(self._servers, _is_healthy)):
-            return
-        tried = f" ({losses[0]})" if losses else ""
-        raise UserError(
-            f"rollout.servers={[str(server) for server in self._servers]}: none answers within {PROBE_SECONDS:g} "
-            f"seconds{tried}; start them again, or let rollout.server_command do so"
-        )
-
-
-def _check_alike(servers: Sequence[SGLangServer]) -> None:
-    """UserError where two servers that divide the model in the same way have different weights."""
-    if len(servers) == 1:
-        return
-    # An old server refuses: it has no checksums.
-    with contextlib.suppress(Refused):
-        first: dict[int, tuple[SGLangServer, list[dict[str, str]]]] = {}
-        for server, ranks in zip(servers, on_all(servers, SGLangServer.checksums)):
-            other, same = first.setdefault(len(ranks), (server, ranks))
-            for mine, theirs in zip(ranks, same):
-                different = [name for name, checksum in mine.items() if theirs.get(name) != checksum]
-                if different:
-                    raise UserError(
-                        f"rollout.servers: after an update {server} and {other} differ in {len(different)} weights, "
-                        f"the first of them {different[0]}; start them from the same model, with the same options"
-                    )
-
-
-def _is_healthy(server: SGLangServer) -> bool:
-    try:
-        server.check_health()
-    except ServerLost:
-        return False
-    return True
-
-
-def _serves_ours(server: SGLangServer) -> bool:
-    try:
-        return server.weight_version() is not None
-    except ServerLost:
-        return False
-
-
-def _insist(server: SGLangServer) -> None:
-    """UserError where the server is not healthy."""
-    try:
-        server.check_health()
-    except ServerLost as lost:
-        raise UserError(
-            f"rollout.servers: {lost}; start a server there, correct the URL, or let rollout.server_command start one"
-        ) from None
+        """UserError where nothing can be hoped for: no server comes back, and none is ours to restart."""
+        deadline = time.monotonic() + self._config.timeout
+        while not self._processes and not any(on_all(self._servers, is_healthy)):
+            if time.monotonic() > deadline:
+                tried = f" ({losses[0]})" if losses else ""
+                raise UserError(
+                    f"rollout.servers={[str(server) for server in self._servers]}: none answers in rollout.timeout="
+                    f"{self._config.timeout:g} seconds{tried}; start them again, or let rollout.server_command do so"
+                )
+            time.sleep(POLL_SECONDS)

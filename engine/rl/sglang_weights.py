@@ -238,7 +238,8 @@ class DiskSync:
         finish(self._folder, self._entries)
         source = hf_folder(self._model)
         copy_sidecars(source, self._folder, replace(read_architecture(source), dtype=self._dtype))
-        body = {"model_path": str(self._folder), "flush_cache": False}
+        # "auto", since a server that was started without weights (--load-format dummy) would else make some up again.
+        body = {"model_path": str(self._folder), "load_format": "auto", "flush_cache": False}
         on_all(servers, lambda server: server.post("/update_weights_from_disk", body))
         for older in self._sync_dir.glob("weights-*"):
             if older != self._folder:

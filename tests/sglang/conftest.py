@@ -51,12 +51,12 @@ def model_folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def start(tmp_path_factory, model_folder) -> Iterator[Callable[[str], str]]:
-    """start(command) -> the URL of a new server."""
+def start(tmp_path_factory, model_folder) -> Iterator[Callable[..., str]]:
+    """start(command, url=an unused one) -> the URL of a new server, which answers."""
     processes: list[ServerProcess] = []
 
-    def start(command: str) -> str:
-        url = free_url()
+    def start(command: str, url: str | None = None) -> str:
+        url = url or free_url()
         processes.append(ServerProcess(command, url, model_folder, tmp_path_factory.mktemp("logs")))
         processes[-1].start()
         processes[-1].wait_ready(lambda: answers(url), START_SECONDS)

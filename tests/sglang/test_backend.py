@@ -13,6 +13,8 @@ from isoloss.engine.rl.sglang_client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
 
+pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
+
 PARITY = 1e-5
 CONTEXT = 256  # of both kinds of server
 LONG = 150  # tokens: long enough to be interrupted
@@ -278,8 +280,8 @@ def test_memory_is_released_and_resumed(raw):
 
 
 def test_a_server_that_is_not_there(backend):
-    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/health: .*rollout.server_command"):
-        backend(servers=("http://127.0.0.1:9",))
+    with pytest.raises(UserError, match=r"http://127\.0\.0\.1:9/health: .*timeout=1 seconds.*rollout.server_command"):
+        backend(servers=("http://127.0.0.1:9",), timeout=1.0)
 
 
 def test_a_killed_server_is_restarted_and_synced_again(backend, service, unused_url):

@@ -1,5 +1,6 @@
 """What goes wrong with servers, injected into the double: each a retry, a None, or one clear line."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -138,14 +139,16 @@ def test_a_server_that_hangs_is_left_alone(backend, both, first):
 
 def test_a_dead_server_passes_its_requests_on(backend, start, double, first):
     third = Control(start(double.command))
-    rollout, alone = backend(servers=(first.server.url, third.server.url)), backend(servers=(third.server.url,))
+    rollout, alone = (
+        backend(servers=servers, timeout=5.0) for servers in ((first.server.url, third.server.url), (third.server.url,))
+    )
     model = policy(1)
     rollout.update_weights(buckets(model), 1)
     alone.update_weights(buckets(model), 1)
     third.inject("die")
     check(rollout, model)
     assert rollout.weight_version() is None
-    with pytest.raises(UserError, match=rf"{third.server.url}/.*can be reached"):
+    with pytest.raises(UserError, match=rf"{third.server.url}/health.*rollout.server_command"):
         rollout.update_weights(buckets(model), 2)
     assert rollout.weight_version() is None
     with pytest.raises(UserError, match=rf"\['{third.server.url}'\]: none answers.*rollout.server_command"):
@@ -155,6 +158,14 @@ def test_a_dead_server_passes_its_requests_on(backend, start, double, first):
 
 
 # --------------------------------------------------------------------------------------------------------- the protocol
+
+
+def test_a_server_that_comes_late_is_waited_for(backend, start, double, unused_url):
+    """As where trainer and servers are started together, by somebody else than the trainer."""
+    threading.Timer(2.0, start, (double.command, unused_url)).start()
+    rollout = backend(servers=(unused_url,))
+    rollout.update_weights(buckets(policy(1)), 1)
+    check(rollout, policy(1))
 
 
 def test_a_server_that_dies_in_an_update_ends_it(backend, start, double):

@@ -167,8 +167,9 @@ time.sleep(1000)
     assert run.stdout is not None
     try:
         assert run.stdout.readline() == "up\n"
-        family = psutil.Process(run.pid).children(recursive=True)
-        assert sum("sleep" in process.name() for process in family) == 2
+        family = []
+        while sum(process.name() == "sleep" for process in family) < 2:
+            family = psutil.Process(run.pid).children(recursive=True)
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()

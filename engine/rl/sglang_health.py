@@ -1,0 +1,61 @@
+"""Whether servers are there, serve weights of ours, and agree with each other."""
+
+import contextlib
+import time
+from collections.abc import Sequence
+
+from isoloss.engine.rl.sglang_client import Refused, ServerLost, SGLangServer, on_all
+from isoloss.parallel import UserError
+
+POLL_SECONDS = 1.0
+
+
+def wait_until_healthy(server: SGLangServer, timeout: float) -> None:
+    """The server may still be loading, or be restarted by whoever runs it. UserError after `timeout` seconds."""
+    deadline, told = time.monotonic() + timeout, False
+    while True:
+        try:
+            return server.check_health()
+        except ServerLost as lost:
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"rollout.servers: {lost}, for rollout.timeout={timeout:g} seconds; start a server there, correct "
+                    "the URL, or let rollout.server_command start one"
+                ) from None
+            if not told:
+                print(f"waiting for a server: {lost}", flush=True)
+            told = True
+        time.sleep(POLL_SECONDS)
+
+
+def check_alike(servers: Sequence[SGLangServer]) -> None:
+    """UserError where two servers that divide the model in the same way have different weights."""
+    if len(servers) == 1:
+        return
+    # An old server refuses: it has no checksums.
+    with contextlib.suppress(Refused):
+        first: dict[int, tuple[SGLangServer, list[dict[str, str]]]] = {}
+        for server, ranks in zip(servers, on_all(servers, SGLangServer.checksums)):
+            other, same = first.setdefault(len(ranks), (server, ranks))
+            for mine, theirs in zip(ranks, same):
+                different = [name for name, checksum in mine.items() if theirs.get(name) != checksum]
+                if different:
+                    raise UserError(
+                        f"rollout.servers: after an update {server} and {other} differ in {len(different)} weights, "
+                        f"the first of them {different[0]}; start them from the same model, with the same options"
+                    )
+
+
+def is_healthy(server: SGLangServer) -> bool:
+    try:
+        server.check_health()
+    except ServerLost:
+        return False
+    return True
+
+
+def serves_ours(server: SGLangServer) -> bool:
+    try:
+        return server.weight_version() is not None
+    except ServerLost:
+        return False
