@@ -64,9 +64,9 @@ def check_run(out: Path, steps: int) -> None:
     assert after > before
 
 
-def left_over(out: Path) -> list[psutil.Process]:
-    """Server processes of a run that has ended."""
-    return [p for p in psutil.process_iter(["cmdline"]) if any(str(out) in part for part in p.info["cmdline"] or ())]
+def left_over(model: Path) -> list[psutil.Process]:
+    """Processes that were started with the model's folder: the run, and its servers with their guards."""
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(model) in part for part in p.info["cmdline"] or ())]
 
 
 def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tmp_path):
@@ -105,7 +105,7 @@ def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_p
     )
     while len(rows(out / "metrics.jsonl")) < 2 and training.poll() is None:
         time.sleep(0.05)
-    victims = [p for p in left_over(sorter) if "sglang_server.py" in " ".join(p.cmdline()) and "guard" not in p.name()]
+    victims = [p for p in left_over(sorter) if p.cmdline()[1].endswith("/sglang_server.py")]
     assert victims
     for victim in victims:
         os.kill(victim.pid, signal.SIGKILL)
