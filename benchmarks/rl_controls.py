@@ -1,6 +1,6 @@
 """Does the reward of `make grpo` rise because of the rewards? Three seeds, each with two controls beside it.
 
-    python benchmarks/rl_controls.py [key=value ...] [--out runs/rl-controls] [--seeds 0 1 2]
+    python benchmarks/rl_controls.py [key=value ...] [--out FOLDER] [--seeds 0 1 2]
 
 For every seed, the sft recipe (preset sort) makes a model from careless demonstrations, and from that model start
 
@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from itertools import accumulate
@@ -164,23 +165,24 @@ def versions() -> dict[str, object]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/rl-controls"), help="a new folder for runs and figures")
+    parser.add_argument("--out", type=Path, help="a new folder for runs and figures; default: a temporary one, told")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="of the grpo recipe, such as train.steps=40")
     args = parser.parse_args()
-    if args.out.exists():
+    if args.out is not None and args.out.exists():
         sys.exit(f"{args.out} exists already: choose another --out, or delete it")
-    args.out.mkdir(parents=True)
-    curves = {seed: one_seed(args.out, seed, args.overrides) for seed in args.seeds}
+    folder = args.out or Path(tempfile.mkdtemp(prefix="rl-controls-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    curves = {seed: one_seed(folder, seed, args.overrides) for seed in args.seeds}
     verdicts = {seed: verdict(of_seed) for seed, of_seed in curves.items()}
     figures = {"versions": versions(), "load_average": os.getloadavg(), "overrides": args.overrides}
-    (args.out / "rl_controls.json").write_text(
+    (folder / "rl_controls.json").write_text(
         json.dumps({**figures, "verdicts": verdicts, "curves": curves}, indent=2) + "\n"
     )
-    draw(curves, args.out / "rl_controls.png")
+    draw(curves, folder / "rl_controls.png")
     passed = all(found["passed"] for found in verdicts.values())
     print(table(verdicts))
-    print(f"figures in {args.out}/rl_controls.json and .png; {versions()}")
+    print(f"figures in {folder}/rl_controls.json and .png; {versions()}")
     print(
         f"{'passed' if passed else 'FAILED'}: on every seed GRPO has to start at >= {LEAST_START} and rise by >= "
         f"{LEAST_RISE}, and the controls by less than {CONTROL_SHARE} of its rise"

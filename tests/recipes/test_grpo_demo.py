@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from isoloss.engine.config import ModelConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch
 from isoloss.tools import reward_curve
@@ -136,3 +137,13 @@ def test_the_curve_is_drawn(run, tmp_path, capsys):
     drawn = sum(row["groups_dropped"] for row in run.metrics[::MINIBATCHES])
     assert (f"dropped and redrew {drawn} of {len(run.groups)} groups" in last) == (run.recipe == "dapo")
     assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_dapo_without_more_flags_is_dapo():
+    algorithm = ("dynamic_sampling", "mask_truncated", "overlong_penalty", "clip_low", "clip_high", "kl_coef")
+    for overrides in (["model.path=a model", "data.train=prompts.jsonl"], []):
+        config = launch.compose_config("dapo", RLConfig, overrides)[0]
+        assert [getattr(config.algorithm, key) for key in algorithm] == [True, True, 1.0, 0.2, 0.28, 0.0]
+        assert config.algorithm.overlong_buffer > 0 and config.loss.aggregation == "token-mean"
+    plain = launch.compose_config("grpo", RLConfig, ["model.path=a model"])[0]
+    assert plain == RLConfig(ModelConfig("a model"))
