@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.reward import check_rewarded
+from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.trajectory import Group
 from isoloss.parallel import UserError
 

@@ -4,12 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.reward import Scored, check_rewarded
+from isoloss.engine.rl.rank0 import RankZero
+from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
 from isoloss.parallel import UserError
 
@@ -35,6 +34,7 @@ class Rollout:
     ):
         self.engine, self.backend, self._score = engine, backend, score
         self._reward = config.reward
+        self._rank0 = RankZero()
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -46,6 +46,10 @@ class Rollout:
         self.version = -1
         self.calls = 0
         self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
+
+    def close(self) -> None:
+        """Collective over the world."""
+        self._rank0.close()
 
     def sync(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
@@ -90,7 +94,7 @@ class Rollout:
         asked = [(prompt, f"{id}/{k}") for prompt, id in zip(prompts, ids) for k in range(count)]
         completions = self._generate([Request(id, prompt.tokens) for prompt, id in asked], sampling)
         prompts_S = [prompt for prompt, _ in asked]
-        scored = on_main(lambda: self._score(prompts_S, completions))
+        scored = self._rank0.run(lambda: self._score(prompts_S, completions))
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return [
             Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
@@ -114,19 +118,3 @@ class Rollout:
             f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
             "in a row; look at the servers' logs"
         )
-
-
-def on_main(work: Callable[[], list]) -> list:
-    """work() on rank 0; its result, or its UserError, on every rank. One broadcast over the world."""
-    answer: list[object] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [work(), None]
-        except UserError as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer, src=0)
-    result, mistake = answer
-    if mistake is not None:
-        raise UserError(str(mistake))
-    assert isinstance(result, list)
-    return result

@@ -14,9 +14,9 @@ from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
-from isoloss.engine.rl.reward import Rewarder
+from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
-from isoloss.engine.rl.sglang import SGLangBackend
+from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.engine.rows import check_paths
 from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
@@ -112,7 +112,8 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        yield Rollout(engine, backend, score, config, data.stop_token_ids)
+        with contextlib.closing(Rollout(engine, backend, score, config, data.stop_token_ids)) as rollout:
+            yield rollout
     finally:
         backend.close()
 

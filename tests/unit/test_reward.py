@@ -17,7 +17,7 @@ import pytest
 
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward import BUILT_IN, Rewarder, Scored, check_rewarded
+from isoloss.engine.rl.reward.rewarder import BUILT_IN, Rewarder, Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.errors import UserError
 
@@ -449,7 +449,7 @@ def test_workers_end_with_a_parent_that_is_killed(write, tmp_path):
     pids = tmp_path / "pids"
     path = write(CHILDREN.format(pids=str(pids)))
     script = f"""
-        from isoloss.engine.rl.reward_pool import Call, RewardPool
+        from isoloss.engine.rl.reward.pool import Call, RewardPool
         pool = RewardPool([{path + ":start"!r}], 2, 1000.0)
         pool.run([Call(0, {{"completion": "hang"}}), Call(0, {{"completion": "ok"}})])
         """

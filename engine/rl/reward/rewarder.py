@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward_conventions import Attempt, Columns, Parameter, RewardFunction, recognise
-from isoloss.engine.rl.reward_pool import RewardPool
+from isoloss.engine.rl.reward.conventions import Attempt, Columns, Parameter, RewardFunction, recognise
+from isoloss.engine.rl.reward.pool import RewardPool
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.errors import UserError
 
-BUILT_IN = {"exact_match": "reward_functions.py", "math": "reward_math.py", "format": "reward_functions.py"}
+BUILT_IN = {"exact_match": "functions.py", "math": "math_answers.py", "format": "functions.py"}
 
 
 @dataclass(frozen=True)
