@@ -91,10 +91,10 @@ def test_a_step_of_fewer_completions_than_ranks(watch, layout):
     ("layout", "overrides"),
     (
         ("1", ()),
-        ("1", ("batch.max_tokens=64",)),
-        ("1", ("batch.max_tokens=64", "algorithm.minibatches=4", "algorithm.epochs=2")),
+        ("1", ("batch.max_tokens=32",)),
+        ("1", ("batch.max_tokens=32", "algorithm.minibatches=4", "algorithm.epochs=2")),
         ("1", ("rollout.num_generations=8", "rollout.concurrency=3")),
-        ("dp2", ("batch.max_tokens=64", "algorithm.minibatches=2")),
+        ("dp2", ("batch.max_tokens=32", "algorithm.minibatches=2")),
         ("tp2+pp2", ("algorithm.epochs=2",)),
         ("ulysses2", EVALUATED),
         ("1", DYNAMIC),
@@ -115,5 +115,5 @@ def test_generation_is_asked_for_once_a_batch(watch, inputs, layout, overrides):
     assert rounds > len(batches) if config.algorithm.dynamic_sampling else rounds == len(batches)
     asked = sum(row["groups_drawn"] for row in batches) * config.rollout.num_generations
     assert sum(seen.calls) == asked + evaluations * world.PROMPTS
-    if "batch.max_tokens=64" in overrides and layout == "1":
+    if "batch.max_tokens=32" in overrides and layout == "1":
         assert max(row["micro_batches"] for row in rows) > 1
