@@ -1,11 +1,11 @@
 """Prompts -> completions -> rewards, and the weights that go the other way."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backend import RolloutBackend
+from isoloss.engine.rl.backend import Bucket, RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
@@ -14,6 +14,7 @@ from isoloss.parallel import UserError
 
 # How often a batch is asked for again after servers were lost, before the run gives up.
 MAX_ATTEMPTS = 10
+MAX_SYNCS = 3  # the same for an update of the weights
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 
 
@@ -58,10 +59,19 @@ class Rollout:
         """
         started = time.perf_counter()
         self.version = version
-        if self.backend.weight_version() != version:
-            buckets = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
-            self.backend.update_weights(buckets, version)
+        for left in reversed(range(MAX_SYNCS)):
+            if self.backend.weight_version() == version:
+                break
+            try:
+                self.backend.update_weights(self._weights(), version)
+            except UserError:
+                if not left:
+                    raise
+                self.backend.check_health()  # brings lost servers back, or says what is to be done
         self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def _weights(self) -> Iterator[Bucket]:
+        return self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
 
     def take_seconds(self) -> dict[str, float]:
         """generate_seconds (rewards included) and sync_seconds since it was last asked for."""

@@ -234,7 +234,9 @@ class SGLangBackend:
 
     def _come_up(self) -> None:
         self._revive()
-        on_all(self._servers, lambda server: wait_until_healthy(server, self._config.timeout))
+        # Not for ours: one that dies just now would be waited for, and started by nobody.
+        others = [server for server in self._servers if server not in self._processes]
+        on_all(others, lambda server: wait_until_healthy(server, self._config.timeout))
 
     def _revive(self) -> None:
         """Start those servers of ours that do not answer, and wait for them."""
