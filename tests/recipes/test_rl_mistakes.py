@@ -167,7 +167,7 @@ def test_overlong_prompts_can_be_dropped(arguments, capsys):
     ids=("found by every rank", "found by rank 0 before the others know it", "found by rank 0 amid the run"),
 )
 def test_two_ranks_say_it_once(override, says, written, inputs, arguments, tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = subprocess.run(
         [*command, "-m", "isoloss.recipes.grpo", *arguments, override.replace("{inputs}", str(inputs))],
         capture_output=True,
