@@ -12,11 +12,13 @@ BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
 RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $(NPROC)
 
-.PHONY: help install sft test test-sglang prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
+	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
+	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the whole CPU test suite"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (a quarter of an hour on two cores)"
@@ -35,6 +37,12 @@ install: .venv/.ready
 
 sft: install
 	$(RUN) -m isoloss.recipes.sft $(ARGS)
+
+grpo dapo: install
+	@if [ -d $(SORT)/hf ]; then echo "$(SORT)/hf is there: not fine-tuned again"; \
+	else $(RUN) -m isoloss.recipes.sft preset=sort output_dir=$(SORT) checkpoint.resume=true; fi
+	$(RUN) -m isoloss.recipes.$@ $(ARGS)
+	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
 
 test: install
 	$(BIN)/pytest $(ARGS)

@@ -195,3 +195,14 @@ class Config:
     def distributed_optimizer(self) -> bool:
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
+
+    def identity(self) -> dict[str, object]:
+        """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
+        step sees. Plain values, as a checkpoint holds them."""
+        return {
+            "train.precision": self.train.precision,
+            "parallel.distributed_optimizer": self.distributed_optimizer,
+            "train.seed": self.train.seed,
+            "batch.global_size": self.batch.global_size,
+            "data.train": list(self.data.train),
+        }

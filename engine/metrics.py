@@ -41,7 +41,8 @@ class MetricsLog:
 
     enabled: True on the one rank that writes; on the others every method does nothing. No collective is entered.
     start_step: optimizer steps already done, 0 for a new run. What an earlier run wrote about later steps, which this
-        run does again, is taken out of both files and hidden in TensorBoard, so every step is told once.
+        run does again, is taken out of both files and hidden in TensorBoard, so every step is told once. So is its
+        evaluation after start_step, with which this run begins.
     total_steps: the step at which the run ends.
     """
 
@@ -54,7 +55,7 @@ class MetricsLog:
         output_dir = Path(output_dir)
         output_dir.mkdir(parents=True, exist_ok=True)
         self._train = open_after(output_dir / "metrics.jsonl", start_step)
-        self._eval = open_after(output_dir / "eval.jsonl", start_step)
+        self._eval = open_after(output_dir / "eval.jsonl", start_step - 1)
         first_step = start_step + 1 if start_step else 0
         self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step, flush_secs=10)
         progress = _Bar if sys.stderr.isatty() else _Lines
@@ -113,17 +114,15 @@ def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
     file.flush()
 
 
-def open_after(path: Path, start_step: int) -> TextIO:
-    """The file opened for appending, holding the rows up to start_step; of a new run (0), none.
+def open_after(path: Path, last_step: int) -> TextIO:
+    """The file opened for appending, holding the rows up to last_step.
 
     A last line without its newline was cut short by a crash and is dropped. The new file replaces the old one at once,
     so that a crash in here loses no row.
     """
-    kept = []
-    if start_step and path.exists():
-        rows = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= start_step]
     if path.exists():
+        with path.open(encoding="utf-8", newline="\n") as rows:  # a text in a row may hold other ends of line (U+2028)
+            kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step]
         shorter = path.with_suffix(".jsonl.new")
         shorter.write_text("".join(kept), encoding="utf-8")
         os.replace(shorter, path)

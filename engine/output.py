@@ -71,16 +71,10 @@ def check_resume(config: Config, checkpoints: Path) -> None:
 
 
 def identity(config: Config) -> dict[str, object]:
-    """What must not change when a run goes on: what the state in its checkpoints means, and which rows a step sees."""
+    """What must not change when a run goes on: the model, and `config.identity`."""
     arch = repr(read_architecture(config.model.path))
-    return {
-        "architecture of model.path, as a digest,": hashlib.sha256(arch.encode()).hexdigest()[:12],
-        "train.precision": config.train.precision,
-        "parallel.distributed_optimizer": config.distributed_optimizer,
-        "train.seed": config.train.seed,
-        "batch.global_size": config.batch.global_size,
-        "data.train": list(config.data.train),
-    }
+    digest = hashlib.sha256(arch.encode()).hexdigest()[:12]
+    return {"architecture of model.path, as a digest,": digest, **config.identity()}
 
 
 def run_folder(config: Config, run_name: str) -> Path:

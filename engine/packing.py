@@ -38,13 +38,20 @@ class PackedBatch:
 
 
 def pack(
-    samples: Sequence[Sample], weights: Sequence[Tensor], offsets: Sequence[int], mesh: Mesh, device: torch.device
+    samples: Sequence[Sample],
+    weights: Sequence[Tensor],
+    offsets: Sequence[int],
+    mesh: Mesh,
+    device: torch.device,
+    names: Sequence[str] = (),
+    modes: int = 1,
 ) -> PackedBatch:
     """Pack samples, in order, into one row and take this rank's slice.
 
     weights: for each sample, weights for every token as a target, [A, T]; offsets: its start in the step.
     Targets are shifted here, on whole rows, before sharding. No samples make a row of dummy tokens without labels,
-    through which every parameter still gets a (zero) gradient.
+    through which every parameter still gets a (zero) gradient. names, modes: fields of the step's samples and number of
+    aggregations, which such a row has too: the loss asks for them.
     """
     lengths = [len(sample) for sample in samples]
     used = sum(lengths)
@@ -52,10 +59,10 @@ def pack(
     tokens = torch.zeros(total, dtype=torch.int64)
     positions = torch.arange(total) - used
     label = torch.zeros(total, dtype=torch.bool)
-    target_weights = torch.zeros((weights[0].shape[0] if weights else 1, total), dtype=torch.float64)
+    target_weights = torch.zeros((weights[0].shape[0] if weights else modes, total), dtype=torch.float64)
     origin = torch.zeros(total, dtype=torch.int64)
     document = torch.zeros(total, dtype=torch.int64)
-    names = sorted({name for sample in samples for name in sample.fields})
+    names = sorted({name for sample in samples for name in sample.fields}) if samples else names
     fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
     start = 0
     for index, (sample, weight_AT, offset) in enumerate(zip(samples, weights, offsets)):

@@ -96,9 +96,12 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]
 
+    names = sorted(samples[0].fields) if samples else []
+
     def pack_one(index: int) -> PackedBatch:
         m = mine[index]
-        return pack([samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m], mesh, device)
+        of_samples = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
+        return pack(*of_samples, mesh, device, names, len(loss.aggregations))
 
     return StepBatch(MicroBatches(len(mine), pack_one), tuple(counts for _, counts in weighed), lengths)
 

@@ -43,11 +43,12 @@ def stream_weights(
 
     Every rank gets as many buckets: the same ones, or with receives="rank 0" empty ones on all but rank 0. Tensors are
     on the device of the model, of type `dtype` (what is not trained: float32), and to be read before the next bucket is
-    asked for: they may be the parameters themselves. No rank holds more than two buckets.
+    asked for: they may be the parameters themselves. A rank holds three buckets at most: what it has to send, the one
+    under way, and the one that the caller has not let go of.
     Collective over the world, tp, etp and ep: all ranks must iterate to the end. In each round all ranks tell what they
     have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to rank 0).
     """
-    rank = dist.get_rank()
+    rank, device = dist.get_rank(), next(chunks[0].parameters()).device
     for mine in _rounds(hf_tensors(chunks, arch, mesh, dtype), bucket_bytes):
         labels = [Label(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine or ()]
         everyone: list[list[Label] | None] = [None] * dist.get_world_size()
@@ -56,7 +57,6 @@ def stream_weights(
             return
         for source, of_rank in enumerate(everyone):
             if of_rank:
-                device = next(chunks[0].parameters()).device
                 yield _travel(mine if source == rank else None, of_rank, source, receives, device)
 
 

@@ -4,6 +4,7 @@ Shape suffixes: S completions of the batch, G of one group (the completions of a
 A completion whose reward is not valid takes no part: not in a mean, not in a deviation, and its advantage is 0.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,7 +21,7 @@ def group_mean(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
 
 def group_std(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
     """The standard deviation (unbiased, over n - 1) of each completion's group, [S]; 0 in a group of one."""
-    centred_S = (rewards_S - group_mean(rewards_S, group_S, valid_S)) * valid_S
+    centred_S = dr_grpo(rewards_S, group_S, valid_S)
     count_S = _of_groups(valid_S.double(), group_S)
     return (_of_groups(centred_S.square(), group_S) / (count_S - 1).clamp(min=1)).sqrt()
 
@@ -34,7 +35,9 @@ def grpo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
 def dr_grpo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
     """reward - mean of the group: dividing by its deviation favours very easy and very hard prompts (Liu et al. 2025,
     "Understanding R1-Zero-like training", arXiv 2503.20783)."""
-    return (rewards_S - group_mean(rewards_S, group_S, valid_S)) * valid_S
+    # Counted from the smallest of the group: rewards that are alike, 0.1 say, give 0 and not a rounding error.
+    above_S = torch.where(valid_S, rewards_S - _lowest(rewards_S, group_S, valid_S), 0.0)
+    return (above_S - group_mean(above_S, group_S, valid_S)) * valid_S
 
 
 def rloo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
@@ -80,3 +83,9 @@ def _of_groups(values_S: Tensor, group_S: Tensor) -> Tensor:
     """The sum over each completion's group, [S]."""
     sums = torch.zeros(int(group_S.max()) + 1 if len(group_S) else 0, dtype=torch.float64)
     return sums.index_add(0, group_S, values_S.double())[group_S]
+
+
+def _lowest(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
+    """The smallest valid reward of each completion's group, [S]; infinity where it has none."""
+    lowest = torch.full((int(group_S.max()) + 1 if len(group_S) else 0,), math.inf, dtype=torch.float64)
+    return lowest.scatter_reduce(0, group_S, torch.where(valid_S, rewards_S.double(), math.inf), "amin")[group_S]

@@ -18,7 +18,7 @@ class RolloutBackend(Protocol):
 
     receives: Literal["every rank", "rank 0"]
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Completion | None]:
         """One completion a request, in the order of the requests, on every rank. Collective over the world.
 
         None where a server was lost on the way: the caller sees to the weights (`weight_version`) and asks again.

@@ -65,10 +65,10 @@ class RolloutConfig:
                 "rollout.servers=[] must name at least one server, such as http://localhost:30000, with "
                 "rollout.backend=sglang"
             )
-        for url in (*self.servers, *([self.router] if self.router else ())):
-            require(
-                url.startswith(("http://", "https://")), "rollout.servers", url, "must be URLs that begin with http://"
-            )
+        urls = [("rollout.servers", url) for url in self.servers]
+        for key, url in [*urls, ("rollout.router", self.router)]:
+            is_url = url is None or url.startswith(("http://", "https://"))
+            require(is_url, key, url, "is not a URL; it must begin with http:// or https://")
 
 
 @dataclass(frozen=True)
@@ -216,11 +216,12 @@ class RLConfig(Config):
             f"rollout.num_generations={self.rollout.num_generations})",
         )
         grouped = self.algorithm.advantage in ("grpo", "dr-grpo", "rloo", "reinforce++-baseline")
+        comparing = f"advantage={self.algorithm.advantage}" if grouped else "dynamic_sampling=true"
         require(
             self.rollout.num_generations > 1 or not (grouped or self.algorithm.dynamic_sampling),
             "rollout.num_generations",
             self.rollout.num_generations,
-            f"must be at least 2: algorithm.advantage={self.algorithm.advantage} compares completions of a prompt",
+            f"must be at least 2: algorithm.{comparing} compares completions of a prompt",
         )
         require(
             self.algorithm.overlong_buffer <= self.rollout.max_new_tokens,
@@ -240,3 +241,23 @@ class RLConfig(Config):
     def steps_per_batch(self) -> int:
         """Optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
+
+    def identity(self) -> dict[str, object]:
+        """As `Config.identity`: also what decides the completions and rewards of a batch, its optimizer steps, and what
+        is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr may."""
+        rollout, algorithm, reward = self.rollout, self.algorithm, self.reward
+        return super().identity() | {
+            "rollout.num_generations": rollout.num_generations,
+            "rollout.max_new_tokens": rollout.max_new_tokens,
+            "rollout.temperature": rollout.temperature,
+            "rollout.top_p": rollout.top_p,
+            "reward.function": list(reward.function),
+            "reward.weights": list(reward.weights),
+            "algorithm.advantage": algorithm.advantage,
+            "algorithm.minibatches": algorithm.minibatches,
+            "algorithm.epochs": algorithm.epochs,
+            "algorithm.old_logprobs": algorithm.old_logprobs,
+            "algorithm.dynamic_sampling": algorithm.dynamic_sampling,
+            "algorithm.kl_in": algorithm.kl_in,
+            "use of algorithm.kl_coef (above 0)": algorithm.uses_reference,
+        }

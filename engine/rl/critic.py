@@ -1,9 +1,11 @@
 """The critic of PPO: the same engine with a value head."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine import checkpoint
@@ -12,6 +14,8 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import value_loss
 from isoloss.engine.run import is_main
+
+FOLDER = "critic_checkpoints"
 
 
 class Critic:
@@ -36,17 +40,22 @@ class Critic:
         return {"value_loss": metrics.loss, "critic_grad_norm": result.grad_norm, "critic_lr": result.lr}
 
     def save(self, output_dir: Path, step: int) -> None:
-        """Beside the policy's checkpoint of the same step. Collective over the world."""
+        """Before the policy's checkpoint of the same step: one that is there already was left by a run that was killed
+        between the two, and is replaced. Collective over the world."""
         folder = _folder(output_dir, step)
-        if folder.exists():
-            return
-        self._engine.save(folder)
         if is_main():
-            checkpoint.prune(folder.parent, self._keep)
+            shutil.rmtree(folder, ignore_errors=True)
+        dist.barrier()  # no rank looks for the folder before it is gone
+        self._engine.save(folder)
+
+    def prune(self, output_dir: Path) -> None:
+        """Delete the oldest checkpoints; after the policy's was written, as until then an older one counts."""
+        if is_main():
+            checkpoint.prune(output_dir / FOLDER, self._keep)
 
     def load(self, output_dir: Path, step: int) -> None:
         self._engine.load(_folder(output_dir, step))
 
 
 def _folder(output_dir: Path, step: int) -> Path:
-    return output_dir / "critic_checkpoints" / checkpoint.STEP_FOLDER.format(step)
+    return output_dir / FOLDER / checkpoint.STEP_FOLDER.format(step)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.trajectory import Group
 from isoloss.parallel import UserError
 
@@ -25,7 +26,8 @@ def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLCo
 
     groups_of(first draw, count): generate and reward the next prompts. A round draws exactly what is still missing, so
     nothing is generated and then left over; what is dropped is told. (DAPO, arXiv 2503.14476, section 3.2.)
-    Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none.
+    Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
+    nothing that was drawn could be rewarded.
     """
     algorithm, wanted = config.algorithm, config.batch.global_size
     kept: list[Group] = []
@@ -37,6 +39,7 @@ def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLCo
         chosen = [group for group in groups if group.varied or not algorithm.dynamic_sampling]
         kept += chosen
         dropped += [group for group in groups if group not in chosen]
+        check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
         enough = len(kept) == wanted
         if enough or rounds == algorithm.max_draws:
             break

@@ -41,8 +41,11 @@ class Experience:
         return self.done == len(self.steps)
 
     def take(self) -> tuple[list[Sample], "Experience"]:
-        """The samples of the next optimizer step, and what is left."""
-        return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
+        """The samples of the next optimizer step, their prompts numbered within it, and what is left."""
+        samples = [self.samples[index] for index in self.steps[self.done]]
+        number_of = {group: number for number, group in enumerate(sorted({sample.group for sample in samples}))}
+        numbered = [replace(sample, group=number_of[sample.group]) for sample in samples]
+        return numbered, replace(self, done=self.done + 1)
 
     def state(self) -> dict[str, object]:
         """As a checkpoint holds it: plain containers and tensors."""
@@ -193,10 +196,10 @@ def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...
 
     Shuffled by (seed, first step, epoch): completions of a prompt are spread over the parts, and none of them holds
     only easy prompts. Equal parts where the batch is whole; a batch that dynamic sampling left smaller is cut as evenly
-    as it goes.
+    as it goes, and into fewer parts where it has fewer completions.
     """
-    steps = []
+    steps, parts = [], min(config.algorithm.minibatches, count)
     for epoch in range(config.algorithm.epochs):
         order = np.random.default_rng([config.train.seed, step, epoch]).permutation(count)
-        steps += [tuple(part.tolist()) for part in np.array_split(order, config.algorithm.minibatches)]
+        steps += [tuple(part.tolist()) for part in np.array_split(order, parts)]
     return tuple(steps)

@@ -205,11 +205,9 @@ def choose(logits_BV: Tensor, uniforms_B: Sequence[float], sampling: Sampling) -
         tokens_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
         cumulative_BV = _nucleus(logprobs_BV.exp(), sampling.top_p).cumsum(-1)
-        total_B1 = cumulative_BV[:, -1:].contiguous()
-        target_B1 = torch.tensor(uniforms_B, dtype=torch.float64)[:, None].to(total_B1.device) * total_B1
-        # Rounding can lift the product to the total, whose first column is the last that can be chosen.
-        last_B1 = torch.searchsorted(cumulative_BV, total_B1)
-        tokens_B1 = torch.searchsorted(cumulative_BV, target_B1, right=True).minimum(last_B1)
+        # At most 1 - 2^-53 times the total, which always rounds to below the total: some column exceeds it.
+        target_B1 = torch.tensor(uniforms_B, dtype=torch.float64)[:, None].to(cumulative_BV.device)
+        tokens_B1 = torch.searchsorted(cumulative_BV, target_B1 * cumulative_BV[:, -1:], right=True)
     return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
 
 

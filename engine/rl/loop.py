@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -52,8 +53,8 @@ def train_rl(config: RLConfig, run_name: str) -> RLResult:
             Reference(engine, offload=config.algorithm.reference_offload) if config.algorithm.uses_reference else None
         )
         critic = Critic(config, engine) if config.algorithm.uses_critic else None
-        rollout = stack.enter_context(open_rollout(config, engine, data, score))
         output_dir = open_output(config, run_name)
+        rollout = stack.enter_context(open_rollout(config, engine, data, score, output_dir))
         return _train(config, data, engine, reference, critic, rollout, output_dir)
 
 
@@ -107,8 +108,8 @@ def _train(
             now = time.perf_counter()
             flops = flops_per_step(engine.cost_model, [len(sample) for sample in samples])
             row = report(metrics, result, now - started, mfu(flops, now - started, peak, dist.get_world_size()))
-            log.log(step, row | metrics.terms | metrics.observed | learned | experience.stats | rollout.take_seconds()
-                    | {"train_seconds": now - training})  # fmt: skip
+            row |= {**metrics.terms, **metrics.observed, **learned, **experience.stats, **rollout.take_seconds()}
+            log.log(step, row | {"train_seconds": now - training})
             guard.check(step, metrics, result)
             if due(step, config.train.eval_every, data.total_steps):
                 last_eval = evaluate(rollout, data, config, rollout_log, step)
@@ -144,16 +145,18 @@ def store(
     if critic is not None:  # first: where there is a checkpoint of the policy, there is one of its critic
         critic.save(output_dir, step)
     save(engine, config, output_dir, step, {"cursor": cursor, "experience": left})
+    if critic is not None:
+        critic.prune(output_dir)
 
 
 def restore(
     engine: Engine, critic: Critic | None, config: RLConfig, output_dir: Path
 ) -> tuple[int, int, Experience | None]:
     """Steps done, prompts drawn, and the generated batch whose steps are not all done."""
-    state = resume(engine, config, output_dir)
+    state: Any = resume(engine, config, output_dir)
     if state is None:
         return 0, 0, None
-    step, cursor, left = int(str(state["step"])), int(str(state["cursor"])), state["experience"]
+    step, cursor, left = state["step"], state["cursor"], state["experience"]
     if critic is not None:
         critic.load(output_dir, step)
     return step, cursor, None if left is None else Experience.of_state(left)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
+from isoloss.models.gpt import unwrap
 
 
 class Reference:
@@ -21,11 +22,9 @@ class Reference:
 
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
+        modules = [unwrap(chunk) for chunk in engine.chunks]
         self._live = [
-            t.data
-            for chunk in engine.chunks
-            for t in chain(chunk.parameters(), chunk.buffers())
-            if t.is_floating_point()
+            t.data for module in modules for t in chain(module.parameters(), module.buffers()) if t.is_floating_point()
         ]
         self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
 

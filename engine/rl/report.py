@@ -1,6 +1,7 @@
 """What a reinforcement learning run tells: statistics of batches and evaluations, and every completion by its id."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,14 +67,14 @@ class RolloutLog:
     eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
 
     enabled: True on the one rank that writes. start_step: optimizer steps already done; what an earlier run wrote about
-    later ones is taken out. No collective is entered.
+    later ones, and its evaluation after that one, is taken out. No collective is entered.
     """
 
     def __init__(self, output_dir: Path, log: MetricsLog, *, enabled: bool, start_step: int):
         self._log, self._enabled = log, enabled
         if enabled:
             self._train = open_after(output_dir / "rollouts.jsonl", start_step)
-            self._eval = open_after(output_dir / "eval_rollouts.jsonl", start_step)
+            self._eval = open_after(output_dir / "eval_rollouts.jsonl", start_step - 1)
 
     def batch(self, step: int, draws: Draws, experience: Experience) -> None:
         """step: the first optimizer step that the batch feeds."""
@@ -102,7 +103,8 @@ class RolloutLog:
         self._log.text("evaluation", table(lines[:TABLE_ROWS]), step)
 
     def _write(self, file, lines: Sequence[Mapping[str, object]]) -> None:
-        file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        # An answer of a Parquet file may be a date or a decimal number: told as text.
+        file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n" for line in lines)
         file.flush()
 
     def __enter__(self) -> "RolloutLog":
@@ -116,6 +118,8 @@ class RolloutLog:
 
 def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:
     completion = trajectory.completion
+    # JSON has no nan: what a function that failed gave is null.
+    parts = {name: part if math.isfinite(part) else None for name, part in trajectory.parts.items()}
     return {
         "step": step,
         "id": completion.id,
@@ -123,7 +127,7 @@ def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict
         "completion": trajectory.text,
         "answer": trajectory.prompt.answer,
         "reward": trajectory.reward if trajectory.valid else None,
-        **({"parts": dict(trajectory.parts)} if len(trajectory.parts) > 1 else {}),
+        **({"parts": parts} if len(parts) > 1 else {}),
         **({"error": trajectory.error} if trajectory.error else {}),
         "finish": completion.finish,
         "tokens": len(completion.tokens),

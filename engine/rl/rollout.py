@@ -1,20 +1,20 @@
 """Prompts -> completions -> rewards, and the weights that go the other way."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
-
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backend import RolloutBackend
+from isoloss.engine.rl.backend import Bucket, RolloutBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.reward import Scored
+from isoloss.engine.rl.rank0 import RankZero
+from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
 from isoloss.parallel import UserError
 
 # How often a batch is asked for again after servers were lost, before the run gives up.
 MAX_ATTEMPTS = 10
+MAX_SYNCS = 3  # the same for an update of the weights
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 
 
@@ -34,6 +34,8 @@ class Rollout:
         stop_token_ids: tuple[int, ...],
     ):
         self.engine, self.backend, self._score = engine, backend, score
+        self._reward = config.reward
+        self._rank0 = RankZero()
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -46,6 +48,10 @@ class Rollout:
         self.calls = 0
         self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
 
+    def close(self) -> None:
+        """Collective over the world."""
+        self._rank0.close()
+
     def sync(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
 
@@ -53,10 +59,19 @@ class Rollout:
         """
         started = time.perf_counter()
         self.version = version
-        if self.backend.weight_version() != version:
-            buckets = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
-            self.backend.update_weights(buckets, version)
+        for left in reversed(range(MAX_SYNCS)):
+            if self.backend.weight_version() == version:
+                break
+            try:
+                self.backend.update_weights(self._weights(), version)
+            except UserError:
+                if not left:
+                    raise
+                self.backend.check_health()  # brings lost servers back, or says what is to be done
         self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def _weights(self) -> Iterator[Bucket]:
+        return self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
 
     def take_seconds(self) -> dict[str, float]:
         """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
@@ -73,9 +88,14 @@ class Rollout:
         ]
 
     def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
-        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world."""
+        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world.
+
+        Raises UserError where none could be rewarded.
+        """
         ids = [f"{prompt.id}/eval" for prompt in prompts]
-        return self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+        trajectories = self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+        check_rewarded(trajectories, self._reward)
+        return trajectories
 
     def _trajectories(
         self, prompts: Sequence[Prompt], ids: Sequence[str], count: int, sampling: Sampling
@@ -84,7 +104,7 @@ class Rollout:
         asked = [(prompt, f"{id}/{k}") for prompt, id in zip(prompts, ids) for k in range(count)]
         completions = self._generate([Request(id, prompt.tokens) for prompt, id in asked], sampling)
         prompts_S = [prompt for prompt, _ in asked]
-        scored = on_main(lambda: self._score(prompts_S, completions))
+        scored = self._rank0.run(lambda: self._score(prompts_S, completions))
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return [
             Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
@@ -108,19 +128,3 @@ class Rollout:
             f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
             "in a row; look at the servers' logs"
         )
-
-
-def on_main(work: Callable[[], list]) -> list:
-    """work() on rank 0; its result, or its UserError, on every rank. One broadcast over the world."""
-    answer: list[object] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [work(), None]
-        except UserError as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer, src=0)
-    result, mistake = answer
-    if mistake is not None:
-        raise UserError(str(mistake))
-    assert isinstance(result, list)
-    return result

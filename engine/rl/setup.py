@@ -14,8 +14,9 @@ from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
-from isoloss.engine.rl.reward import Rewarder
+from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
+from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.engine.rows import check_paths
 from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
@@ -106,15 +107,18 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
 
 
 @contextlib.contextmanager
-def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score) -> Iterator[Rollout]:
+def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, output_dir: Path) -> Iterator[Rollout]:
     """The rollout with the configured backend. Collective over the world."""
-    backend = open_backend(config, engine)
+    backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        yield Rollout(engine, backend, score, config, data.stop_token_ids)
+        with contextlib.closing(Rollout(engine, backend, score, config, data.stop_token_ids)) as rollout:
+            yield rollout
     finally:
         backend.close()
 
 
-def open_backend(config: RLConfig, engine: Engine) -> RolloutBackend:
+def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
+    if config.rollout.backend == "sglang":
+        return SGLangBackend(config.rollout, config.model.path, output_dir / "sglang")
     return InProcessBackend(config.model.path, engine.dtype, engine.device, config.rollout.concurrency)

@@ -101,6 +101,9 @@ def test_the_model_is_the_one_that_transformers_loads(family, dtype, folder, one
     backend.update_weights([tensors[:5], [], tensors[5:]], version=0)
     experts = backend.model.config._experts_implementation
     wanted = AutoModelForCausalLM.from_pretrained(folder(family), dtype=dtype, experts_implementation=experts)
+    found = backend.model.state_dict()
+    for name, tensor in wanted.state_dict().items():
+        assert torch.equal(found[name].to(tensor.dtype), tensor), name
     tokens = torch.arange(1, 61)[None]
     with torch.inference_mode():
         assert torch.equal(backend.model(tokens).logits, wanted(tokens).logits)

@@ -4,7 +4,11 @@ On one GPU the token budgets are compared; on several every layout of their numb
 """
 
 import dataclasses
+import json
 import math
+import subprocess
+import sys
+from importlib.resources import files
 
 import pytest
 import torch
@@ -23,6 +27,7 @@ from isoloss.tools.plants import NONE, PLANTS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
+SORT = files("isoloss.recipes") / "assets" / "sort"
 LAYOUTS = [
     layout
     for layout in ("1", "tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "dp2", "tp2+pp2", "tp2+pp2+dp2")
@@ -85,3 +90,20 @@ def test_logits_are_those_of_transformers_on_a_cpu(name, pool, tmp_path):
             wanted = model(input_ids=sample.tokens_T[None], use_cache=False).logits[0, :-1].double()
         wanted *= sample.mask_T[1:, None]
         assert (of_sample[1:] - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rollouts_of_a_run_have_the_trainers_logprobs(layout, tmp_path):
+    """The grpo recipe, in process on the device, over NCCL: two generated batches, the weights synced between them."""
+    out = tmp_path / "run"
+    ranks = Layout.parse(layout)
+    degrees = [f"parallel.{axis}={getattr(ranks, axis)}" for axis in ("tp", "pp", "vpp", "ulysses")]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks.world_size}"]
+    command += ["-m", "isoloss.recipes.grpo", "preset=tiny", f"model.path={SORT}", "model.from_scratch=true"]
+    command += ["data.eval=[]", "train.steps=4", f"output_dir={out}", *degrees]
+    subprocess.run(command, check=True)
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 4 and all(row["applied"] for row in rows)
+    assert max(row["train_rollout_logprob_diff"] for row in rows) <= 1e-4
+    versions = [json.loads(line)["weight_versions"] for line in (out / "rollouts.jsonl").read_text().splitlines()]
+    assert {tuple(each) for each in versions} == {(0,), (2,)}

@@ -14,6 +14,7 @@ import tempfile
 import numpy as np
 import pytest
 import torch
+from worlds import rl_calls as world
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
@@ -205,6 +206,15 @@ def test_the_batch_reaches_every_branch(grid):
     by_sequence = grid.references["clip+k2-by-sequence", "seq-mean-token-mean"].details
     assert token_mean["kl_loss"] == pytest.approx(by_sequence["kl_loss"], rel=1e-14)  # its own aggregation, always
     assert token_mean["policy_loss"] != pytest.approx(by_sequence["policy_loss"], rel=1e-3)
+
+
+@pytest.mark.parametrize("layout", ("1", "dp2", "ulysses2"))
+def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
+    """Tinker's verbs: pre-scaled advantages, several calls before a step; the gradient is that of one call."""
+    config = dataclasses.replace(on_layout(grid.config, Layout.parse(layout), "fp64"), loss=LossConfig("sum"))
+    apart, together = pool.run(Layout.parse(layout).world_size, world.calls_before_a_step, config, grid.frozen)[0]
+    for name, gradient in together.items():
+        assert np.linalg.norm(apart[name] - gradient) <= 1e-12 * np.linalg.norm(gradient), name
 
 
 @pytest.mark.parametrize("plant", sorted(RL_PLANTS))

@@ -1,11 +1,17 @@
-"""A model and rows so small that a run of the whole recipe takes a second or two."""
+"""Models and rows so small that a run of the whole recipe takes seconds."""
 
+import itertools
 import json
+import random
 import shutil
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 
 import pytest
+
+from isoloss.engine.config import Config
+from isoloss.recipes import launch, sft
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 SMALL = {
@@ -23,7 +29,7 @@ def conversation(question: str, answer: str) -> dict:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def write_rows(path: Path, rows: list[dict | str]) -> Path:
+def write_rows(path: Path, rows: Sequence[dict | str]) -> Path:
     """A JSON Lines file; a row that is a string is written as it stands."""
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
     return path
@@ -61,3 +67,27 @@ def arguments(inputs, tmp_path, monkeypatch) -> list[str]:
         "train.steps=2",
         "output_dir=out",
     ]
+
+
+@pytest.fixture(scope="session")
+def sorter(tmp_path_factory) -> Path:
+    """A folder with `hf`, a model that sorts three letters of a to f as a careless demonstrator taught it, and with the
+    120 problems that there are, as `rl.jsonl` and `eval.jsonl`."""
+    folder, chance = tmp_path_factory.mktemp("sorter"), random.Random(0)
+    problems = ["".join(letters) for letters in itertools.permutations("abcdef", 3)]
+
+    def row(problem: str, **more: str) -> dict:
+        return {"prompt": [{"role": "user", "content": f"Sort the letters: {problem}"}], **more}
+
+    def careless(problem: str) -> str:
+        first, second, third = sorted(problem)
+        return first + (third + second if chance.random() < 0.65 else second + third)
+
+    demonstrations = [row(problem, completion=careless(problem)) for _ in range(16) for problem in problems]
+    data = write_rows(folder / "sft.jsonl", demonstrations)
+    for name in ("rl.jsonl", "eval.jsonl"):
+        write_rows(folder / name, [row(problem, answer="".join(sorted(problem))) for problem in problems])
+    short = ["train.steps=150", "batch.global_size=32", "optim.lr=3e-3", "optim.warmup_steps=5"]
+    argv = ["preset=sort", f"data.train={data}", *short, f"output_dir={folder}/sft"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    return (folder / "sft" / "hf").rename(folder / "hf").parent

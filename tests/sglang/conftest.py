@@ -14,9 +14,9 @@ from worlds import tiny_models
 from worlds.servers import ARCHITECTURE, CHANGES
 
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang import SGLangBackend
-from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer
-from isoloss.engine.rl.sglang_process import ServerProcess
+from isoloss.engine.rl.sglang.backend import SGLangBackend
+from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer
+from isoloss.engine.rl.sglang.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 1024

@@ -9,7 +9,7 @@ import pytest
 import torch
 from worlds.servers import VOCAB, buckets, greedy, policy, requests, worst
 
-from isoloss.engine.rl.sglang_client import Refused, SGLangServer
+from isoloss.engine.rl.sglang.client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
 

@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 from worlds.servers import buckets, on_two_ranks, policy, requests, worst
 
-from isoloss.engine.rl.sglang_client import SGLangServer
+from isoloss.engine.rl.sglang.client import SGLangServer
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError
 

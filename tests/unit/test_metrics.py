@@ -71,10 +71,11 @@ def test_resume_replaces_the_rows_of_steps_it_does_again(tmp_path):
         file.write('{"step": 6, "lo')  # the crash
     with MetricsLog(tmp_path, enabled=True, total_steps=6, start_step=3) as log:
         assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+        log.log_eval(3, {"loss": 31.0})  # a run begins with an evaluation
         log.log(4, {"loss": 40.0})
         log.log_eval(4, {"loss": 41.0})
     assert [row["loss"] for row in rows(tmp_path / "metrics.jsonl")] == [1.0, 2.0, 3.0, 40.0]
-    assert [row["loss"] for row in rows(tmp_path / "eval.jsonl")] == [1.0, 2.0, 3.0, 41.0]
+    assert [row["loss"] for row in rows(tmp_path / "eval.jsonl")] == [1.0, 2.0, 31.0, 41.0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "tensorboard"]
     # At a START event TensorBoard forgets what it has read of that step and of later ones.
     starts = [event.step for file in events(tmp_path) for event in file if event.session_log.status == SessionLog.START]

@@ -130,6 +130,8 @@ def test_an_empty_micro_batch_is_a_row_of_padding_without_labels(context, tp):
         for values in (row.labelled_N, row.targets_N, row.weights_AN, row.origin_N, row.document_N):
             assert values.numel() == 0
         assert not row.fields
+        row = pack([], [], [], mesh(context, rank, tp), CPU, ["advantages"], 2)  # what the loss of the step asks for
+        assert row.weights_AN.shape == (2, 0) and row.fields["advantages"].shape == (0,)
 
 
 def test_a_micro_batch_without_targets_has_no_labels():

@@ -17,11 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.multiprocessing import get_sharing_strategy
 
-from isoloss.engine.rl.sglang_bucket import flatten, serialize
-from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer, read_piece
-from isoloss.engine.rl.sglang_generate import Fleet, sampling_params
-from isoloss.engine.rl.sglang_group import own_address
-from isoloss.engine.rl.sglang_process import GUARD, ServerProcess
+from isoloss.engine.rl.sglang.bucket import flatten, serialize
+from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer, read_piece
+from isoloss.engine.rl.sglang.generate import Fleet, sampling_params
+from isoloss.engine.rl.sglang.group import own_address
+from isoloss.engine.rl.sglang.process import GUARD, ServerProcess
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError, launch
 

@@ -1,12 +1,14 @@
-"""The SFT recipe and its readable twin, as losses of their first steps."""
+"""The recipes and their readable twins, as what their first steps tell."""
 
 import contextlib
 import json
 from pathlib import Path
 
 from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.loop import train_rl
 from isoloss.engine.trainer import train_sft
-from isoloss.recipes import minimal_sft
+from isoloss.recipes import minimal_rl, minimal_sft
 from isoloss.recipes.launch import compose_config
 
 
@@ -22,3 +24,16 @@ def recipe_losses(folder: str, steps: int) -> list[float]:
 def minimal_losses(folder: str, steps: int) -> list[float]:
     with contextlib.chdir(folder):
         return minimal_sft.main(steps)
+
+
+def recipe_rl_steps(model: str, task: str, folder: str, steps: int) -> list[minimal_rl.Step]:
+    """The tiny preset of grpo, its ratios starting from the rollout's probabilities, as its readable twin has it."""
+    overrides = [f"model.path={model}", f"data.train={task}/rl.jsonl", "data.eval=[]", f"train.steps={steps}"]
+    overrides += ["preset=tiny", "algorithm.old_logprobs=rollout", f"output_dir={folder}", "checkpoint.export_hf=false"]
+    train_rl(compose_config("grpo", RLConfig, overrides)[0], "grpo-tiny")
+    rows = [json.loads(row) for row in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
+    return [minimal_rl.Step(row["reward_mean"], row["loss"], row["grad_norm"]) for row in rows]
+
+
+def minimal_rl_steps(model: str, task: str, steps: int) -> list[minimal_rl.Step]:
+    return minimal_rl.main(model, steps, task=Path(task))

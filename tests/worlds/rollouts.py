@@ -79,7 +79,7 @@ def rounds(folder: Path, requests: Sequence[Request], sampling: Sampling, parall
 def bf16_buckets(folder: Path, parallel: dict) -> list[list[Named]]:
     """Of an engine in fp32."""
     engine = make_engine(folder, "fp32", **parallel)
-    return copied(stream_weights(engine.chunks, engine.arch, engine.mesh, torch.bfloat16, 20_000, "every rank"))
+    return copied(stream_weights(engine.chunks, engine.arch, engine.mesh, torch.bfloat16, 100_000, "every rank"))
 
 
 def completions(folder: Path, requests: Sequence[Request], sampling: Sampling, precision: str) -> list[Completion]:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from isoloss.engine.rl.backend import Bucket
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang import SGLangBackend
+from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 from worlds import tiny_models

@@ -24,7 +24,7 @@ def dr_grpo(rewards_k):
 
 
 def rloo(rewards_k):
-    """Ahmadian et al. (2402.14740), equation 8: r_i - 1/(k-1) sum over j != i of r_j."""
+    """Ahmadian et al. (2402.14740): r_i - 1/(k-1) sum over j != i of r_j."""
     k = len(rewards_k)
     if k == 1:
         return np.zeros(1)
@@ -32,7 +32,7 @@ def rloo(rewards_k):
 
 
 def reinforce_pp(reward, kl_T, coef):
-    """REINFORCE++ (2501.03262), equation 7 before it is normalized: r - coef * sum of KL(i) over i = t .. T."""
+    """REINFORCE++ (2501.03262), before it is normalized: r - coef * sum of KL(i) over i = t .. T."""
     return np.array([reward - coef * sum(kl_T[i] for i in range(t, len(kl_T))) for t in range(len(kl_T))])
 
 
@@ -65,7 +65,7 @@ def overlong(length, longest, buffer):
 
 
 def clip(logp_T, old_T, advantages_T, low, high, dual=None):
-    """PPO (1707.06347), equation 7, DAPO's two ranges (equation 10), dual clip (1912.09729), equation 5."""
+    """PPO (1707.06347), equation 7, DAPO's two ranges (equation 10), dual clip (1912.09729)."""
     terms = []
     for logp, old, a in zip(logp_T, old_T, advantages_T):
         ratio = np.exp(logp - old)
@@ -118,7 +118,7 @@ def kl(logp_T, reference_T, estimator):
 
 
 def value(values_T, old_T, returns_T, clip_range):
-    """PPO's clipped value loss (Engstrom et al., 2005.12729, section 3) with the factor 1/2 of PPO's squared error."""
+    """PPO's clipped value loss (Engstrom et al., 2005.12729) with the factor 1/2 of PPO's squared error."""
     terms = []
     for v, old, target in zip(values_T, old_T, returns_T):
         clipped = min(max(v, old - clip_range), old + clip_range)

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from isoloss.engine.rl.sglang_client import Piece, Refused, ServerLost, SGLangServer
+from isoloss.engine.rl.sglang.client import Piece, Refused, ServerLost, SGLangServer
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
 

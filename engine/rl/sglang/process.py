@@ -15,7 +15,7 @@ from isoloss.parallel import UserError, launch
 
 POLL_SECONDS = 0.2
 LOG_LINES = 5
-GUARD = Path(__file__).with_name("sglang_guard.py")
+GUARD = Path(__file__).with_name("guard.py")
 
 
 class ServerProcess:

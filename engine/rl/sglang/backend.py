@@ -6,17 +6,25 @@ docs/rollout.md tells the protocol, the three ways of weight synchronization, an
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from isoloss.engine.rl.backend import Bucket
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang_client import ServerLost, SGLangServer, on_all
-from isoloss.engine.rl.sglang_generate import Fleet, generate, try_abort
-from isoloss.engine.rl.sglang_health import POLL_SECONDS, check_alike, is_healthy, serves_ours, wait_until_healthy
-from isoloss.engine.rl.sglang_process import ServerProcess
-from isoloss.engine.rl.sglang_rank0 import RankZero
-from isoloss.engine.rl.sglang_weights import weight_sync
+from isoloss.engine.rl.rank0 import RankZero
+from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang.generate import Fleet, generate, try_abort
+from isoloss.engine.rl.sglang.health import (
+    POLL_SECONDS,
+    check_alike,
+    explain,
+    is_healthy,
+    serves_ours,
+    wait_until_healthy,
+)
+from isoloss.engine.rl.sglang.process import ServerProcess
+from isoloss.engine.rl.sglang.weights import weight_sync
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.registry import hf_folder
 from isoloss.parallel import UserError
@@ -37,7 +45,7 @@ class SGLangBackend:
 
     def __init__(self, config: RolloutConfig, model: str | Path, log_folder: str | Path):
         self._config = config
-        self._rank0 = RankZero(config.timeout)
+        self._rank0 = RankZero(partial(explain, timeout=config.timeout))
         self._sync = weight_sync(config, model, self._rank0.group)
         self.receives: Literal["every rank", "rank 0"] = "every rank" if config.weight_sync == "tensor" else "rank 0"
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
@@ -226,7 +234,9 @@ class SGLangBackend:
 
     def _come_up(self) -> None:
         self._revive()
-        on_all(self._servers, lambda server: wait_until_healthy(server, self._config.timeout))
+        # Not for ours: one that dies just now would be waited for, and started by nobody.
+        others = [server for server in self._servers if server not in self._processes]
+        on_all(others, lambda server: wait_until_healthy(server, self._config.timeout))
 
     def _revive(self) -> None:
         """Start those servers of ours that do not answer, and wait for them."""

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isoloss.engine.rl.reward_pool import Call
+from isoloss.engine.rl.reward.pool import Call
 from isoloss.engine.rl.trajectory import Completion, Prompt
 from isoloss.parallel.errors import UserError
 

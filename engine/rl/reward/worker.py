@@ -1,4 +1,4 @@
-"""The script that calls reward functions, run by its path: python reward_worker.py CONNECTION LIFELINE
+"""The script that calls reward functions, run by its path: python worker.py CONNECTION LIFELINE
 
 It imports the standard library alone, and what the functions import: importing `isoloss.engine` would bring torch and
 Megatron-Core with it, hundreds of megabytes and seconds for each worker.

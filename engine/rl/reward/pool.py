@@ -17,7 +17,7 @@ from typing import Any
 
 from isoloss.parallel.errors import UserError
 
-WORKER = Path(__file__).with_name("reward_worker.py")
+WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 300.0  # for importing the functions, whatever they import
 # What a worker says of a function: its parameters as (name, kind, required), or why it cannot be had.
 Described = list[tuple[str, str, bool]] | str
@@ -86,7 +86,7 @@ class RewardPool:
             self._workers.pop().kill()
 
     def run(self, calls: Sequence[Call]) -> list[Any]:
-        """The result of each call, in their order, or, as text, why it has none: see reward_worker."""
+        """The result of each call, in their order, or, as text, why it has none: see worker.py."""
         try:
             return self._run(calls)
         except BaseException:  # answers to this run must not come up in another

@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward_conventions import Attempt, Columns, Parameter, RewardFunction, recognise
-from isoloss.engine.rl.reward_pool import RewardPool
-from isoloss.engine.rl.trajectory import Completion, Prompt
+from isoloss.engine.rl.reward.conventions import Attempt, Columns, Parameter, RewardFunction, recognise
+from isoloss.engine.rl.reward.pool import RewardPool
+from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.errors import UserError
 
-BUILT_IN = ("exact_match", "math", "format")
-BUILT_IN_FILE = Path(__file__).with_name("reward_functions.py")
+BUILT_IN = {"exact_match": "functions.py", "math": "math_answers.py", "format": "functions.py"}
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Rewarder:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
         """The reward of each completion, completions[i] being one of prompts[i]; a batched function sees all at once.
 
-        UserError where a batched function gives another number of rewards than it got completions, or where no
-        completion at all could be rewarded.
+        UserError where a batched function gives another number of rewards than it got completions.
         """
         texts = decode(completions, self._tokenizer)
         attempts = [Attempt(*each) for each in zip(prompts, completions, texts, strict=True)]
@@ -85,19 +83,24 @@ class Rewarder:
         for function, each in zip(self._functions, calls):
             found = [next(results) for _ in each]
             outcomes.append(spread(self._names[function.index], found[0], len(attempts)) if function.batched else found)
-        scored = [total(self._functions, of_one, text) for of_one, text in zip(zip(*outcomes), texts)]
-        if all(each.error is not None for each in scored):
-            raise UserError(
-                f"reward.function=[{', '.join(self._names)}]: none of {len(scored)} completions could be rewarded; the "
-                f"first, {completions[0].id}: {scored[0].error}: mend the function"
-            )
-        return scored
+        return [total(self._functions, of_one, text) for of_one, text in zip(zip(*outcomes), texts)]
+
+
+def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
+    """UserError where not one of them could be rewarded. To be asked about whole batches: the completions of a single
+    prompt may all fail for what stands in its row."""
+    if trajectories and all(trajectory.error is not None for trajectory in trajectories):
+        first = trajectories[0]
+        raise UserError(
+            f"reward.function=[{', '.join(config.function)}]: none of {len(trajectories)} completions could be "
+            f"rewarded; the first, {first.completion.id}: {first.error}: mend the function"
+        )
 
 
 def located(name: str) -> str:
     """FILE.py:NAME or MODULE:NAME of a function of reward.function."""
     if name in BUILT_IN:
-        return f"{BUILT_IN_FILE}:{name}"
+        return f"{Path(__file__).with_name(BUILT_IN[name])}:{name}"
     target, _, function = name.rpartition(":")
     if not target or not function:
         close = difflib.get_close_matches(name, BUILT_IN, n=1)

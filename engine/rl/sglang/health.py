@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 
-from isoloss.engine.rl.sglang_client import Refused, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.sglang.client import Refused, ServerLost, SGLangServer, on_all
 from isoloss.parallel import UserError
 
 POLL_SECONDS = 1.0
@@ -59,3 +59,15 @@ def serves_ours(server: SGLangServer) -> bool:
         return server.weight_version() is not None
     except ServerLost:
         return False
+
+
+def explain(error: Exception, timeout: float) -> Exception:
+    """What the user should see of an exception: servers' failures are his to mend."""
+    if isinstance(error, ServerLost):
+        return UserError(
+            f"{error}; see that the server runs and can be reached, and that rollout.timeout={timeout:g} seconds is "
+            "long enough for it"
+        )
+    if isinstance(error, Refused):
+        return UserError(f"{error}; see in the log of that server of rollout.servers what it lacks")
+    return error

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
-from isoloss.engine.rl.sglang_client import SGLangServer
+from isoloss.engine.rl.sglang.client import SGLangServer
 
 REASON_SECONDS = 5.0  # for a server's answer, once this side knows that something went wrong
 

@@ -6,41 +6,38 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from isoloss.engine.rl.sglang_client import Refused, ServerLost
 from isoloss.parallel import UserError
 
-# The others wait for rank 0 as long as a generation takes; if it dies, their connections to it tell them at once.
+# The others wait for rank 0 as long as it takes; if it dies, their connections to it tell them at once.
 PATIENCE = timedelta(days=7)
 
 Result = TypeVar("Result")
 
 
 class RankZero:
-    """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers must neither trip the time
-    limit of the training's groups nor mix with their collectives. The constructor is collective over the world."""
+    """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers or rewards must neither
+    trip the time limit of the training's groups nor mix with their collectives.
 
-    def __init__(self, timeout: float):
-        self._timeout = timeout
+    The constructor is collective over the world.
+
+    explain: makes of an exception what the user should see.
+    """
+
+    def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
+        self._explain = explain
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
         self.here = dist.get_rank() == 0
 
     def attempt(self, call: Callable[[], Any]) -> Exception | None:
-        """call() on rank 0; what it raised, as its user should see it. None on the other ranks. Not collective."""
+        """call() on rank 0; what it raised, explained. None on the other ranks. Not collective."""
         if not self.here:
             return None
         try:
             call()
-        except ServerLost as lost:
-            return UserError(
-                f"{lost}; see that the server runs and can be reached, and that rollout.timeout={self._timeout:g} "
-                "seconds is long enough for it"
-            )
-        except Refused as refused:
-            return UserError(f"{refused}; see in the log of that server of rollout.servers what it lacks")
         except Exception as error:
-            return error
+            return self._explain(error)
         return None
 
     def run(self, call: Callable[[], Result]) -> Result:

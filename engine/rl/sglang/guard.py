@@ -1,6 +1,6 @@
 """Runs a command and kills it, with all its descendants, when the process that asked for it ends in whatever way.
 
-    python sglang_guard.py PID COMMAND...     PID: of the process that asks, our parent
+    python guard.py PID COMMAND...     PID: of the process that asks, our parent
 
 It runs by its path, as the leader of a process group of its own, and imports nothing of isoloss: a guard is small.
 """

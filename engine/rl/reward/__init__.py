@@ -1,0 +1,1 @@
+"""Rewards of completions (docs/rewards.md)."""

@@ -1,0 +1,151 @@
+"""Reinforcement learning in one readable file: no loop of the library, no Hydra, just its verbs.
+
+    python -m isoloss.recipes.sft preset=sort output_dir=runs/sft-sort      # a start: right in a quarter of its answers
+    python -m isoloss.recipes.minimal_rl runs/sft-sort/hf [STEPS]
+    torchrun --nproc_per_node 2 -m isoloss.recipes.minimal_rl runs/sft-sort/hf   # the same numbers, on two ranks
+
+GRPO on the sort task: the reward is 1 for the right answer and 0 for any other, and a completion is as good as it is
+better than the others of its prompt. `isoloss.recipes.grpo` is the same loop with presets, checkpoints, metrics, reward
+functions in processes of their own, dynamic sampling, other algorithms and rollouts on servers.
+
+Shape suffixes: P prompts, G completions of each, T tokens of a sample, N tokens of a micro-batch that are trained on.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, TokenInputs
+from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.prompts import load_prompts, prompt_order
+from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
+from isoloss.models.registry import read_architecture
+
+SORT = Path(__file__).parent / "assets" / "sort"
+NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 32, 8, 2
+MAX_NEW_TOKENS = 6
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """Of an optimizer step. reward: the mean of the generated batch that it learns from."""
+
+    reward: float
+    loss: float
+    grad_norm: float
+
+
+def reward(text: str, completion: Completion, prompt: Prompt) -> float:
+    """Right, and ended by the model itself."""
+    return float(completion.finish == "stop" and text.strip() == prompt.answer)
+
+
+def group_advantages(rewards_PG: Tensor) -> Tensor:
+    """How much better than the other completions of its prompt, [P, G]: Shao et al. 2024, arXiv 2402.03300."""
+    return (rewards_PG - rewards_PG.mean(1, keepdim=True)) / (rewards_PG.std(1, keepdim=True) + 1e-6)
+
+
+def clip_loss(inputs: TokenInputs) -> Tensor:
+    """PPO's clipped surrogate of every token, [N]; the engine weighs and sums it."""
+    advantages_N = inputs.fields["advantages"]
+    ratio_N = torch.exp(inputs.logprobs_N - inputs.fields["old_logprobs"])
+    return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages_N)
+
+
+def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sample:
+    """The tokens that were read and generated, never tokenized again; the completion's are learned from."""
+    tokens_T = torch.tensor(prompt.tokens + completion.tokens)
+    mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
+    old_logprobs_T = torch.tensor([0.0] * len(prompt.tokens) + list(completion.logprobs), dtype=torch.float64)
+    return Sample(tokens_T, mask_T, fields={"advantages": advantage * mask_T, "old_logprobs": old_logprobs_T})
+
+
+class Policy:
+    """What generates, with the weights of the engine, and what its completions are worth."""
+
+    def __init__(self, engine: Engine, folder: str):
+        self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
+        self.backend = InProcessBackend(folder, engine.dtype, engine.device, concurrency=256)
+        self.sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,), seed=SEED)
+
+    def update_weights(self, version: int) -> None:
+        self.backend.update_weights(self.engine.weight_stream(64 << 20, self.backend.receives), version)
+
+    def generate(self, prompts: Sequence[Prompt], ids: Sequence[str]) -> tuple[list[Completion], list[float]]:
+        """A completion of each prompt and its reward. An id seeds a completion: it depends on nothing else."""
+        requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
+        completions = self.backend.generate(requests, self.sampling)
+        texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
+        return completions, [reward(*each) for each in zip(texts, completions, prompts)]
+
+
+def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
+    """Train the model of a Hugging Face folder; returns what every optimizer step told.
+
+    task: a folder with rl.jsonl, the problems to learn from, and eval.jsonl, those to be judged by.
+    """
+    config = Config(
+        model=ModelConfig(path=folder),
+        batch=BatchConfig(max_tokens=8192),  # the token budget of a micro-batch: memory, never the loss
+        optim=OptimConfig(lr=2e-4, warmup_steps=5, schedule="constant"),
+        train=TrainConfig(precision="fp32", seed=SEED),
+    )
+    tokenizer = load_tokenizer(folder, read_architecture(folder).vocab_size)
+    problems, held_out = (
+        load_prompts([str(task / name)], tokenizer, max_prompt_tokens=64) for name in ("rl.jsonl", "eval.jsonl")
+    )
+    engine = Engine(config)
+    policy = Policy(engine, folder)
+    loss = Loss.of(clip_loss, aggregation="token-mean")
+
+    def tell(line: str) -> None:
+        if dist.get_rank() == 0:
+            print(line, flush=True)
+
+    def held_out_reward() -> float:
+        rewards = policy.generate(held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]
+        return sum(rewards) / len(rewards)
+
+    told: list[Step] = []
+    while len(told) < steps:
+        policy.update_weights(version=len(told))
+        if not told:
+            tell(f"held-out reward {held_out_reward():.3f}")
+        first = len(told) // MINIBATCHES * NUM_PROMPTS
+        draws = prompt_order(len(problems), first, NUM_PROMPTS, SEED)
+        drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(draws, start=first)]
+        prompts = [prompt for _, prompt in drawn for _ in range(NUM_GENERATIONS)]
+        ids = [f"{id}/{k}" for id, _ in drawn for k in range(NUM_GENERATIONS)]
+        completions, rewards = policy.generate(prompts, ids)
+        advantages_PG = group_advantages(torch.tensor(rewards, dtype=torch.float64).view(NUM_PROMPTS, -1))
+        samples = list(map(to_sample, prompts, completions, advantages_PG.flatten().tolist()))
+        # Every rank names the same samples: the engine decides which rank runs which of them, and counts over all.
+        order = np.random.default_rng([SEED, len(told), 0]).permutation(len(samples))
+        for part in np.array_split(order, MINIBATCHES):
+            metrics = engine.forward_backward([samples[index] for index in part], loss)
+            result = engine.optim_step(learning_rate(len(told), config.optim, steps))
+            told.append(Step(sum(rewards) / len(rewards), metrics.loss, result.grad_norm))
+        tell(f"step {len(told):3}  reward {told[-1].reward:.3f}  gradient norm {told[-1].grad_norm:.6f}")
+    policy.update_weights(version=len(told))
+    tell(f"held-out reward {held_out_reward():.3f}")
+    return told
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("name the folder of a model to start from: python -m isoloss.recipes.minimal_rl DIR [STEPS]")
+    main(sys.argv[1], *(int(argument) for argument in sys.argv[2:]))
+    dist.destroy_process_group()

@@ -1,0 +1,124 @@
+"""The recipe on servers that it starts: their weights are its own, and what was killed is started again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from .conftest import DOUBLE, SGLANG, free_url
+
+RUN = (sys.executable, "-m")
+
+
+@pytest.fixture(scope="module")
+def sorter(tmp_path_factory) -> Path:
+    """A model that sorts letters now and then."""
+    out = tmp_path_factory.mktemp("sorter") / "sft"
+    command = [*RUN, "isoloss.recipes.sft", "preset=sort", "train.steps=120", f"output_dir={out}"]
+    subprocess.run(command, check=True, capture_output=True)
+    return out / "hf"
+
+
+@pytest.fixture(params=["double", pytest.param("sglang", marks=pytest.mark.sglang)])
+def server_command(request) -> str:
+    return DOUBLE if request.param == "double" else SGLANG
+
+
+def arguments(sorter: Path, out: Path, command: str, sync: str, *more: str) -> list[str]:
+    return [
+        *RUN,
+        "isoloss.recipes.grpo",
+        "preset=tiny",
+        f"model.path={sorter}",
+        f"output_dir={out}",
+        "data.eval=[]",
+        "rollout.backend=sglang",
+        f"rollout.servers=[{free_url()}]",
+        f"rollout.server_command='{command}'",
+        f"rollout.weight_sync={sync}",
+        "rollout.timeout=300",
+        *more,
+    ]
+
+
+def rows(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def check_run(out: Path, steps: int) -> None:
+    """Every batch came from the weights of its own step, and the trainer agrees with what the server told of it."""
+    metrics, rollouts = rows(out / "metrics.jsonl"), rows(out / "rollouts.jsonl")
+    assert [row["step"] for row in metrics] == list(range(1, steps + 1))
+    assert all(0 < row["train_rollout_logprob_diff"] <= 1e-5 for row in metrics)
+    assert all(row["weight_versions"] == [row["step"] - 1] for row in rollouts)
+    assert {row["step"] for row in rollouts} == {1, 3, 5}  # two mini-batches a batch
+    assert all(row["sync_seconds"] > 0 and row["generate_seconds"] > 0 for row in metrics[::2])
+    assert len(rollouts) == 3 * 32 * 8 and len({row["id"] for row in rollouts}) == len(rollouts)
+    before, after = (sum(r["reward"] for r in rollouts if r["step"] == step) / 256 for step in (1, 5))
+    assert after > before
+
+
+def left_over(model: Path) -> list[psutil.Process]:
+    """Processes that were started with the model's folder: the run, and its servers with their guards."""
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(model) in part for part in p.info["cmdline"] or ())]
+
+
+def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tmp_path):
+    out = tmp_path / "run"
+    done = subprocess.run(
+        arguments(sorter, out, server_command, "broadcast", "train.steps=6"), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_run(out, 6)
+    assert not left_over(sorter)
+    assert list((out / "sglang").iterdir())  # the server's own output
+
+
+@pytest.mark.parametrize("sync", ["disk", "tensor"])
+def test_other_ways_of_weight_sync(sorter, sync, tmp_path):
+    out = tmp_path / "run"
+    command = arguments(sorter, out, DOUBLE, sync, f"rollout.sync_dir={tmp_path}/sync", "train.steps=6")
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_run(out, 6)
+
+
+def test_two_ranks_share_a_server(sorter, tmp_path):
+    out = tmp_path / "run"
+    python, *rest = arguments(sorter, out, DOUBLE, "broadcast", "train.steps=6", "parallel.tp=2")
+    launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launcher, *rest], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    check_run(out, 6)
+
+
+def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_path):
+    out = tmp_path / "run"
+    training = subprocess.Popen(
+        arguments(sorter, out, DOUBLE, "broadcast", "train.steps=6"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    while len(rows(out / "metrics.jsonl")) < 2 and training.poll() is None:
+        time.sleep(0.05)
+    victims = [p for p in left_over(sorter) if p.cmdline()[1].endswith("/sglang_server.py")]
+    assert victims
+    for victim in victims:
+        os.kill(victim.pid, signal.SIGKILL)
+    said = training.communicate(timeout=300)[0].decode()
+    assert training.returncode == 0, said[-3000:]
+    check_run(out, 6)
+
+
+def test_a_server_that_is_not_there_is_one_line_and_status_2(sorter, tmp_path):
+    command = [
+        part for part in arguments(sorter, tmp_path / "run", DOUBLE, "broadcast") if "server_command" not in part
+    ]
+    done = subprocess.run([*command, "rollout.timeout=2"], capture_output=True, text=True)
+    told = [line for line in done.stderr.splitlines() if line.startswith("isoloss: error: ")]
+    assert done.returncode == 2 and len(told) == 1 and "Traceback" not in done.stderr
+    assert "http://127.0.0.1:" in told[0] and "rollout.timeout=2" in told[0]

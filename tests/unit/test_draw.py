@@ -1,0 +1,112 @@
+"""Drawing groups: exactly what is missing, and every group that was drawn is told of."""
+
+import math
+
+import pytest
+
+from isoloss.engine.config import BatchConfig, ModelConfig
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl.draw import draw
+from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
+from isoloss.parallel import UserError
+
+VARIED, SOLVED, FAILED, BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (math.nan, math.nan)
+
+
+def config(wanted, **algorithm):
+    return RLConfig(
+        ModelConfig("somewhere"), batch=BatchConfig(global_size=wanted), algorithm=AlgorithmConfig(**algorithm)
+    )
+
+
+def group(number, rewards):
+    prompt = Prompt(f"train.jsonl:{number}", (1, 2), "?")
+    completion = Completion("x", (3,), (-0.5,), (0,), "stop")
+    return Group(number, prompt, tuple(Trajectory(prompt, completion, "", reward) for reward in rewards))
+
+
+class Stream:
+    """Groups with these rewards, over and over. asked: (first draw, count) of every call."""
+
+    def __init__(self, *rewards):
+        self.rewards, self.asked = rewards, []
+
+    def __call__(self, first, count):
+        self.asked.append((first, count))
+        return [group(number, self.rewards[number % len(self.rewards)]) for number in range(first, first + count)]
+
+
+def numbers(groups):
+    return [one.draw for one in groups]
+
+
+def test_without_dynamic_sampling_one_round_and_all_is_kept():
+    stream = Stream(VARIED, SOLVED, FAILED, BROKEN)
+    draws = draw(stream, 40, config(6))
+    assert stream.asked == [(40, 6)]
+    assert numbers(draws.kept) == [40, 41, 42, 43, 44, 45]
+    assert (draws.dropped, draws.rounds, draws.cursor) == ((), 1, 46)
+
+
+def test_a_round_draws_what_is_missing():
+    stream = Stream(VARIED, SOLVED, VARIED, FAILED, BROKEN)
+    draws = draw(stream, 5, config(7, dynamic_sampling=True))
+    # Kept: 5 7 10 | 12 15 | 17 | - | - | 20.
+    assert stream.asked == [(5, 7), (12, 4), (16, 2), (18, 1), (19, 1), (20, 1)]
+    assert numbers(draws.kept) == [5, 7, 10, 12, 15, 17, 20]
+    assert numbers(draws.dropped) == [6, 8, 9, 11, 13, 14, 16, 18, 19]
+    assert (draws.rounds, draws.cursor) == (6, 21)
+    assert sorted(numbers(draws.kept) + numbers(draws.dropped)) == [*range(5, 21)]
+    assert sum(count for _, count in stream.asked) == draws.cursor - 5
+
+
+def test_enough_at_once_and_in_the_last_round():
+    stream = Stream(VARIED)
+    draws = draw(stream, 0, config(3, dynamic_sampling=True, max_draws=1))
+    assert (stream.asked, draws.rounds, len(draws.kept)) == ([(0, 3)], 1, 3)
+    stream = Stream(SOLVED, VARIED)
+    draws = draw(stream, 0, config(2, dynamic_sampling=True, max_draws=3))  # 0 1 | 2 | 3
+    assert (stream.asked, draws.rounds, numbers(draws.kept)) == ([(0, 2), (2, 1), (3, 1)], 3, [1, 3])
+
+
+def test_one_valid_completion_has_no_variance():
+    draws = draw(Stream((1.0, math.nan), VARIED), 0, config(1, dynamic_sampling=True))
+    assert numbers(draws.kept) == [1] and numbers(draws.dropped) == [0]
+    draws = draw(Stream((1.0, math.nan, 0.0)), 0, config(1, dynamic_sampling=True))
+    assert numbers(draws.kept) == [0]
+
+
+def test_shortage_is_an_error_that_tells_what_was_found():
+    stream = Stream(SOLVED, FAILED, VARIED, SOLVED)
+    with pytest.raises(UserError) as error:
+        draw(stream, 0, config(8, dynamic_sampling=True, max_draws=2))
+    assert stream.asked == [(0, 8), (8, 6)]  # kept 2, 6 and 10
+    assert str(error.value) == (
+        "dynamic sampling: after algorithm.max_draws=2 rounds only 3 of batch.global_size=8 groups have rewards that "
+        "differ (11 dropped, 7 of them all right); raise max_draws or rollout.num_generations, choose prompts of "
+        "medium difficulty, or set algorithm.on_shortage=smaller"
+    )
+
+
+def test_shortage_as_a_smaller_batch():
+    stream = Stream(SOLVED, FAILED, VARIED, SOLVED)
+    draws = draw(stream, 0, config(8, dynamic_sampling=True, max_draws=2, on_shortage="smaller"))
+    assert numbers(draws.kept) == [2, 6, 10] and len(draws.dropped) == 11
+    assert (draws.rounds, draws.cursor) == (2, 14)
+
+
+@pytest.mark.parametrize("on_shortage", ["error", "smaller"])
+def test_no_group_at_all_is_an_error_either_way(on_shortage):
+    options = config(2, dynamic_sampling=True, max_draws=3, on_shortage=on_shortage)
+    with pytest.raises(UserError, match=r"only 0 of batch.global_size=2 .*\(6 dropped, 0 of them all right\)") as error:
+        draw(Stream(FAILED), 0, options)
+    assert "smaller" not in str(error.value)  # would not help
+
+
+def test_the_cursor_goes_on():
+    options = config(3, dynamic_sampling=True)
+    stream = Stream(VARIED, SOLVED)
+    first = draw(stream, 0, options)
+    second = draw(stream, first.cursor, options)
+    drawn = [*first.kept, *first.dropped, *second.kept, *second.dropped]
+    assert sorted(numbers(drawn)) == [*range(second.cursor)]

@@ -1,0 +1,377 @@
+"""Rewarded completions -> samples: what lands on which token, what is masked, and the order of the optimizer steps.
+
+The models are functions of token and place, so that every number tells where it came from.
+"""
+
+import itertools
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles.rl import formulas
+
+from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.packing import pack
+from isoloss.engine.rl import advantages
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.engine.rl.experience import Experience, Models, minibatches, prepare
+from isoloss.engine.rl.losses import policy_loss
+from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
+from isoloss.parallel.normalizer import take_census, weigh
+
+LONGEST, BUFFER = 6, 3
+# (prompt length, (completion length, reward) of each): uneven, with failed rewards, an empty completion, a group with
+# one valid completion and one with none. Completions of LONGEST tokens were cut.
+BATCH = [
+    (3, [(4, 1.0), (LONGEST, 0.0), (1, 0.5), (2, math.nan)]),
+    (1, [(2, 0.0), (5, 1.0), (0, 1.0), (3, 2.0)]),
+    (5, [(3, 1.0), (2, math.inf), (LONGEST, math.nan), (0, 0.0)]),
+    (2, [(LONGEST, 1.0), (5, 0.25), (4, 0.25), (6, 3.0)]),
+    (2, [(2, math.nan), (1, math.nan), (3, math.nan), (1, math.nan)]),
+]
+
+
+def make_groups(batch=BATCH):
+    """Tokens are unique over the batch; the backend's log-probability of token k is -k / 1000."""
+    unique = itertools.count(1)
+    groups = []
+    for number, (prompt_length, completions) in enumerate(batch):
+        prompt = Prompt(f"train.jsonl:{number}", tuple(itertools.islice(unique, prompt_length)), "?")
+        trajectories = []
+        for length, reward in completions:
+            tokens = tuple(itertools.islice(unique, length))
+            finish = "length" if length == LONGEST else "stop"
+            logprobs = tuple(-token / 1000 for token in tokens)
+            completion = Completion(f"{number}", tokens, logprobs, (0,) * length, finish)
+            trajectories.append(Trajectory(prompt, completion, "", reward))
+        groups.append(Group(number, prompt, tuple(trajectories)))
+    return groups
+
+
+class Model:
+    """A number for every target: `of_token(its id)`; counts how often it was asked."""
+
+    def __init__(self, of_token):
+        self.of_token, self.asked = of_token, 0
+
+    def __call__(self, samples):
+        self.asked += 1
+        return [self.of_token(sample.tokens_T.double()) * sample.mask_T for sample in samples]
+
+
+def policy_of(tokens):
+    return -tokens / 1000 - 0.1 * torch.sin(tokens)
+
+
+def reference_of(tokens):
+    return -tokens / 1000 - 0.3 * torch.cos(tokens)
+
+
+def values_of(tokens):
+    return torch.sin(3 * tokens)
+
+
+def models():
+    return Models(Model(policy_of), Model(reference_of), Model(values_of))
+
+
+def config_of(batch=BATCH, seed=0, loss=None, **algorithm):
+    return RLConfig(
+        ModelConfig("somewhere"),
+        batch=BatchConfig(global_size=len(batch)),
+        loss=loss or LossConfig(),
+        rollout=RolloutConfig(num_generations=len(batch[0][1]), max_new_tokens=LONGEST),
+        algorithm=AlgorithmConfig(**algorithm),
+        train=TrainConfig(seed=seed),
+    )
+
+
+def prepared(batch=BATCH, step=0, asked=None, **options):
+    config = config_of(batch, **options)
+    asked = asked or models()
+    if not config.algorithm.uses_reference:
+        asked = replace(asked, reference=None)
+    if not config.algorithm.uses_critic:
+        asked = replace(asked, critic=None)
+    return prepare(make_groups(batch), asked, config, step, {"reward_mean": 0.5})
+
+
+def trajectories_of(groups):
+    return [trajectory for group in groups for trajectory in group.trajectories]
+
+
+# -------------------------------------------------------------------------------------------------------------- tokens
+
+
+@pytest.mark.parametrize("mask_truncated", [False, True])
+def test_tokens_masks_and_groups(mask_truncated):
+    experience = prepared(mask_truncated=mask_truncated)
+    expected = [(p, n, r, g) for g, (p, completions) in enumerate(BATCH) for n, r in completions]
+    assert len(experience.samples) == len(expected)
+    for sample, trajectory, (prompt_length, length, reward, group) in zip(
+        experience.samples, trajectories_of(make_groups()), expected
+    ):
+        assert sample.tokens_T.tolist() == [*trajectory.prompt.tokens, *trajectory.completion.tokens]
+        assert sample.tokens_T.dtype == torch.int64 and sample.group == group
+        taught = math.isfinite(reward) and not (mask_truncated and length == LONGEST)
+        assert sample.mask_T.tolist() == [False] * prompt_length + [taught] * length
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_fields_are_of_their_own_token(advantage):
+    """Up to the packed row: what stands beside a target is that target's."""
+    experience = prepared(advantage=advantage, kl_coef=0.1, minibatches=2)
+    mesh: Any = SimpleNamespace(context=SimpleNamespace(size=lambda: 1, rank=lambda: 0), row_multiple=8)
+    samples = experience.samples
+    weights = [sample.mask_T.double()[None] for sample in samples]
+    offsets = [0, *itertools.accumulate(len(sample) for sample in samples)][:-1]
+    row = pack(samples, weights, offsets, mesh, torch.device("cpu"))
+    of_target = {
+        "rollout_logprobs": lambda tokens: -tokens / 1000,
+        "train_logprobs": policy_of,
+        "ref_logprobs": reference_of,
+    } | ({"old_values": values_of} if advantage == "gae" else {})
+    more = {"advantages", "returns"} if advantage == "gae" else {"advantages"}
+    assert row.fields.keys() == of_target.keys() | more
+    targets_N = row.targets_N.double()
+    assert len(targets_N) == sum(int(sample.mask_T.sum()) for sample in samples)
+    for name, function in of_target.items():
+        assert torch.equal(row.fields[name], function(targets_N)), name
+
+
+def test_fields_are_0_on_the_prompt_and_where_nothing_is_learned():
+    for sample in prepared(advantage="gae", kl_coef=0.1, kl_in="reward", mask_truncated=True).samples:
+        for name, values_T in sample.fields.items():
+            assert values_T.shape == sample.tokens_T.shape and values_T.dtype == torch.float64
+            if name != "rollout_logprobs":  # known of every completion
+                assert not values_T[~sample.mask_T].any(), name
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "asked"),
+    [
+        ({}, (0, 0, 0)),  # the first optimizer step computes the old log-probabilities itself
+        ({"minibatches": 2}, (1, 0, 0)),
+        ({"epochs": 2}, (1, 0, 0)),
+        ({"epochs": 2, "old_logprobs": "rollout"}, (0, 0, 0)),
+        ({"kl_coef": 0.1}, (0, 1, 0)),
+        ({"kl_coef": 0.1, "kl_in": "reward"}, (1, 1, 0)),
+        ({"advantage": "gae", "epochs": 2}, (1, 0, 1)),
+    ],
+)
+def test_models_are_asked_once_and_only_for_what_is_needed(algorithm, asked):
+    three = models()
+    experience = prepared(asked=three, **algorithm)
+    assert (three.policy.asked, three.reference.asked, three.critic.asked) == asked
+    names = {"train_logprobs": asked[0], "ref_logprobs": asked[1], "old_values": asked[2]}
+    for sample in experience.samples:
+        assert sample.fields.keys() - {"rollout_logprobs", "advantages", "returns"} == {
+            k for k, n in names.items() if n
+        }
+
+
+# ---------------------------------------------------------------------------------------------------------- advantages
+
+
+def reference_advantages(groups, algorithm):
+    """{name: [of each sample's targets]}, completion by completion from the papers' formulas."""
+    rewards, kl, values, learned, group_of = [], [], [], [], []
+    for group in groups:
+        for trajectory in group.trajectories:
+            tokens = torch.tensor(trajectory.completion.tokens, dtype=torch.float64)
+            cut = algorithm.mask_truncated and trajectory.completion.finish == "length"
+            valid = math.isfinite(trajectory.reward) and len(tokens) > 0
+            count = len(tokens) if valid and not cut else 0
+            learned.append(count)
+            values.append(values_of(tokens).numpy()[:count])
+            estimated = formulas.kl(policy_of(tokens), reference_of(tokens), algorithm.kl_estimator)[:count]
+            kl.append(estimated * algorithm.kl_coef * (algorithm.kl_in == "reward"))
+            punishment = formulas.overlong(len(tokens), LONGEST, BUFFER) if algorithm.overlong_buffer else 0.0
+            rewards.append(trajectory.reward + algorithm.overlong_penalty * punishment if valid else None)
+            group_of.append(group.draw)
+
+    def of_groups(formula):
+        found = np.zeros(len(rewards))
+        for group in set(group_of):
+            at = [i for i, g in enumerate(group_of) if g == group and rewards[i] is not None]
+            if at:
+                found[at] = formula([rewards[i] - sum(kl[i]) for i in at])
+        return [np.full(count, a) for count, a in zip(learned, found)]
+
+    def reward_at_the_end(index):
+        rewards_T = -kl[index]
+        if learned[index]:
+            rewards_T[-1] += rewards[index]
+        return rewards_T
+
+    if algorithm.advantage == "reinforce++":  # with gamma < 1, every later token's reward is discounted
+        found = [
+            [sum(algorithm.gamma ** (s - t) * r[s] for s in range(t, len(r))) for t in range(len(r))]
+            for r in map(reward_at_the_end, range(len(rewards)))
+        ]
+        return {"advantages": formulas.whiten(found, 1e-8)}
+    if algorithm.advantage == "gae":
+        both = [
+            formulas.gae(reward_at_the_end(i), values[i], algorithm.gamma, algorithm.gae_lambda)
+            for i in range(len(rewards))
+        ]
+        return {"advantages": formulas.whiten([a for a, _ in both], 1e-8), "returns": [r for _, r in both]}
+    formula = {
+        "grpo": lambda rewards_k: formulas.grpo(rewards_k, advantages.EPSILON),
+        "rloo": formulas.rloo,
+    }.get(algorithm.advantage, formulas.dr_grpo)
+    found = of_groups(formula)
+    return {"advantages": formulas.whiten(found, 1e-8) if algorithm.advantage == "reinforce++-baseline" else found}
+
+
+ESTIMATORS = ("grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae")
+SHAPES = [
+    {},
+    {"kl_coef": 0.4, "kl_in": "reward", "kl_estimator": "k1"},
+    {"kl_coef": 0.4, "kl_in": "reward", "kl_estimator": "k2", "mask_truncated": True},
+    {"kl_coef": 0.4, "kl_in": "reward", "kl_estimator": "k3", "overlong_buffer": BUFFER, "overlong_penalty": 0.7},
+    {"overlong_buffer": BUFFER, "mask_truncated": True, "gamma": 0.9, "gae_lambda": 0.8},
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape.values())))
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+def test_advantages_and_returns(advantage, shape):
+    algorithm = AlgorithmConfig(advantage=advantage, **shape)
+    wanted = reference_advantages(make_groups(), algorithm)
+    experience = prepared(advantage=advantage, **shape)
+    for index, sample in enumerate(experience.samples):
+        for name, parts in wanted.items():
+            got = sample.fields[name][sample.mask_T].tolist()
+            assert got == pytest.approx([*parts[index]], rel=1e-9, abs=1e-9), (index, name)
+            assert not sample.fields[name][~sample.mask_T].any()
+        assert ("returns" in sample.fields) == (advantage == "gae")
+    assert any(sample.fields["advantages"].any() for sample in experience.samples)
+
+
+def test_kl_in_the_reward_by_hand():
+    """REINFORCE++ takes off what is still to come; grouped estimators the sum."""
+    groups = make_groups([(1, [(3, 1.0), (2, 0.0)])])
+    shape = {"kl_coef": 0.5, "kl_in": "reward", "kl_estimator": "k1"}
+    parts = []
+    for trajectory in groups[0].trajectories:
+        tokens = torch.tensor(trajectory.completion.tokens, dtype=torch.float64)
+        parts.append(formulas.reinforce_pp(trajectory.reward, (policy_of(tokens) - reference_of(tokens)).numpy(), 0.5))
+    one = [(1, [(3, 1.0), (2, 0.0)])]
+    for sample, wanted in zip(prepared(one, advantage="reinforce++", **shape).samples, formulas.whiten(parts, 1e-8)):
+        assert sample.fields["advantages"][sample.mask_T].tolist() == pytest.approx(wanted.tolist(), rel=1e-12)
+    whole = [part[0] for part in parts]
+    for sample, wanted in zip(prepared(one, advantage="dr-grpo", **shape).samples, formulas.dr_grpo(whole)):
+        assert sample.fields["advantages"][sample.mask_T].tolist() == pytest.approx([wanted] * int(sample.mask_T.sum()))
+
+
+@pytest.mark.parametrize("advantage", ESTIMATORS)
+def test_invalid_completions_influence_nothing(advantage):
+    """The batch without them gives the others the same fields, to the last bit but for the order of sums."""
+    shape = {"advantage": advantage, "kl_coef": 0.2, "kl_in": "reward"}
+    groups = make_groups()
+    kept = [replace(g, trajectories=tuple(t for t in g.trajectories if t.valid)) for g in groups]
+    config = config_of(**shape)
+    three = models() if config.algorithm.uses_critic else replace(models(), critic=None)
+    valid = [trajectory.valid for trajectory in trajectories_of(groups)]
+    whole = prepare(groups, three, config, 0, {}).samples
+    alone = prepare(kept, three, config, 0, {}).samples
+    assert not all(valid) and len(alone) == sum(valid)
+    for sample, other in zip([s for s, v in zip(whole, valid) if v], alone):
+        assert sample.fields.keys() == other.fields.keys()
+        for name, values_T in sample.fields.items():
+            assert values_T.tolist() == pytest.approx(other.fields[name].tolist(), rel=1e-12, abs=1e-12)
+    for sample in (s for s, v in zip(whole, valid) if not v):
+        assert not sample.mask_T.any() and not sample.fields["advantages"].any()
+
+
+def test_truncated_completions_are_masked_but_compared_with():
+    """Overlong filtering leaves them in the mean of their group: their reward is known."""
+    batch = [(2, [(3, 1.0), (LONGEST, 0.0)])]
+    first, cut = prepared(batch, advantage="dr-grpo", mask_truncated=True).samples
+    assert first.fields["advantages"][first.mask_T].tolist() == [0.5] * 3
+    assert not cut.mask_T.any() and not cut.fields["advantages"].any()
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(("count", "parts", "epochs"), [(20, 4, 3), (12, 1, 2), (8, 8, 1)])
+def test_minibatches_are_a_partition_every_epoch(count, parts, epochs):
+    config = config_of([(1, [(1, 1.0)] * 4)] * (count // 4), minibatches=parts, epochs=epochs)
+    steps = minibatches(count, 7, config)
+    assert len(steps) == parts * epochs == config.steps_per_batch
+    for epoch in range(epochs):
+        of_epoch = steps[epoch * parts : (epoch + 1) * parts]
+        assert {len(step) for step in of_epoch} == {count // parts}
+        assert sorted(itertools.chain(*of_epoch)) == [*range(count)]
+    assert len(set(steps)) == len(steps)  # no epoch repeats another's order
+
+
+def test_the_order_depends_on_seed_step_and_epoch_alone():
+    config = config_of(minibatches=4, epochs=3)
+    steps = minibatches(20, 7, config)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    assert minibatches(20, 7, config) == steps
+    assert minibatches(20, 7, config_of(minibatches=4, epochs=1)) == steps[:4]
+    halves = minibatches(20, 7, config_of(minibatches=2, epochs=3))
+    assert [sorted(half) for half in halves[:2]] == [sorted(steps[0] + steps[1]), sorted(steps[2] + steps[3])]
+    assert minibatches(20, 8, config) != steps
+    assert minibatches(20, 7, config_of(minibatches=4, epochs=3, seed=1)) != steps
+
+
+@pytest.mark.parametrize(("count", "sizes"), [(11, [3, 3, 3, 2]), (4, [1, 1, 1, 1]), (3, [1, 1, 1])])
+def test_a_smaller_batch_is_cut_evenly_and_no_step_is_empty(count, sizes):
+    steps = minibatches(count, 0, config_of(minibatches=4))
+    assert [len(step) for step in steps] == sizes
+    assert sorted(itertools.chain(*steps)) == [*range(count)]
+
+
+def test_take_gives_the_steps_in_turn():
+    experience = prepared(minibatches=5, epochs=2)
+    taken = []
+    for steps in range(10):
+        assert experience.done == steps and not experience.used_up
+        samples, experience = experience.take()
+        taken.append([sample.tokens_T.tolist() for sample in samples])
+    assert experience.used_up
+    wanted = [[experience.samples[i].tokens_T.tolist() for i in step] for step in experience.steps]
+    assert taken == wanted and experience.steps == minibatches(20, 0, config_of(minibatches=5, epochs=2))
+
+
+def test_the_prompts_of_a_step_are_those_in_it(one_rank):
+    """A mean over prompts that counts fully masked ones must not count prompts of other mini-batches."""
+    config = config_of(minibatches=10, loss=LossConfig("prompt-mean-token-mean", count_fully_masked=True))
+    experience = prepared(minibatches=10)
+    (aggregation,) = policy_loss(config).aggregations
+    while not experience.used_up:
+        step = experience.steps[experience.done]
+        prompts = {experience.samples[index].group for index in step}
+        samples, experience = experience.take()
+        assert sorted({sample.group for sample in samples}) == [*range(len(prompts))]
+        groups = [sample.group for sample in samples]
+        masks = [sample.mask_T for sample in samples]
+        census = take_census(masks, one_rank, group_ids=groups, num_groups=max(groups) + 1)
+        assert weigh(masks, census, aggregation)[1].prompts == len(prompts)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "gae"])
+def test_state_goes_through_a_file(advantage, tmp_path):
+    experience = prepared(minibatches=2, epochs=2, advantage=advantage)
+    _, left = experience.take()
+    torch.save(left.state(), tmp_path / "state.pt")
+    again = Experience.of_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
+    while not left.used_up:
+        samples, left = left.take()
+        others, again = again.take()
+        for sample, other in zip(samples, others, strict=True):
+            assert torch.equal(sample.tokens_T, other.tokens_T) and torch.equal(sample.mask_T, other.mask_T)
+            assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
+            assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
+    assert again.used_up

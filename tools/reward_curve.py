@@ -1,0 +1,138 @@
+"""Draw the held-out reward of reinforcement learning runs over their optimizer steps.
+
+    python -m isoloss.tools.reward_curve runs/grpo-tiny
+    python -m isoloss.tools.reward_curve runs/grpo-tiny runs/dapo-tiny --labels GRPO,DAPO --out rewards.png
+
+Reads eval.jsonl of each run, and from metrics.jsonl the groups that dynamic sampling dropped and redrew, which get a
+panel of their own. Prints a line for each run: where its reward started, where it ended, and the rise.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+# isoloss.parallel has a UserError for this, but importing it takes torch and Megatron-Core, which is seconds.
+
+
+class Mistake(Exception):
+    """What the user can mend, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"isoloss: error: {message}; --help tells more\n")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """steps, rewards: of the evaluations. batches: for every generated batch the first optimizer step that it feeds,
+    the groups drawn and those of them dropped."""
+
+    label: str
+    steps: tuple[int, ...]
+    rewards: tuple[float, ...]
+    batches: tuple[tuple[int, int, int], ...] = ()
+
+    @property
+    def drawn(self) -> int:
+        return sum(drawn for _, drawn, _ in self.batches)
+
+    @property
+    def dropped(self) -> int:
+        return sum(dropped for _, _, dropped in self.batches)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status: 0 drawn, 2 a mistake of the user, told in one line on standard error."""
+    parser = Parser(prog="python -m isoloss.tools.reward_curve", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run that had data.eval")
+    parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: reward_curve.png in the first RUN")
+    parser.add_argument("--labels", metavar="A,B,...", help="one for each RUN; default: their paths")
+    arguments = parser.parse_args(argv)
+    labels = arguments.labels.split(",") if arguments.labels else [str(run) for run in arguments.runs]
+    out = arguments.out or arguments.runs[0] / "reward_curve.png"
+    try:
+        if len(labels) != len(arguments.runs):
+            raise Mistake(f"--labels={arguments.labels} names {len(labels)} of {len(arguments.runs)} runs: name each")
+        curves = [read_curve(run, label) for run, label in zip(arguments.runs, labels)]
+        if out.suffix != ".png" or not out.parent.is_dir():
+            raise Mistake(f"--out={out} must be a .png file in a folder that exists")
+    except Mistake as mistake:
+        print(f"isoloss: error: {mistake}", file=sys.stderr)
+        return 2
+    draw(curves, out)
+    print(f"reward curve in {out}")
+    print(*map(told, curves), sep="\n")
+    return 0
+
+
+def read_curve(run: Path, label: str) -> Curve:
+    """Raises Mistake where the folder holds no evaluated run."""
+    evaluations = [row for row in read_rows(run / "eval.jsonl") if "reward_mean" in row]
+    if not evaluations:
+        raise Mistake(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
+    # Every optimizer step tells of its batch, and several may share one: the count of prompts so far tells which.
+    rows = [row for row in read_rows(run / "metrics.jsonl") if "prompts_drawn" in row]
+    first = {row["prompts_drawn"]: row for row in reversed(rows)}
+    batches = sorted((row["step"], row["groups_drawn"], row["groups_dropped"]) for row in first.values())
+    return Curve(
+        label,
+        tuple(row["step"] for row in evaluations),
+        tuple(row["reward_mean"] for row in evaluations),
+        tuple(batches),
+    )
+
+
+def read_rows(path: Path) -> list[dict]:
+    """The rows of a JSON Lines file; a last line without its newline is still being written."""
+    if not path.is_file():
+        raise Mistake(f"{path} does not exist: give the output_dir of a run")
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise Mistake(f"{path}:{number}: not JSON ({error.msg}); copy the file again") from None
+    return rows
+
+
+def told(curve: Curve) -> str:
+    """A run in one line."""
+    start, end = curve.rewards[0], curve.rewards[-1]
+    line = f"{curve.label}: held-out reward {start:.3f} -> {end:.3f} ({end - start:+.3f}) in {curve.steps[-1]} steps"
+    if curve.dropped:
+        line += f"; dynamic sampling dropped and redrew {curve.dropped} of {curve.drawn} groups"
+    return line
+
+
+def draw(curves: Sequence[Curve], out: Path) -> None:
+    from matplotlib.figure import Figure  # only once all is read: it takes a second
+
+    sampled = [curve for curve in curves if curve.dropped]
+    figure = Figure(figsize=(7, 6 if sampled else 4), layout="constrained")
+    panels = figure.subplots(2 if sampled else 1, sharex=True, squeeze=False, height_ratios=(2, 1)[: 1 + bool(sampled)])
+    for curve in curves:
+        panels[0, 0].plot(curve.steps, curve.rewards, marker="o", markersize=3, label=curve.label)
+        if curve.dropped:
+            shares = [dropped / drawn for _, drawn, dropped in curve.batches]
+            panels[1, 0].plot([step for step, _, _ in curve.batches], shares, label=curve.label)
+    panels[0, 0].set_ylabel("reward on held-out prompts")
+    panels[0, 0].set_ylim(0, max(1.0, *(reward for curve in curves for reward in curve.rewards)))
+    panels[0, 0].legend()
+    if sampled:
+        panels[1, 0].set_ylabel("groups dropped / drawn")
+        panels[1, 0].set_ylim(0, 1)
+    panels[-1, 0].set_xlabel("optimizer steps")
+    for panel in panels[:, 0]:
+        panel.grid(alpha=0.3)
+    figure.savefig(out, dpi=130)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
