@@ -19,8 +19,11 @@ from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer
 from isoloss.engine.rl.sglang.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-DOUBLE = f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}}"
-CONTEXT = 256
+CONTEXT = 1024
+DOUBLE = (
+    f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}} "
+    f"--context-length {CONTEXT}"
+)
 START_SECONDS = 300.0
 # Attention and sampling in PyTorch, no CUDA graphs, no overlap of batches: what runs on a CPU. The fraction is of the
 # whole machine's memory, other programs' included, so the cache is bounded by its tokens instead.

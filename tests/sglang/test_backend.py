@@ -16,8 +16,7 @@ from isoloss.parallel import UserError
 pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
 
 PARITY = 1e-5
-CONTEXT = 256  # of both kinds of server
-LONG = 150  # tokens: long enough to be interrupted
+CONTEXT = 1024  # of both kinds of server
 WAYS = ("disk", "broadcast", "tensor")
 
 
@@ -28,12 +27,10 @@ def raw(service) -> Iterator[SGLangServer]:
     server.close()
 
 
-def wait_until_running(url: str, number: int) -> None:
-    """Until the server has made tokens for so many requests."""
-    server = SGLangServer(url, 60.0)
-    while server.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"] < number:
-        time.sleep(0.01)
-    server.close()
+@pytest.fixture
+def long(service) -> int:
+    """So many tokens that a completion can be interrupted."""
+    return 700 if service.real else 150
 
 
 class Background:
@@ -46,6 +43,13 @@ class Background:
 
     def _run(self, backend, asked, sampling):
         self.completions = backend.generate(asked, sampling)
+
+    def wait_for(self, number: int, url: str) -> None:
+        """Until the server has made tokens for so many requests."""
+        server = SGLangServer(url, 60.0)
+        while server.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"] < number:
+            assert self.completions is None, "it ended before it could be interrupted"
+        server.close()
 
     def result(self):
         self._thread.join(60)
@@ -209,29 +213,29 @@ def test_weights_of_somebody_else_are_not_ours(backend, raw):
 # ------------------------------------------------------------------------------------------------- pause, resume, abort
 
 
-def test_abort_and_go_on(backend, service):
+def test_abort_and_go_on(backend, service, long):
     """What an abort leaves, and what was not even begun, becomes whole by asking again."""
     rollout, model, asked = backend(concurrency=2), policy(1), requests(4)
     rollout.update_weights(buckets(model), 1)
-    sampling = Sampling(LONG)
+    sampling = Sampling(long)
     running = Background(rollout, asked, sampling)
-    wait_until_running(service.url, 2)
+    running.wait_for(2, service.url)
     rollout.abort()
     parts = running.result()
     assert {part.finish for part in parts} == {"abort"}
-    assert all(0 < len(part.tokens) < LONG for part in parts[:2]) and not any(part.tokens for part in parts[2:])
+    assert all(0 < len(part.tokens) < long for part in parts[:2]) and not any(part.tokens for part in parts[2:])
     again = [Request(r.id, r.prompt_tokens, part) for r, part in zip(asked, parts)]
     for request, part, whole in zip(asked, parts, rollout.generate(again, sampling)):
-        assert whole.finish == "length" and len(whole.tokens) == LONG
+        assert whole.finish == "length" and len(whole.tokens) == long
         assert whole.tokens[: len(part.tokens)] == part.tokens and whole.logprobs[: len(part.tokens)] == part.logprobs
         assert worst(model, request, whole) <= PARITY
 
 
-def test_pause_and_resume(backend, service):
+def test_pause_and_resume(backend, service, long):
     rollout, model, asked = backend(), policy(1), requests(3)
     rollout.update_weights(buckets(model), 1)
-    running = Background(rollout, asked, Sampling(LONG))
-    wait_until_running(service.url, 3)
+    running = Background(rollout, asked, Sampling(long))
+    running.wait_for(3, service.url)
     rollout.pause()
     time.sleep(1.0)
     assert running.completions is None
@@ -241,12 +245,12 @@ def test_pause_and_resume(backend, service):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_an_update_in_the_middle_of_a_completion(backend, service, way):
+def test_an_update_in_the_middle_of_a_completion(backend, service, way, long):
     """Each token has the version of the weights that made it, and their log-probability."""
     rollout, before, after, asked = backend(way), policy(1), policy(2), requests(4)
     rollout.update_weights(buckets(before), 1)
-    running = Background(rollout, asked, Sampling(LONG))
-    wait_until_running(service.url, 4)
+    running = Background(rollout, asked, Sampling(long))
+    running.wait_for(4, service.url)
     rollout.pause()
     rollout.update_weights(buckets(after), 2)
     time.sleep(0.1)
@@ -254,20 +258,20 @@ def test_an_update_in_the_middle_of_a_completion(backend, service, way):
     rollout.resume()
     for request, completion in zip(asked, running.result()):
         switch = completion.versions.index(2)
-        assert completion.versions == (1,) * switch + (2,) * (LONG - switch) and 0 < switch < LONG
+        assert completion.versions == (1,) * switch + (2,) * (long - switch) and 0 < switch < long
         assert worst(before, request, completion, version=1) <= PARITY
         assert worst(after, request, completion, version=2) <= PARITY
 
 
-def test_abort_reaches_what_a_pause_kept_waiting(backend):
+def test_abort_reaches_what_a_pause_kept_waiting(backend, long):
     rollout = backend()
     rollout.update_weights(buckets(policy(1)), 1)
     rollout.pause()
-    running = Background(rollout, requests(3), Sampling(LONG))
+    running = Background(rollout, requests(3), Sampling(long))
     time.sleep(0.3)
     rollout.abort()
     rollout.resume()
-    assert all(c.finish == "abort" and len(c.tokens) < LONG for c in running.result())
+    assert all(c.finish == "abort" and len(c.tokens) < long for c in running.result())
 
 
 def test_memory_is_released_and_resumed(raw):
@@ -284,15 +288,15 @@ def test_a_server_that_is_not_there(backend):
         backend(servers=("http://127.0.0.1:9",), timeout=1.0)
 
 
-def test_a_killed_server_is_restarted_and_synced_again(backend, service, unused_url):
+def test_a_killed_server_is_restarted_and_synced_again(backend, service, unused_url, long):
     """The loop's side of it: completions that are None, no weight version, an update, and on."""
     mine, model = psutil.Process(), policy(1)
     before = set(mine.children(recursive=True))
     rollout = backend("broadcast", servers=(unused_url,), server_command=service.command)
     started = set(mine.children(recursive=True)) - before
     rollout.update_weights(buckets(model), 1)
-    running = Background(rollout, requests(3), Sampling(LONG))
-    wait_until_running(unused_url, 3)
+    running = Background(rollout, requests(3), Sampling(long))
+    running.wait_for(3, unused_url)
     for process in started:
         process.kill()
     assert running.result() == [None] * 3
