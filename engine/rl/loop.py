@@ -28,7 +28,7 @@ from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resum
 
 @dataclass(frozen=True)
 class RLResult:
-    """Where a run ended. evaluations: of the first and the last one, by metric; empty without data.eval."""
+    """Where a run ended. first_eval, last_eval: metrics of the evaluations; empty without data.eval."""
 
     output_dir: Path
     checkpoint: Path
