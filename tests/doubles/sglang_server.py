@@ -163,7 +163,7 @@ class Engine:
         return replies if isinstance(body["input_ids"][0], list) else replies[0]
 
     def check(self, job: Job) -> None:
-        limit, prompt, new = self.options.context_length, len(job.prompt), job.params["max_new_tokens"]
+        limit, prompt, new = self.model.config.max_position_embeddings, len(job.prompt), job.params["max_new_tokens"]
         if prompt == 0:
             raise Refusal("input_ids cannot be empty.")
         if prompt >= limit:
@@ -382,6 +382,8 @@ class Server(ThreadingHTTPServer):
         if path == "/v1/loads":
             return {"loads": [{"num_running_reqs": sum(1 for job in engine.jobs if job.output)}]}
         if path == "/health":
+            if engine.paused is not None or engine.asleep:  # it tries to make a token, and gives up after a while
+                raise Refusal("Service Unavailable", 503)
             return done
         if path == "/calls":
             return dict(self.calls)
@@ -440,7 +442,6 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--context-length", type=int, default=256)
     parser.add_argument("--seconds-per-token", type=float, default=0.001, help="so that a test can interrupt")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")

@@ -19,11 +19,7 @@ from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer
 from isoloss.engine.rl.sglang.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
-CONTEXT = 1024
-DOUBLE = (
-    f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}} "
-    f"--context-length {CONTEXT}"
-)
+DOUBLE = f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}}"
 START_SECONDS = 300.0
 # Attention and sampling in PyTorch, no CUDA graphs, no overlap of batches: what runs on a CPU. The fraction is of the
 # whole machine's memory, other programs' included, so the cache is bounded by its tokens instead.
@@ -32,8 +28,7 @@ SGLANG = (
     f"OMP_NUM_THREADS=1 {ROOT}/.sglang-venv/bin/python -m sglang.launch_server "
     "--model-path {model} --host {host} --port {port} --device cpu --dtype float32 --skip-tokenizer-init "
     "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule "
-    f"--disable-cuda-graph --sleep-on-idle --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096 "
-    f"--context-length {CONTEXT}"
+    f"--disable-cuda-graph --sleep-on-idle --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096"
 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from worlds.servers import VOCAB, buckets, greedy, policy, requests, worst
+from worlds.servers import CHANGES, VOCAB, buckets, greedy, policy, requests, worst
 
 from isoloss.engine.rl.sglang.client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
@@ -16,7 +16,7 @@ from isoloss.parallel import UserError
 pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
 
 PARITY = 1e-5
-CONTEXT = 1024  # of both kinds of server
+CONTEXT = CHANGES["max_position_embeddings"]
 WAYS = ("disk", "broadcast", "tensor")
 
 
@@ -85,10 +85,13 @@ def test_a_stop_token_ends_the_completion_and_is_in_it(backend):
 
 
 def test_only_our_stop_tokens_stop(backend, service):
-    """The model's config.json names an end-of-sequence token, at which the server would stop."""
+    """The model's config.json names an end-of-sequence token, at which the server would stop; here it is as likely as
+    the likeliest one."""
     rollout, model, asked = backend(), policy(1), requests(16)
-    rollout.update_weights(buckets(model), 1)
     eos, ours = model.config.eos_token_id, VOCAB - 1
+    with torch.no_grad():
+        model.lm_head.weight[eos] = model.lm_head.weight[greedy(model, asked[0], 1)[0]]
+    rollout.update_weights(buckets(model), 1)
     for stops in ((), (ours,)):
         completions = rollout.generate(asked, Sampling(48, 1.0, stop_token_ids=stops))
         assert any(eos in completion.tokens[:-1] for completion in completions)
@@ -272,6 +275,17 @@ def test_abort_reaches_what_a_pause_kept_waiting(backend, long):
     rollout.abort()
     rollout.resume()
     assert all(c.finish == "abort" and len(c.tokens) < long for c in running.result())
+
+
+def test_a_pause_that_a_killed_run_left_behind(backend, raw):
+    raw.pause()
+    rollout, model = backend("tensor", timeout=20.0), policy(1)
+    rollout.update_weights(buckets(model), 1)
+    assert rollout.weight_version() == 1
+    rollout.pause()
+    rollout.check_health()  # to SGLang a paused server is not healthy, to us it is
+    rollout.resume()
+    assert None not in rollout.generate(requests(1), Sampling(4))
 
 
 def test_memory_is_released_and_resumed(raw):

@@ -148,7 +148,7 @@ def test_a_dead_server_passes_its_requests_on(backend, start, double, first):
     third.inject("die")
     check(rollout, model)
     assert rollout.weight_version() is None
-    with pytest.raises(UserError, match=rf"{third.server.url}/health.*rollout.server_command"):
+    with pytest.raises(UserError, match=rf"{third.server.url}/model_info.*rollout.server_command"):
         rollout.update_weights(buckets(model), 2)
     assert rollout.weight_version() is None
     with pytest.raises(UserError, match=rf"\['{third.server.url}'\]: none answers.*rollout.server_command"):

@@ -14,7 +14,7 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 from worlds import tiny_models
 
-ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2, "max_position_embeddings": 1024}
 VOCAB = tiny_models.SIZES["vocab_size"]
 
 

@@ -17,11 +17,14 @@ from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer, on_all
 from isoloss.engine.rl.sglang.generate import Fleet, generate, try_abort
 from isoloss.engine.rl.sglang.health import (
     POLL_SECONDS,
+    Check,
     check_alike,
     explain,
     is_healthy,
+    passes,
     serves_ours,
-    wait_until_healthy,
+    try_resume,
+    wait_until,
 )
 from isoloss.engine.rl.sglang.process import ServerProcess
 from isoloss.engine.rl.sglang.weights import weight_sync
@@ -54,9 +57,7 @@ class SGLangBackend:
         self._closed = False
         self._servers = [SGLangServer(url, config.timeout) for url in config.servers]
         self._router = SGLangServer(config.router, config.timeout) if config.router else None
-        # What of MEMORY each colocated server has given back, and whether its weights survive that.
-        self._asleep: dict[SGLangServer, set[str]] = {server: set() for server in self._servers}
-        self._keeps_weights = False
+        self._keeps_weights = False  # whether colocated servers' weights survive giving back their memory
         self._processes: dict[SGLangServer, ServerProcess] = {}
         if config.server_command is not None and self._rank0.here:
             folder, logs = hf_folder(model).absolute(), Path(log_folder)
@@ -130,7 +131,7 @@ class SGLangBackend:
         self._version = version
 
     def _begin_update(self, last: int | None) -> None:
-        self._come_up()
+        self._come_up(SGLangServer.check_alive)
         # A server that was restarted, or that an update failed on, is no member of what the last update set up.
         rebuild = last is None or set(self._served_versions().values()) != {last}
         self.wake(["weights"])
@@ -186,10 +187,9 @@ class SGLangBackend:
     ) -> None:
         def of(server: SGLangServer) -> None:
             # A server's scheduler dies when it is told twice.
-            needed = [tag for tag in tags if (tag in self._asleep[server]) != asleep]
+            needed = [tag for tag in tags if (tag in server.asleep) != asleep]
             if needed:
                 change(server, needed)
-                self._asleep[server] ^= set(needed)
 
         on_all(self._servers, of)
 
@@ -197,7 +197,7 @@ class SGLangBackend:
 
     def check_health(self) -> None:
         """See `RolloutBackend`. A server that is ours to restart is restarted; `weight_version` then shows it."""
-        self._rank0.run(self._come_up)
+        self._rank0.run(lambda: self._come_up(SGLangServer.check_health))
 
     def close(self) -> None:
         """See `RolloutBackend`. Waits for no other rank: after a crash there may be none that comes."""
@@ -210,7 +210,8 @@ class SGLangBackend:
             raise failure
 
     def _open(self) -> None:
-        self._come_up()
+        on_all(self._servers, try_resume)
+        self._come_up(SGLangServer.check_health)
         if not self._config.colocated:
             return
         infos = on_all(self._servers, SGLangServer.info)
@@ -232,20 +233,22 @@ class SGLangBackend:
         for process in self._processes.values():
             process.stop()
 
-    def _come_up(self) -> None:
-        self._revive()
+    def _come_up(self, check: Check) -> None:
+        self._revive(check)
         # Not for ours: one that dies just now would be waited for, and started by nobody.
         others = [server for server in self._servers if server not in self._processes]
-        on_all(others, lambda server: wait_until_healthy(server, self._config.timeout))
+        on_all(others, lambda server: wait_until(check, server, self._config.timeout))
 
-    def _revive(self) -> None:
-        """Start those servers of ours that do not answer, and wait for them."""
-        dead = [server for server, process in self._processes.items() if not process.running or not is_healthy(server)]
+    def _revive(self, check: Check) -> None:
+        """Start those servers of ours that do not pass the check, and wait for them."""
+        dead = [
+            server for server, process in self._processes.items() if not process.running or not passes(check, server)
+        ]
         for server in dead:
             self._processes[server].start()
         for server in dead:
             try:
-                self._processes[server].wait_ready(lambda server=server: is_healthy(server), self._config.timeout)
+                self._processes[server].wait_ready(partial(is_healthy, server), self._config.timeout)
             except UserError:
                 self._stop_processes()
                 raise
@@ -259,7 +262,7 @@ class SGLangBackend:
             except ServerLost:
                 version = None
             if version is None:
-                self._asleep[server].clear()  # whatever comes up there has all of its memory
+                server.asleep.clear()  # whatever comes up there has all of its memory
             return version
 
         return dict(zip(self._servers, on_all(self._servers, of)))
@@ -267,7 +270,7 @@ class SGLangBackend:
     def _insist_on_one(self, losses: list[str]) -> None:
         """UserError where nothing can be hoped for: no server comes back, and none is ours to restart."""
         deadline = time.monotonic() + self._config.timeout
-        while not self._processes and not any(on_all(self._servers, is_healthy)):
+        while not self._processes and not any(on_all(self._servers, partial(passes, SGLangServer.check_alive))):
             if time.monotonic() > deadline:
                 tried = f" ({losses[0]})" if losses else ""
                 raise UserError(

@@ -67,6 +67,8 @@ class SGLangServer:
     def __init__(self, url: str, timeout: float):
         self.url = url.rstrip("/")
         self._timeout = timeout
+        self.asleep: set[str] = set()  # what memory it has given back, by SGLang's tags
+        self._paused = False
         self._has_sessions = True  # of weight updates; older servers have none, which the first call shows
         # Proxies of the environment are for the internet. No limit on connections: the caller has its own.
         self._http = httpx2.Client(
@@ -92,10 +94,12 @@ class SGLangServer:
 
     def pause(self) -> None:
         """Stop producing tokens. Requests under way go back to the queue, so that no cache of theirs is in use."""
+        self._paused = True
         self.post("/pause_generation", {"mode": "retract"})
 
     def resume(self) -> None:
         self.post("/continue_generation", {})
+        self._paused = False
 
     def abort(self) -> None:
         """End every request that has reached the scheduler; those that wait for `resume` have not."""
@@ -103,8 +107,16 @@ class SGLangServer:
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
+    def check_alive(self) -> None:
+        """That it answers at all, which takes no time."""
+        self.get("/model_info")
+
     def check_health(self) -> None:
-        self.get("/health", answer=False)
+        """That it can make a token, which takes a second; while it is paused or asleep, that it answers at all."""
+        if self._paused or self.asleep:
+            self.check_alive()
+        else:
+            self.get("/health", answer=False)
 
     def weight_version(self) -> int | None:
         """The version that the server says it serves, None if it is not one of ours: those are numbers."""
@@ -127,9 +139,11 @@ class SGLangServer:
 
     def release_memory(self, tags: Sequence[str]) -> None:
         self.post("/release_memory_occupation", {"tags": list(tags)}, answer=False)
+        self.asleep |= set(tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         self.post("/resume_memory_occupation", {"tags": list(tags)}, answer=False)
+        self.asleep -= set(tags)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 

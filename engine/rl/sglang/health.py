@@ -2,20 +2,23 @@
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from isoloss.engine.rl.sglang.client import Refused, ServerLost, SGLangServer, on_all
 from isoloss.parallel import UserError
 
 POLL_SECONDS = 1.0
 
+Check = Callable[[SGLangServer], None]  # raises ServerLost
 
-def wait_until_healthy(server: SGLangServer, timeout: float) -> None:
-    """The server may still be loading, or be restarted by whoever runs it. UserError after `timeout` seconds."""
+
+def wait_until(check: Check, server: SGLangServer, timeout: float) -> None:
+    """The server passes; it may still be loading, or be restarted by whoever runs it. UserError after `timeout`
+    seconds."""
     deadline, told = time.monotonic() + timeout, False
     while True:
         try:
-            return server.check_health()
+            return check(server)
         except ServerLost as lost:
             if time.monotonic() > deadline:
                 raise UserError(
@@ -46,12 +49,22 @@ def check_alike(servers: Sequence[SGLangServer]) -> None:
                     )
 
 
-def is_healthy(server: SGLangServer) -> bool:
+def passes(check: Check, server: SGLangServer) -> bool:
     try:
-        server.check_health()
+        check(server)
     except ServerLost:
         return False
     return True
+
+
+def is_healthy(server: SGLangServer) -> bool:
+    return passes(SGLangServer.check_health, server)
+
+
+def try_resume(server: SGLangServer) -> None:
+    """Undo the pause of a run that was killed before it could: a paused server is not healthy to SGLang."""
+    with contextlib.suppress(ServerLost):
+        server.resume()
 
 
 def serves_ours(server: SGLangServer) -> bool:
