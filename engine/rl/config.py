@@ -107,7 +107,8 @@ class AlgorithmConfig:
 
     kl_coef: weight of the KL divergence from the initial policy, 0: none. kl_in: as a term of the loss or taken off
     the reward. kl_estimator: k1, k2 or k3. kl_aggregation, entropy_aggregation: null means loss.aggregation
-    (seq-mean-token-sum-norm, where that is another, divides by rollout.max_new_tokens). entropy_coef: weight of the entropy bonus. reference_offload: the initial policy's weights wait in CPU memory.
+    (seq-mean-token-sum-norm, where that is another, divides by rollout.max_new_tokens). entropy_coef: weight of the
+    entropy bonus. reference_offload: the initial policy's weights wait in CPU memory.
 
     old_logprobs: the policy that the ratio starts from: `train` (computed before the first mini-batch) or `rollout` (as
     the backend told). importance: correction for the difference of the two, `token` or `sequence`, truncated at
