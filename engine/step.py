@@ -124,11 +124,11 @@ def run_step(
 
     def token_loss(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         inputs = _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss)
-        weights_AN = micro_batch.weights_AN.to(hidden.dtype)
+        weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         value, sums, magnitudes = hidden.new_zeros(()), [], []
         for term in loss.terms:
             per_token_N = term.per_token(inputs)
-            terms_N = weights_AN[modes.index(term.aggregation)].to(per_token_N.dtype) * per_token_N
+            terms_N = weights_AN[modes.index(term.aggregation)] * per_token_N
             value = value + term.coefficient * terms_N.sum()
             sums.append(terms_N.detach().sum(dtype=torch.float64))
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
