@@ -34,9 +34,8 @@ from isoloss.models.registry import read_architecture
 
 SORT = Path(__file__).parent / "assets" / "sort"
 NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 32, 8, 2
-MAX_NEW_TOKENS = 6
 CLIP_LOW, CLIP_HIGH = 0.2, 0.28
-SEED = 0
+MAX_NEW_TOKENS, SEED = 6, 0
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,7 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
             print(line, flush=True)
 
     def held_out_reward() -> float:
-        rewards = policy.generate(held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]
-        return sum(rewards) / len(rewards)
+        return float(np.mean(policy.generate(held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]))
 
     told: list[Step] = []
     while len(told) < steps:
