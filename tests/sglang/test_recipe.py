@@ -18,9 +18,9 @@ RUN = (sys.executable, "-m")
 
 @pytest.fixture(scope="module")
 def sorter(tmp_path_factory) -> Path:
-    """A model that sorts letters now and then."""
+    """A model that sorts letters a quarter of the time: enough for three batches to show."""
     out = tmp_path_factory.mktemp("sorter") / "sft"
-    command = [*RUN, "isoloss.recipes.sft", "preset=sort", "train.steps=120", f"output_dir={out}"]
+    command = [*RUN, "isoloss.recipes.sft", "preset=sort", f"output_dir={out}"]
     subprocess.run(command, check=True, capture_output=True)
     return out / "hf"
 
