@@ -18,7 +18,7 @@ RUN = (sys.executable, "-m")
 
 @pytest.fixture(scope="module")
 def sorter(tmp_path_factory) -> Path:
-    """A model that sorts letters a quarter of the time: enough for three batches to show."""
+    """A model that sorts letters a quarter of the time."""
     out = tmp_path_factory.mktemp("sorter") / "sft"
     command = [*RUN, "isoloss.recipes.sft", "preset=sort", f"output_dir={out}"]
     subprocess.run(command, check=True, capture_output=True)
@@ -60,8 +60,7 @@ def check_run(out: Path, steps: int) -> None:
     assert {row["step"] for row in rollouts} == {1, 3, 5}  # two mini-batches a batch
     assert all(row["sync_seconds"] > 0 and row["generate_seconds"] > 0 for row in metrics[::2])
     assert len(rollouts) == 3 * 32 * 8 and len({row["id"] for row in rollouts}) == len(rollouts)
-    before, after = (sum(r["reward"] for r in rollouts if r["step"] == step) / 256 for step in (1, 5))
-    assert after > before
+    assert sum(row["reward"] for row in rollouts) / len(rollouts) > 0.15  # other weights than the policy's sort nothing
 
 
 def left_over(model: Path) -> list[psutil.Process]:
