@@ -32,6 +32,14 @@ def resume(engine: Engine, config: Config, output_dir: Path) -> dict[str, object
     return None if newest is None else engine.load(newest)
 
 
+def resumed(config: Config, output_dir: Path, step: int, total_steps: int) -> list[str]:
+    """What the opening lines tell of checkpoint.resume: nothing, or where the run goes on."""
+    if not config.checkpoint.resume:
+        return []
+    done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
+    return [done + ("" if step < total_steps else f": nothing left of train.steps={total_steps}")]
+
+
 def save(
     engine: Engine, config: Config, output_dir: Path, step: int, state: Mapping[str, object] | None = None
 ) -> Path:

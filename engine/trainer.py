@@ -15,7 +15,7 @@ from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, open_output
 from isoloss.engine.rows import check_paths
-from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, save, step_folder
+from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, step_folder
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
@@ -129,10 +129,7 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
         f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, layout "
         f"{engine.mesh.layout} on {dist.get_world_size()} rank(s), into {output_dir}",
     ]
-    if config.checkpoint.resume:
-        done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
-        lines.append(done + ("" if step < data.total_steps else f": nothing left of train.steps={data.total_steps}"))
-    return lines
+    return [*lines, *resumed(config, output_dir, step, data.total_steps)]
 
 
 def evaluate(engine: Engine, data: TokenDataset | None, log: MetricsLog, step: int) -> float | None:

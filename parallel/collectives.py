@@ -48,27 +48,6 @@ def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x if group.size() == 1 else _SumGradient.apply(x, group)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        x = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx, grad):
-        # Every rank's loss reads the sum, and the loss of the step is the sum of the ranks'.
-        grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The sum of every rank's `x`, for losses that are themselves summed over the ranks. One all-reduce each way."""
-    return x if group.size() == 1 else _SumOverRanks.apply(x, group)
-
-
 class _SumParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
@@ -85,6 +64,12 @@ class _SumParts(torch.autograd.Function):
 def sum_parts(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of every rank's part, for a loss that all ranks compute alike: the exit of a TP region (Megatron's g)."""
     return x if group.size() == 1 else _SumParts.apply(x, group)
+
+
+def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of every rank's `x`, for losses that are themselves summed over the ranks: every rank's loss reads it, so
+    the gradient is summed as well. One all-reduce each way."""
+    return sum_parts(sum_gradient(x, group), group)
 
 
 class _GatherRows(torch.autograd.Function):

@@ -36,9 +36,8 @@ def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLCo
         missing = wanted - len(kept)
         groups = groups_of(cursor, missing)
         cursor += missing
-        chosen = [group for group in groups if group.varied or not algorithm.dynamic_sampling]
-        kept += chosen
-        dropped += [group for group in groups if group not in chosen]
+        for group in groups:
+            (dropped if algorithm.dynamic_sampling and not group.varied else kept).append(group)
         check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
         enough = len(kept) == wanted
         if enough or rounds == algorithm.max_draws:

@@ -14,6 +14,7 @@ from isoloss.engine.rl.draw import Draws
 from isoloss.engine.rl.experience import Experience
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
+from isoloss.engine.run import resumed
 from isoloss.models.weights import num_parameters
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
@@ -166,7 +167,4 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
         f"run: {data.total_steps} optimizer steps, {config.train.precision}, layout {engine.mesh.layout} on "
         f"{dist.get_world_size()} rank(s), rollouts by {rollout.backend}, into {output_dir}",
     ]
-    if config.checkpoint.resume:
-        done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
-        lines.append(done + ("" if step < data.total_steps else f": nothing left of train.steps={data.total_steps}"))
-    return lines
+    return [*lines, *resumed(config, output_dir, step, data.total_steps)]
