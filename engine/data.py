@@ -23,6 +23,7 @@ import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer, tokenize_row
+from isoloss.engine.config import DataConfig
 from isoloss.engine.rows import check_paths, read_rows
 from isoloss.parallel.errors import UserError
 
@@ -99,6 +100,14 @@ def load_dataset(
                 dataset = load_cached(folder)
     assert dataset is not None, f"{folder} cannot be read back"
     return dataset
+
+
+def check_files(data: DataConfig) -> None:
+    """UserError unless data.train names files that can be read, and data.eval, where it names any."""
+    if not data.train:
+        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
+    check_paths(data.train, "data.train")
+    check_paths(data.eval or data.train, "data.eval")
 
 
 @contextlib.contextmanager

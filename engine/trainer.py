@@ -8,13 +8,12 @@ from pathlib import Path
 import torch.distributed as dist
 
 from isoloss.engine.config import Config
-from isoloss.engine.data import TokenDataset, load_dataset, step_indices, steps_for_epochs, unigram_nats
+from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_indices, steps_for_epochs, unigram_nats
 from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, open_output
-from isoloss.engine.rows import check_paths
 from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, step_folder
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
@@ -93,10 +92,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
 def load_data(config: Config) -> RunData:
     """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
     arch = read_architecture(config.model.path)
-    if not config.data.train:
-        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
-    check_paths(config.data.train, "data.train")
-    check_paths(config.data.eval or config.data.train, "data.eval")
+    check_files(config.data)
     max_length, max_tokens = config.data.max_length, config.batch.max_tokens
     limit = "data.max_length" if max_length <= max_tokens else "batch.max_tokens"
     if min(max_length, max_tokens) > arch.max_positions:

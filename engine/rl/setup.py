@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.data import steps_for_epochs
+from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
@@ -17,7 +17,6 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
 from isoloss.engine.rl.sglang.backend import SGLangBackend
-from isoloss.engine.rows import check_paths
 from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError, launch
@@ -42,10 +41,7 @@ def load_data(config: RLConfig) -> RLData:
     arch = read_architecture(config.model.path)
     if config.algorithm.uses_critic:
         check_layout(arch.as_critic(), config.parallel.layout())
-    if not config.data.train:
-        raise UserError("data.train=[] must name at least one JSONL or Parquet file")
-    check_paths(config.data.train, "data.train")
-    check_paths(config.data.eval or config.data.train, "data.eval")
+    check_files(config.data)
     limits = {
         "data.max_length": config.data.max_length,
         "batch.max_tokens": config.batch.max_tokens,
