@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 import torch
 from worlds import invariance as world
+from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models import qwen3
 from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
@@ -27,24 +28,6 @@ from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merg
 from isoloss.tools.plants import NONE
 from isoloss.tools.prove import on_layout
 
-VOCAB = 307
-MAX_LENGTH = 96
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 8,
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
 # Two more shapes of the same problem: tied embeddings and biases; and fewer key/value heads than TP ranks.
 QWEN2 = {k: v for k, v in QWEN3.items() if k != "head_dim"} | {
     "architectures": ["Qwen2ForCausalLM"],
@@ -106,10 +89,6 @@ def config_of(path, **train) -> Config:
         optim=OptimConfig(lr=1e-3, clip=1.0),
         train=TrainConfig(**{"precision": "fp64", "seed": 3} | train),
     )
-
-
-def loss_of(mode: str) -> LossConfig:
-    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
 
 
 class Grid:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from worlds import rl_calls as world
+from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
@@ -25,23 +26,7 @@ from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, 
 from isoloss.tools.plants import NONE, RL_PLANTS, Run
 from isoloss.tools.prove import on_layout
 
-VOCAB, MAX_LENGTH = 307, 96
-MODEL = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 4,
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
+MODEL = QWEN3 | {"num_hidden_layers": 4}
 LAYOUTS = ("1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2")
 PLAIN = AlgorithmConfig()
 # Each loss at least once, with what it is combined with: both kinds of correction, all estimators, terms that are
@@ -96,10 +81,6 @@ def recorded_batch(on_policy: bool) -> list[Sample]:
         tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
         samples.append(Sample(tokens, mask, index // 4, {k: torch.from_numpy(v) * mask for k, v in fields.items()}))
     return samples
-
-
-def loss_of(mode: str) -> LossConfig:
-    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
 
 
 class Grid:

@@ -1,4 +1,4 @@
-"""What the ranks of the invariance tests run."""
+"""The model of the invariance tests, and what their ranks run."""
 
 from unittest import mock
 
@@ -9,6 +9,29 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.tools.parity import thaw
+
+VOCAB = 307
+MAX_LENGTH = 96
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "num_hidden_layers": 8,
+    "hidden_size": 40,
+    "intermediate_size": 72,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 6,
+    "vocab_size": VOCAB,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+}
+
+
+def loss_of(mode: str) -> LossConfig:
+    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
 
 
 def losses(config: Config, frozen: bytes, steps: int) -> list[float]:
