@@ -20,11 +20,13 @@ def require(holds: bool, key: str, value: object, mend: str) -> None:
 @dataclass(frozen=True)
 class ModelConfig:
     """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
-    take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed."""
+    take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed.
+    transformer_engine: its fused layers; null means where it imports, a GPU is there and the precision is not fp64."""
 
     path: str = ""
     tokenizer: str | None = None
     from_scratch: bool = False
+    transformer_engine: bool | None = None
 
     def __post_init__(self):
         require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder or a checkpoint")
@@ -61,8 +63,10 @@ class BatchConfig:
 @dataclass(frozen=True)
 class ParallelConfig:
     """Degrees; what is left of the world is data parallelism. sequence_parallel: null means on with tp > 1.
-    distributed_optimizer: null means on, except in fp64. overlap_grad_reduce: reduce gradients during the backward of
-    the last micro-batch (`Engine.train_step` only)."""
+    stage_layers: layers of each of the pp x vpp stages, in the order of the model; empty means balanced by FLOPs, the
+    loss counted. cp_kernel: who exchanges tokens inside attention: isoloss (Ulysses and ring), or a kernel of
+    Transformer Engine over ulysses x ring ranks. distributed_optimizer: null means on, except in fp64.
+    overlap_grad_reduce: reduce gradients during the backward of the last micro-batch (`Engine.train_step` only)."""
 
     tp: int = 1
     pp: int = 1
@@ -71,6 +75,8 @@ class ParallelConfig:
     ring: int = 1
     ep: int = 1
     etp: int = 1
+    stage_layers: tuple[int, ...] = ()
+    cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = "isoloss"
     sequence_parallel: bool | None = None
     distributed_optimizer: bool | None = None
     overlap_grad_reduce: bool = False
@@ -91,6 +97,38 @@ class ParallelConfig:
             etp=self.etp,
             sequence_parallel=sequence_parallel,
         )
+
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What is computed again or kept elsewhere to save memory of the device; all of it Megatron-Core's own mechanisms.
+
+    recompute: activations that the backward computes again: none, selective (those of recompute_modules) or full (whole
+    layers; only the first recompute_layers of each stage, if given). offload_optimizer: the share of the optimizer's
+    state that lives, and is stepped, in host memory. offload_layers: layers whose activations wait in host memory."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    recompute_modules: tuple[str, ...] = ()
+    recompute_layers: int | None = None
+    offload_optimizer: float = 0.0
+    offload_layers: int = 0
+
+
+@dataclass(frozen=True)
+class MoeConfig:
+    """Balancing the load of a mixture of experts (docs/moe.md tells which ways keep the promise, and why).
+
+    aux_loss: `sequence` is DeepSeek-V3's loss over each document, weighed by aux_loss_coef. z_loss_coef: of the squared
+    log-sum-exp of the router's logits (ST-MoE). bias_update_rate: how far an expert's selection bias moves in a step
+    towards balance (aux-loss-free balancing)."""
+
+    aux_loss: str = "none"
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+    bias_update_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -178,18 +216,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    moe: MoeConfig = field(default_factory=MoeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str | None = None
-
-    def __post_init__(self):
-        if self.train.precision == "fp64" and self.parallel.distributed_optimizer:
-            raise UserError(
-                "parallel.distributed_optimizer=true does not work with train.precision=fp64 (Megatron's "
-                "distributed optimizer holds fp32 state); leave it at null"
-            )
 
     @property
     def distributed_optimizer(self) -> bool:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint
+from isoloss.engine import checkpoint, legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
@@ -21,7 +21,7 @@ from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
 from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.build import build_model, check_layout
+from isoloss.models.build import build_model
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.distcp import is_checkpoint
@@ -254,7 +254,7 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
     """
     arch = read_architecture(config.model.path)
     layout = config.parallel.layout().with_world(_world_size())
-    check_layout(arch, layout)
+    legality.check(config, arch, layout)
     if config.model.from_scratch:
         return arch, layout, RandomWeights(arch, config.train.seed)
     return arch, layout, open_weights(config.model.path, arch)

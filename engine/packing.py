@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.parallel import Mesh
-from isoloss.parallel.sequence import padded_length, shard
+from isoloss.parallel.sequence import own_tokens, padded_length
 
 
 @dataclass(frozen=True)
@@ -20,21 +20,31 @@ class PackedBatch:
 
     tokens_R, positions_R: int64; positions restart in every document.
     lengths: tokens of each document of the whole row, padding last.
+    document_R: the document of the row that each token belongs to; origin_R: where the token stands in the
+        concatenation of all samples of the step. -1 for padding and dummy tokens.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
-    origin_N: where each target stands in the concatenation of all samples of the step.
-    document_N: the document of the row that each target belongs to.
     """
 
     tokens_R: Tensor
     positions_R: Tensor
     lengths: tuple[int, ...]
+    document_R: Tensor
+    origin_R: Tensor
     labelled_N: Tensor
     targets_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
-    origin_N: Tensor
-    document_N: Tensor
+
+    @property
+    def document_N(self) -> Tensor:
+        """The document of the row that each target belongs to."""
+        return self.document_R[self.labelled_N]
+
+    @property
+    def origin_N(self) -> Tensor:
+        """Where each target stands in the concatenation of all samples of the step."""
+        return self.origin_R[self.labelled_N] + 1
 
 
 def pack(
@@ -60,8 +70,8 @@ def pack(
     positions = torch.arange(total) - used
     label = torch.zeros(total, dtype=torch.bool)
     target_weights = torch.zeros((weights[0].shape[0] if weights else modes, total), dtype=torch.float64)
-    origin = torch.zeros(total, dtype=torch.int64)
-    document = torch.zeros(total, dtype=torch.int64)
+    origin = torch.full((total,), -1)
+    document = torch.full((total,), -1)
     names = sorted({name for sample in samples for name in sample.fields}) if samples else names
     fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
     start = 0
@@ -72,25 +82,30 @@ def pack(
         predicts = slice(start, end - 1)  # position t predicts token t + 1
         label[predicts] = sample.mask_T[1:]
         target_weights[:, predicts] = weight_AT[:, 1:]
-        origin[predicts] = torch.arange(offset + 1, offset + len(sample))
-        document[predicts] = index
+        origin[start:end] = torch.arange(offset, offset + len(sample))
+        document[start:end] = index
         for name in names:
             fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
         start = end
     targets = tokens.roll(-1)
-    labelled_N = shard(label, mesh).nonzero().squeeze(1)
+    all_lengths = (*lengths, total - used) if total > used else tuple(lengths)
+    own_R = own_tokens(all_lengths, mesh)
+    labelled_N = label[own_R].nonzero().squeeze(1)
+
+    def own(row: Tensor) -> Tensor:
+        return row[own_R].to(device)
 
     def labelled(row: Tensor) -> Tensor:
-        return shard(row, mesh)[labelled_N].to(device)
+        return row[own_R[labelled_N]].to(device)
 
     return PackedBatch(
-        tokens_R=shard(tokens, mesh).to(device),
-        positions_R=shard(positions, mesh).to(device),
-        lengths=(*lengths, total - used) if total > used else tuple(lengths),
+        tokens_R=own(tokens),
+        positions_R=own(positions),
+        lengths=all_lengths,
+        document_R=own(document),
+        origin_R=own(origin),
         labelled_N=labelled_N.to(device),
         targets_N=labelled(targets),
         weights_AN=labelled(target_weights.T).T,
         fields={name: labelled(row) for name, row in fields.items()},
-        origin_N=labelled(origin),
-        document_N=labelled(document),
     )

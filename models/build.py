@@ -28,74 +28,8 @@ from isoloss.models.latent_attention import LatentAttention
 from isoloss.models.norm import RMSNorm
 from isoloss.models.router import Router
 from isoloss.models.value_head import ValueHead
-from isoloss.parallel import Layout, Mesh, UserError
+from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
-
-
-def check_layout(arch: Architecture, layout: Layout) -> None:
-    """Refuse a layout that this architecture cannot be split by. Raises UserError; needs no process group."""
-    heads, kv_heads = arch.num_heads, arch.num_kv_heads
-    if heads % layout.tp:
-        raise UserError(
-            f"parallel.tp={layout.tp} does not divide the model's {heads} attention heads; use one of "
-            f"{_divisors(heads)}"
-        )
-    if kv_heads % layout.tp and layout.tp % kv_heads:
-        raise UserError(
-            f"parallel.tp={layout.tp} neither divides nor is a multiple of the model's {kv_heads} key/value heads"
-        )
-    if arch.intermediate_size % layout.tp:
-        raise UserError(
-            f"parallel.tp={layout.tp} does not divide the model's intermediate_size {arch.intermediate_size}"
-        )
-    if heads // layout.tp % layout.ulysses:
-        raise UserError(
-            f"parallel.ulysses={layout.ulysses} does not divide the {heads // layout.tp} attention heads of a TP rank "
-            f"({heads} heads / tp {layout.tp}); use one of {_divisors(heads // layout.tp)}"
-        )
-    if arch.num_layers % (layout.pp * layout.vpp):
-        raise UserError(
-            f"parallel.pp={layout.pp} x vpp={layout.vpp} does not divide the model's {arch.num_layers} layers; "
-            f"use a product out of {_divisors(arch.num_layers)}"
-        )
-    if arch.critic and arch.hidden_size % layout.tp:
-        raise UserError(
-            f"parallel.tp={layout.tp} does not divide the hidden_size {arch.hidden_size} that the critic's value head "
-            f"reads; use one of {_divisors(arch.hidden_size)}"
-        )
-    _check_expert_layout(arch, layout)
-
-
-def _check_expert_layout(arch: Architecture, layout: Layout) -> None:
-    moe = arch.experts
-    if moe is None:
-        for key in ("ep", "etp"):
-            if getattr(layout, key) > 1:
-                raise UserError(
-                    f"parallel.{key}={getattr(layout, key)} is for mixture-of-experts models and this one is dense; "
-                    "set it to 1"
-                )
-        return
-    if layout.tp > 1 and not layout.sequence_parallel:
-        raise UserError(
-            "parallel.sequence_parallel=false does not work with experts and parallel.tp > 1: every TP rank would send "
-            "the same tokens to the experts; leave it at null"
-        )
-    if moe.count % layout.ep:
-        raise UserError(
-            f"parallel.ep={layout.ep} does not divide the model's {moe.count} experts; use one of "
-            f"{_divisors(moe.count)}"
-        )
-    for what, size in (("expert width", moe.intermediate_size), ("shared expert's width", moe.shared_size)):
-        degree, key = (layout.etp, "etp") if what == "expert width" else (layout.tp, "tp")
-        if size % degree:
-            raise UserError(f"parallel.{key}={degree} does not divide the model's {what} {size}")
-    if layout.etp > 1 and arch.linear_bias:
-        raise UserError(f"parallel.etp={layout.etp} does not work with biases in the experts; set it to 1")
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:

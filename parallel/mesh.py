@@ -37,8 +37,6 @@ class Layout:
             degree = getattr(self, axis)
             if not isinstance(degree, int) or degree < 1:
                 raise UserError(f"parallel.{axis}={degree!r} must be an integer of at least 1")
-        if self.ring > 1:
-            raise UserError(f"parallel.ring={self.ring} is not available in this version; use parallel.ulysses instead")
         if self.vpp > 1 and self.pp == 1:
             raise UserError(
                 f"parallel.vpp={self.vpp} needs a pipeline: set parallel.pp of at least 2, or parallel.vpp=1"
@@ -108,7 +106,8 @@ class Mesh:
     layout: Layout
     tp: dist.ProcessGroup
     pp: dist.ProcessGroup
-    ulysses: dist.ProcessGroup  # the ranks that exchange heads for sequence shards
+    ulysses: dist.ProcessGroup  # neighbours, which exchange heads for sequence shards
+    ring: dist.ProcessGroup  # the ranks round which keys and values are passed
     context: dist.ProcessGroup  # ulysses x ring: the ranks that share one packed row
     dp: dist.ProcessGroup  # the ranks with the same shard of other samples: loss counts are reduced here
     dp_context: dist.ProcessGroup  # dense gradients and losses are summed here
@@ -132,17 +131,19 @@ class Mesh:
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.context,
+            hierarchical_context_parallel_sizes=[layout.ulysses, layout.ring],  # from the innermost
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=False,
         )
-        context = _one(parallel_state.get_context_parallel_group())
+        ulysses, ring = parallel_state.get_hierarchical_context_parallel_groups()
         return cls(
             layout=layout,
             tp=_one(parallel_state.get_tensor_model_parallel_group()),
             pp=_one(parallel_state.get_pipeline_model_parallel_group()),
-            ulysses=context,
-            context=context,
+            ulysses=_one(ulysses),
+            ring=_one(ring),
+            context=_one(parallel_state.get_context_parallel_group()),
             dp=_one(parallel_state.get_data_parallel_group()),
             dp_context=_one(parallel_state.get_data_parallel_group(with_context_parallel=True)),
             stage=_one(parallel_state.get_model_parallel_group()),

@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
+from isoloss.engine import legality
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig, ParallelConfig
+from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
 from isoloss.engine.trainer import load_data
-from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config, tell_once
@@ -124,7 +124,7 @@ def prove(
     """Run every case on every layout, against one rank with everything in one micro-batch, without the plant."""
     arch = read_architecture(config.model.path)
     for layout in layouts:
-        check_layout(arch, layout)
+        legality.check(on_layout(config, layout, precision), arch, layout)
     frozen = freeze(samples)
     rows = []
     world = max(layout.world_size for layout in layouts)
@@ -149,10 +149,15 @@ def prove(
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one."""
-    parallel = ParallelConfig(
-        layout.tp, layout.pp, layout.vpp, layout.ulysses, layout.ring, layout.ep, layout.etp,
-        sequence_parallel=layout.sequence_parallel, distributed_optimizer=False,
-    )  # fmt: skip
+    degrees = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp")}
+    stages = config.parallel.stage_layers
+    parallel = dataclasses.replace(
+        config.parallel,
+        **degrees,
+        stage_layers=stages if len(stages) == layout.pp * layout.vpp else (),
+        sequence_parallel=layout.sequence_parallel,
+        distributed_optimizer=False,
+    )
     train = dataclasses.replace(config.train, precision=precision)
     return dataclasses.replace(config, parallel=parallel, train=train)
 

@@ -207,7 +207,6 @@ class RLConfig(Config):
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     def __post_init__(self):
-        super().__post_init__()
         sequences = self.batch.global_size * self.rollout.num_generations
         require(
             sequences % self.algorithm.minibatches == 0,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from isoloss.engine import legality
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
@@ -17,7 +18,6 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
 from isoloss.engine.rl.sglang.backend import SGLangBackend
-from isoloss.models.build import check_layout
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError, launch
 
@@ -40,7 +40,7 @@ def load_data(config: RLConfig) -> RLData:
     """
     arch = read_architecture(config.model.path)
     if config.algorithm.uses_critic:
-        check_layout(arch.as_critic(), config.parallel.layout())
+        legality.check(config, arch.as_critic(), config.parallel.layout())
     check_files(config.data)
     limits = {
         "data.max_length": config.data.max_length,

@@ -17,10 +17,10 @@ import torch
 from worlds import invariance as world
 from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
+from isoloss.engine import legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models import qwen3
-from isoloss.models.build import check_layout
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.normalizer import MODES
@@ -67,7 +67,7 @@ def all_layouts(arch) -> Iterator[Layout]:
         for sequence_parallel in (True, False) if tp > 1 else (False,):
             layout = Layout(tp, pp, vpp, ulysses, dp=dp, sequence_parallel=sequence_parallel)
             try:
-                check_layout(arch, layout)
+                legality.check(Config(ModelConfig("anywhere")), arch, layout)
             except UserError:
                 continue
             yield layout

@@ -4,11 +4,13 @@ from dataclasses import replace
 
 import pytest
 
+from isoloss.engine import legality
+from isoloss.engine.config import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts, Rope
-from isoloss.models.build import check_layout
 from isoloss.parallel import Layout, UserError
 
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
+CONFIG = Config(ModelConfig("anywhere"))
 SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True, shared_size=36))
 
 
@@ -19,12 +21,12 @@ def test_a_layout_is_written_as_it_is_read(text):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])
 def test_dense_models_admit(text):
-    check_layout(DENSE, Layout.parse(text))
+    legality.check(CONFIG, DENSE, Layout.parse(text))
 
 
 @pytest.mark.parametrize("text", ["tp2", "ep2", "ep6", "tp2+etp2", "tp2+ep3+etp2", "pp2+ep2", "ulysses2+ep2"])
 def test_models_with_experts_admit(text):
-    check_layout(SPARSE, Layout.parse(text))
+    legality.check(CONFIG, SPARSE, Layout.parse(text))
 
 
 REFUSED = [
@@ -32,7 +34,7 @@ REFUSED = [
     (replace(DENSE, num_kv_heads=8, num_heads=24, intermediate_size=96), "tp3", "neither divides nor is a multiple of"),
     (replace(DENSE, intermediate_size=73), "tp2", "parallel.tp=2 does not divide the model's intermediate_size 73"),
     (DENSE, "tp2+ulysses8", "parallel.ulysses=8 does not divide the 4 attention heads of a TP rank"),
-    (DENSE, "pp4", "parallel.pp=4 x vpp=1 does not divide the model's 6 layers"),
+    (DENSE, "pp4+vpp2", "parallel.pp=4 x vpp=2 makes more stages than the model's 6 layers"),
     (DENSE, "ep2", "parallel.ep=2 is for mixture-of-experts models and this one is dense; set it to 1"),
     (DENSE, "tp2+etp2", "parallel.etp=2 is for mixture-of-experts models"),
     (SPARSE, "tp2+nosp", "parallel.sequence_parallel=false does not work with experts and parallel.tp > 1"),
@@ -46,7 +48,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arch", "text", "message"), REFUSED, ids=[text for _, text, _ in REFUSED])
 def test_what_a_model_does_not_admit_is_refused_by_name(arch, text, message):
     with pytest.raises(UserError, match=message) as refusal:
-        check_layout(arch, Layout.parse(text))
+        legality.check(CONFIG, arch, Layout.parse(text))
     assert "\n" not in str(refusal.value)
 
 

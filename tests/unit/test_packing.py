@@ -1,5 +1,6 @@
 """Packing: targets are shifted inside documents, nothing else moves, and shards are slices of the whole row."""
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,14 +9,16 @@ import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.packing import PackedBatch, pack
+from isoloss.parallel.sequence import chunk_borders, tokens_of
 
 CPU = torch.device("cpu")
 
 
-def mesh(context: int = 1, rank: int = 0, tp: int = 1) -> Any:
-    """As much of a mesh as packing looks at."""
-    group = SimpleNamespace(size=lambda: context, rank=lambda: rank)
-    return SimpleNamespace(context=group, row_multiple=context * tp)
+def mesh(ulysses: int = 1, rank: int = 0, tp: int = 1, ring: int = 1) -> Any:
+    """As much of a mesh as packing looks at. rank: in ulysses x ring."""
+    inner = SimpleNamespace(size=lambda: ulysses, rank=lambda: rank % ulysses)
+    outer = SimpleNamespace(size=lambda: ring, rank=lambda: rank // ulysses)
+    return SimpleNamespace(ulysses=inner, ring=outer, row_multiple=ulysses * ring * tp)
 
 
 def make_samples(lengths, seed=0):
@@ -33,23 +36,30 @@ def make_samples(lengths, seed=0):
     return samples, weights, offsets
 
 
-def concatenated(shards: list[PackedBatch]) -> PackedBatch:
+def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
     """The whole row from the slices of all context ranks."""
-    size = shards[0].tokens_R.numel()
+    ulysses, lengths = len(shards) // ring, shards[0].lengths
+    places = [tokens_of(lengths, ring, rank // ulysses, ulysses, rank % ulysses) for rank in range(len(shards))]
+    row_order = torch.cat(places).argsort()
+    labelled = torch.cat([place[shard.labelled_N] for place, shard in zip(places, shards)])
+    label_order = labelled.argsort()
 
-    def join(name):
-        return torch.cat([getattr(shard, name) for shard in shards])
+    def whole(values):
+        return torch.cat(values)[row_order]
+
+    def of_labels(values):
+        return torch.cat(values)[label_order]
 
     return PackedBatch(
-        tokens_R=join("tokens_R"),
-        positions_R=join("positions_R"),
-        lengths=shards[0].lengths,
-        labelled_N=torch.cat([shard.labelled_N + rank * size for rank, shard in enumerate(shards)]),
-        targets_N=join("targets_N"),
-        weights_AN=torch.cat([shard.weights_AN for shard in shards], dim=1),
-        fields={k: torch.cat([shard.fields[k] for shard in shards]) for k in shards[0].fields},
-        origin_N=join("origin_N"),
-        document_N=join("document_N"),
+        tokens_R=whole([shard.tokens_R for shard in shards]),
+        positions_R=whole([shard.positions_R for shard in shards]),
+        lengths=lengths,
+        document_R=whole([shard.document_R for shard in shards]),
+        origin_R=whole([shard.origin_R for shard in shards]),
+        labelled_N=labelled[label_order],
+        targets_N=of_labels([shard.targets_N for shard in shards]),
+        weights_AN=of_labels([shard.weights_AN.T for shard in shards]).T,
+        fields={k: of_labels([shard.fields[k] for shard in shards]) for k in shards[0].fields},
     )
 
 
@@ -76,30 +86,53 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list
     assert row.origin_N.tolist() == origin
     assert row.document_N.tolist() == documents
+    assert row.origin_R.tolist() == [o + t for s, o in zip(samples, offsets) for t in range(len(s))] + [-1] * padding
+    assert row.document_R.tolist() == [i for i, s in enumerate(samples) for _ in range(len(s))] + [-1] * padding
     if fields:
         assert list(zip(row.fields["advantages"].tolist(), row.fields["old"].tolist())) == fields
 
 
 @pytest.mark.parametrize(
-    ("lengths", "context", "tp", "total"),
+    ("lengths", "ulysses", "tp", "total", "ring"),
     [
-        ([5, 1, 7, 3], 1, 1, 16),  # no padding
-        ([5, 1, 7, 2], 2, 1, 16),
-        ([5, 1, 7, 2], 4, 1, 16),
-        ([5, 1, 7], 4, 1, 16),
-        ([5, 1, 7], 2, 4, 16),  # sequence-parallel TP splits the slices again
-        ([9, 8], 4, 2, 24),  # the last slice is padding only
-        ([1], 4, 1, 4),
-        ([2], 1, 1, 2),
-        ([4, 4, 4, 4], 4, 1, 16),  # documents end where shards do
+        ([5, 1, 7, 3], 1, 1, 16, 1),  # no padding
+        ([5, 1, 7, 2], 2, 1, 16, 1),
+        ([5, 1, 7, 2], 4, 1, 16, 1),
+        ([5, 1, 7], 4, 1, 16, 1),
+        ([5, 1, 7], 2, 4, 16, 1),  # sequence-parallel TP splits the slices again
+        ([9, 8], 4, 2, 24, 1),  # the last slice is padding only
+        ([1], 4, 1, 4, 1),
+        ([2], 1, 1, 2, 1),
+        ([4, 4, 4, 4], 4, 1, 16, 1),  # documents end where shards do
+        ([5, 1, 7, 3], 1, 1, 16, 2),
+        ([5, 1, 7, 2], 2, 1, 16, 2),
+        ([1, 1, 1, 2, 1, 9], 1, 1, 16, 4),  # documents shorter than the ring
+        ([5, 31, 7], 2, 2, 48, 4),
+        ([1], 1, 1, 3, 3),
     ],
 )
-def test_the_slices_of_all_ranks_are_the_row(lengths, context, tp, total):
+def test_the_slices_of_all_ranks_are_the_row(lengths, ulysses, tp, total, ring):
     samples, weights, offsets = make_samples(lengths)
-    shards = [pack(samples, weights, offsets, mesh(context, rank, tp), CPU) for rank in range(context)]
+    context = ulysses * ring
+    shards = [pack(samples, weights, offsets, mesh(ulysses, rank, tp, ring), CPU) for rank in range(context)]
     assert [shard.tokens_R.numel() for shard in shards] == [total // context] * context
     assert all(shard.lengths == shards[0].lengths for shard in shards)
-    check_whole_row(concatenated(shards), samples, weights, offsets, total)
+    check_whole_row(concatenated(shards, ring), samples, weights, offsets, total)
+
+
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+def test_zigzag_gives_every_rank_the_same_share_of_tokens_and_of_the_causal_triangle(ring):
+    lengths = [1, 1, 1, 3, 5, 1, 97, 400, 2, 1231, 1]
+    lengths.append(-sum(lengths) % ring + ring)
+    held = [tokens_of(tuple(lengths), ring, rank) for rank in range(ring)]
+    assert {len(tokens) for tokens in held} == {sum(lengths) // ring}
+    assert torch.cat(held).sort().values.tolist() == list(range(sum(lengths)))
+    place = torch.cat([torch.arange(1, n + 1) for n in lengths])  # keys that each token sees
+    work = [int(place[tokens].sum()) for tokens in held]
+    assert max(work) < 1.01 * sum(work) / ring
+    for length, border in zip(lengths, chunk_borders(tuple(lengths), ring)):
+        sizes = [b - a for a, b in itertools.pairwise(border)]
+        assert sum(sizes) == length and max(sizes) - min(sizes) <= 1
 
 
 def test_samples_of_a_step_keep_their_place_whatever_the_order():
