@@ -114,7 +114,8 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int) -> ModuleSpec:
     layers.sharded_state_dict_keys_map = te_prefixes(arch, layer)
     core = partial(
         PackedAttention,
-        group=mesh.ulysses,
+        ulysses=mesh.ulysses,
+        ring=mesh.ring,
         tp_group=mesh.tp,
         window=arch.window(layer),
         sinks=arch.sinks,

@@ -1,7 +1,8 @@
-"""Ulysses attention over packed rows: all-to-all of heads around any core attention.
+"""Attention over packed rows: within a rank, and over a grid of Ulysses x ring ranks.
 
-Shape suffixes: R tokens of this rank's slice of a packed row, G tokens of the whole row, T of one document, H query
-heads, K key/value heads (both of this TP rank), D width of a query or key head, E of a value head, U Ulysses degree.
+Shape suffixes: R tokens of this rank's slice of a packed row, G tokens of what its ring rank holds (without a ring the
+whole row), T of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or key head,
+E of a value head, U Ulysses degree.
 """
 
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.parallel.collectives import all_to_all
+from isoloss.parallel.ring import ring_attention
 
 
 @dataclass
@@ -44,38 +46,46 @@ class Heads:
     sinks_H: Tensor | None = None
 
 
-def ulysses_attention(
+def grid_attention(
     query_RHD: Tensor,
     key_RKD: Tensor,
     value_RKE: Tensor,
     lengths: tuple[int, ...],
-    group: dist.ProcessGroup,
+    ulysses: dist.ProcessGroup,
+    ring: dist.ProcessGroup,
     heads: Heads,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split, in order, over `group`. Returns [R, H, E].
+    """Causal attention within each document of a row that is split over ring x ulysses. Returns [R, H, E].
 
-    One all-to-all brings all tokens of H/U query heads (and the key/value heads they read) to each rank, a second one
-    takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). Key/value heads are repeated where U does not divide
-    them; autograd sums the gradients of the copies.
+    One all-to-all over `ulysses` brings all tokens of the ring rank, for H/U query heads and the key/value heads they
+    read, to each rank, a second one takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). In between, keys and
+    values go round the ring. Key/value heads are repeated where U does not divide them; autograd sums the gradients of
+    the copies. Collectives: two all-to-alls each way over `ulysses`, and those of `ring_attention`.
     """
-    degree = group.size()
+    degree = ulysses.size()
     if degree == 1:
-        return document_attention(query_RHD, key_RKD, value_RKE, lengths, heads)
+        return _ring_or_whole(query_RHD, key_RKD, value_RKE, lengths, ring, heads)
     repeats = kv_repeats(query_RHD.shape[1], key_RKD.shape[1], degree)
     if repeats > 1:
         key_RKD, value_RKE = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKE))
     qkv = (query_RHD, key_RKD, value_RKE)
     mine = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
     blocks = torch.cat([t.reshape(t.shape[0], degree, -1) for t in qkv], dim=2)  # [R, U, all channels of a rank]
-    exchanged = all_to_all(blocks.transpose(0, 1), group).flatten(0, 1)  # rank-major is row order
+    exchanged = all_to_all(blocks.transpose(0, 1), ulysses).flatten(0, 1)  # rank-major is row order
     query, key, value = (
         part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in mine], dim=1), mine)
     )
     if heads.sinks_H is not None:
-        heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[group.rank()])
-    out_GHE = document_attention(query, key, value, lengths, heads)
-    back = all_to_all(out_GHE.unflatten(0, (degree, -1)), group)  # [U, R, H/U, E]
+        heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[ulysses.rank()])
+    out_GHE = _ring_or_whole(query, key, value, lengths, ring, heads)
+    back = all_to_all(out_GHE.unflatten(0, (degree, -1)), ulysses)  # [U, R, H/U, E]
     return back.transpose(0, 1).flatten(1, 2)
+
+
+def _ring_or_whole(query_GHD, key_GKD, value_GKE, lengths: tuple[int, ...], ring, heads: Heads) -> Tensor:
+    if ring.size() == 1:
+        return document_attention(query_GHD, key_GKD, value_GKE, lengths, heads)
+    return ring_attention(query_GHD, key_GKD, value_GKE, lengths, ring, heads.scale, heads.window, heads.sinks_H)
 
 
 def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
@@ -137,10 +147,10 @@ def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTE: Tensor, hea
 
 
 class PackedAttention(MegatronModule):
-    """Megatron-Core's `core_attention` slot. group: the Ulysses group; the rest is what the layer's heads do.
+    """Megatron-Core's `core_attention` slot. ulysses, ring: groups; the rest is what the layer's heads do.
 
-    `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Every rank of the Ulysses group adds
-    its heads' part to their gradient, which is summed over the group like any other.
+    `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Every context rank adds its heads' and
+    its queries' part to their gradient, which is summed over the context group like any other.
     """
 
     softmax_offset: nn.Parameter | None
@@ -150,7 +160,8 @@ class PackedAttention(MegatronModule):
         config,
         layer_number: int = 0,
         *unused,
-        group: dist.ProcessGroup,
+        ulysses: dist.ProcessGroup,
+        ring: dist.ProcessGroup,
         tp_group: dist.ProcessGroup,
         scale: float,
         window: int | None,
@@ -159,7 +170,8 @@ class PackedAttention(MegatronModule):
     ):
         super().__init__(config)
         del layer_number, unused, also_unused
-        self.group, self.tp_group, self.scale, self.window = group, tp_group, scale, window
+        self.ulysses, self.ring, self.tp_group = ulysses, ring, tp_group
+        self.scale, self.window = scale, window
         offset = None
         if sinks:
             count = config.num_attention_heads // tp_group.size()
@@ -175,7 +187,7 @@ class PackedAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         heads = Heads(self.scale, self.window, self.softmax_offset)
-        out = ulysses_attention(query, key, value, packed_seq_params.lengths, self.group, heads)
+        out = grid_attention(query, key, value, packed_seq_params.lengths, self.ulysses, self.ring, heads)
         return out.reshape(out.shape[0], 1, -1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

@@ -1,5 +1,7 @@
 """Differentiable collectives over an explicit group. Every one is the identity on a group of one rank."""
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -28,6 +30,29 @@ class _AllToAll(torch.autograd.Function):
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x: [ranks, ...]; block j goes to rank j, block j of the result came from rank j. One all-to-all each way."""
     return x if group.size() == 1 else _AllToAll.apply(x, group)
+
+
+def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[], Tensor]:
+    """Send `x` to the next rank of the group and receive as much from the one before, without waiting; not
+    differentiable. The returned function waits, and gives what arrived. channel: messages on one keep their order.
+    """
+    x, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    if group.size() == 1:
+        return lambda: x
+    rank, size = group.rank(), group.size()
+    messages = [
+        dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size, tag=channel),
+        dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size, tag=channel),
+    ]
+    works = dist.batch_isend_irecv(messages)
+
+    def wait() -> Tensor:
+        for work in works:
+            work.wait()
+        messages.clear()  # until here they keep what is being sent alive
+        return arriving
+
+    return wait
 
 
 class _SumGradient(torch.autograd.Function):

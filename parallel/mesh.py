@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -131,18 +132,18 @@ class Mesh:
             pipeline_model_parallel_size=layout.pp,
             virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
             context_parallel_size=layout.context,
-            hierarchical_context_parallel_sizes=[layout.ulysses, layout.ring],  # from the innermost
+            hierarchical_context_parallel_sizes=[layout.ulysses, layout.ring],
             expert_model_parallel_size=layout.ep,
             expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=False,
         )
-        ulysses, ring = parallel_state.get_hierarchical_context_parallel_groups()
+        grid: Any = parallel_state.get_hierarchical_context_parallel_groups()  # from the innermost
         return cls(
             layout=layout,
             tp=_one(parallel_state.get_tensor_model_parallel_group()),
             pp=_one(parallel_state.get_pipeline_model_parallel_group()),
-            ulysses=_one(ulysses),
-            ring=_one(ring),
+            ulysses=_one(grid[0]),
+            ring=_one(grid[1]),
             context=_one(parallel_state.get_context_parallel_group()),
             dp=_one(parallel_state.get_data_parallel_group()),
             dp_context=_one(parallel_state.get_data_parallel_group(with_context_parallel=True)),

@@ -158,17 +158,14 @@ def _fully_masked_sequence_counted():
 
 
 def _attention_sees_its_own_shard():
-    def ulysses_attention(query, key, value, lengths, group, heads):
-        local = query.shape[0]
-        first = group.rank() * local
-        own, start = [], 0
-        for length in lengths:  # the part of each document that lies in this rank's slice
-            inside = min(start + length, first + local) - max(start, first)
-            own += [inside] if inside > 0 else []
-            start += length
-        return attention_module.document_attention(query, key, value, tuple(own), heads)
+    def grid_attention(query, key, value, lengths, ulysses, ring, heads):
+        tokens = sequence_module.tokens_of(lengths, ring.size(), ring.rank(), ulysses.size(), ulysses.rank())
+        ends = torch.tensor(lengths).cumsum(0)
+        documents = torch.searchsorted(ends, tokens, right=True)  # the part of each that lies in this rank's slice
+        own = tuple(documents.unique_consecutive(return_counts=True)[1].tolist())
+        return attention_module.document_attention(query, key, value, own, heads)
 
-    return mock.patch.object(attention_module, "ulysses_attention", ulysses_attention)
+    return mock.patch.object(attention_module, "grid_attention", grid_attention)
 
 
 def _sequence_sum_of_its_own_shard():

@@ -1,12 +1,13 @@
-"""Ulysses attention on several ranks, and dense masked attention over the whole row as its reference."""
+"""Attention over a grid of ranks, and dense masked attention over the whole row as its reference."""
 
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.attention import Heads, ulysses_attention
+from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.attention import Heads, grid_attention
+from isoloss.parallel.sequence import own_tokens
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ def dense_reference(case: Case) -> list[Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
-def on_slices(case: Case) -> list[Tensor]:
-    """The same of this rank's slice of the row; of the sinks, which every rank holds, this rank's part."""
-    group = dist.group.WORLD
+def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]]:
+    """The same of this rank's tokens, and which they are; of the sinks, which every rank holds, this rank's part."""
+    mesh = Mesh.create(Layout(ulysses=ulysses, ring=ring))
+    tokens_R = own_tokens(case.lengths, mesh)
     whole = (case.query_GHD, case.key_GKD, case.value_GKE, case.grad_GHE)
-    q, k, v, grad = (t.chunk(group.size())[group.rank()].clone().requires_grad_() for t in whole)
+    q, k, v, grad = (t[tokens_R].clone().requires_grad_() for t in whole)
     sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
-    out = ulysses_attention(q, k, v, case.lengths, group, Heads(SCALE, case.window, sinks))
+    out = grid_attention(q, k, v, case.lengths, mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks))
     (grad.detach() * out).sum().backward()
-    return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
+    return tokens_R, [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])

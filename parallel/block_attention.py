@@ -1,0 +1,306 @@
+"""Attention of the queries of one ring rank to the keys of another, and its gradient, document by document.
+
+What FlashAttention does inside a device (arXiv:2205.14135): an output and the log-sum-exp of its scores are enough to
+merge it with others, and with the final log-sum-exp the gradient of each block can be computed alone.
+
+Shape suffixes: Q tokens of the rank that asks, S of the rank whose keys they are, T and J those of one block, H query
+heads, K key/value heads, G query heads for each of them, D width of a query or key head, E of a value head.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from isoloss.parallel.sequence import chunk_borders
+
+QUERY_BLOCK = 512  # queries whose scores exist at a time, where they have to exist
+
+
+@dataclass(frozen=True)
+class Block:
+    """Queries and keys of one document, as slices of what their ranks hold.
+
+    causal: they are the same tokens, and each sees itself and those before it. Else every query sees every key, unless
+    `distance`, from the first key to the first query, is given: then causality and window decide for each pair.
+    """
+
+    queries: slice
+    keys: slice
+    causal: bool = False
+    distance: int | None = None
+
+
+@lru_cache(maxsize=256)
+def blocks_of(lengths: tuple[int, ...], ring: int, rank: int, owner: int, window: int | None) -> tuple[Block, ...]:
+    """What the queries of ring rank `rank` see of the keys of rank `owner`, where documents are cut as by `tokens_of`.
+
+    A rank's two chunks of a document lie symmetrically to its middle. So both see the front chunk, and no more, of an
+    owner further outside; of one further inside only the back chunk sees anything, and all of it.
+    """
+    window = None if window is None or window >= max(lengths) else window
+    found: list[Block] = []
+    queries_at = keys_at = 0
+    for border in chunk_borders(lengths, ring):
+        queries = _pieces(border, rank, queries_at)
+        keys = _pieces(border, owner, keys_at)
+        queries_at, keys_at = queries[1].stop, keys[1].stop
+        all_queries, all_keys = (slice(front.start, back.stop) for front, back in (queries, keys))
+        if window is not None:
+            found += _windowed(border, rank, owner, queries, keys, window)
+        elif rank == owner:
+            found.append(Block(all_queries, all_keys, causal=True))
+        elif owner < rank:
+            found.append(Block(all_queries, keys[0]))
+        else:
+            found.append(Block(queries[1], all_keys))
+    return tuple(block for block in found if _size(block.queries) and _size(block.keys))
+
+
+def _pieces(border: Sequence[int], rank: int, start: int) -> tuple[slice, slice]:
+    """Where a rank that holds `start` tokens before this document holds its front and its back chunk."""
+    mirror = len(border) - 2 - rank
+    middle = start + border[rank + 1] - border[rank]
+    return slice(start, middle), slice(middle, middle + border[mirror + 1] - border[mirror])
+
+
+def _windowed(border: Sequence[int], rank: int, owner: int, queries, keys, window: int) -> list[Block]:
+    """The pairs of chunks of a document of which some query sees some key."""
+    mirror, found = len(border) - 2, []
+    for query_chunk, query in zip((rank, mirror - rank), queries):
+        for key_chunk, key in zip((owner, mirror - owner), keys):
+            distance = border[query_chunk] - border[key_chunk]
+            farthest, nearest = distance + _size(query) - 1, distance - _size(key) + 1
+            if farthest < 0 or nearest >= window:
+                continue
+            if query_chunk == key_chunk and farthest < window:
+                found.append(Block(query, key, causal=True))
+            else:
+                found.append(Block(query, key, distance=None if nearest >= 0 and farthest < window else distance))
+    return found
+
+
+def _size(piece: slice) -> int:
+    return piece.stop - piece.start
+
+
+def attend(
+    query_QHD: Tensor,
+    key_SKD: Tensor,
+    value_SKE: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+    window: int | None,
+    out_QHE: Tensor,
+    lse_QH: Tensor,
+) -> None:
+    """Merge what these blocks give into the output and the log-sum-exp of the scores so far, in place.
+
+    out_QHE, lse_QH: 0 and -inf where a query has seen nothing yet; both in at least fp32.
+    """
+    if _fused_on_gpu(query_QHD, value_SKE, blocks):
+        _attend_varlen(query_QHD, key_SKD, value_SKE, blocks, scale, out_QHE, lse_QH)
+        return
+    kv_heads = key_SKD.shape[1]
+    for block in blocks:
+        q_KGTD = query_QHD[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        k_KJD, v_KJE = (t[block.keys].transpose(0, 1) for t in (key_SKD, value_SKE))
+        forward = _flash if _fused_on_cpu(q_KGTD, block) else _plain
+        out_KGTE, lse_KGT = forward(q_KGTD, k_KJD, v_KJE, block, scale, window)
+        found = out_KGTE.permute(2, 0, 1, 3).flatten(1, 2), lse_KGT.permute(2, 0, 1).flatten(1, 2)
+        out_QHE[block.queries], lse_QH[block.queries] = _merge(out_QHE[block.queries], lse_QH[block.queries], *found)
+
+
+def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax over the union of two sets of keys, from the softmax over each."""
+    union = torch.logaddexp(lse, more_lse)
+    finite = union.clamp(min=torch.finfo(union.dtype).min)  # of a query that saw nothing in either
+    return out * (lse - finite).exp()[..., None] + more_out * (more_lse - finite).exp()[..., None], union
+
+
+def attend_backward(
+    grad_QHE: Tensor,
+    query_QHD: Tensor,
+    key_SKD: Tensor,
+    value_SKE: Tensor,
+    out_QHE: Tensor,
+    lse_QH: Tensor,
+    blocks: Sequence[Block],
+    scale: float,
+    window: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What these blocks add to the gradients of queries, keys and values, in at least fp32.
+
+    out_QHE, lse_QH: of all keys that the queries see, on whichever rank, not of these blocks alone.
+    """
+    if _fused_on_gpu(query_QHD, value_SKE, blocks):
+        return _attend_varlen_backward(grad_QHE, query_QHD, key_SKD, value_SKE, out_QHE, lse_QH, blocks, scale)
+    kv_heads, dtype = key_SKD.shape[1], lse_QH.dtype
+    grad_query, grad_key, grad_value = (torch.zeros_like(t, dtype=dtype) for t in (query_QHD, key_SKD, value_SKE))
+    for block in blocks:
+        q_KGTD, out_KGTE, grad_KGTE = (
+            t[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for t in (query_QHD, out_QHE, grad_QHE)
+        )
+        lse_KGT = lse_QH[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0)
+        k_KJD, v_KJE = (t[block.keys].transpose(0, 1) for t in (key_SKD, value_SKE))
+        backward = _flash_backward if _fused_on_cpu(q_KGTD, block) else _plain_backward
+        dq_KGTD, dk_KJD, dv_KJE = backward(grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block, scale, window)
+        grad_query[block.queries] += dq_KGTD.permute(2, 0, 1, 3).flatten(1, 2)
+        grad_key[block.keys] += dk_KJD.transpose(0, 1)
+        grad_value[block.keys] += dv_KJE.transpose(0, 1)
+    return grad_query, grad_key, grad_value
+
+
+def _statistics(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+# ---- plain matrix products: any device, precision and mask ----------------------------------------------------------
+
+
+def _visible(block: Block, rows: slice, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Which keys [j] each of these queries of the block [t, j] sees; None: all."""
+    if not block.causal and block.distance is None:
+        return None
+    query = torch.arange(rows.start, rows.stop, device=device) + (block.distance or 0)
+    distance = query[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) if window is None or block.causal else (distance >= 0) & (distance < window)
+
+
+def _scores(q_KGtD: Tensor, k_KJD: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    scores_KGtJ = torch.einsum("kgtd,kjd->kgtj", q_KGtD, k_KJD) * scale
+    return scores_KGtJ if visible is None else scores_KGtJ.masked_fill(~visible, -torch.inf)
+
+
+def _row_blocks(length: int) -> list[slice]:
+    return [slice(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
+
+
+def _plain(q_KGTD, k_KJD, v_KJE, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    dtype, keys = _statistics(q_KGTD), k_KJD.shape[1]
+    q, k, v = (t.to(dtype) for t in (q_KGTD, k_KJD, v_KJE))
+    outputs, sums = [], []
+    for rows in _row_blocks(q.shape[2]):
+        scores = _scores(q[:, :, rows], k, scale, _visible(block, rows, keys, window, q.device))
+        lse = scores.logsumexp(-1)
+        # A query that sees nothing has scores and log-sum-exp of -inf, whose difference would be NaN.
+        weights = (scores - lse.clamp(min=torch.finfo(dtype).min)[..., None]).exp()
+        outputs.append(torch.einsum("kgtj,kje->kgte", weights, v))
+        sums.append(lse)
+    return torch.cat(outputs, 2), torch.cat(sums, 2)
+
+
+def _plain_backward(
+    grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block: Block, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    dtype, keys = _statistics(q_KGTD), k_KJD.shape[1]
+    grad, q, k, v, out = (t.to(dtype) for t in (grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE))
+    grad_k, grad_v, grads_q = torch.zeros_like(k), torch.zeros_like(v), []
+    for rows in _row_blocks(q.shape[2]):
+        scores = _scores(q[:, :, rows], k, scale, _visible(block, rows, keys, window, q.device))
+        weights = (scores - lse_KGT[:, :, rows, None]).exp()
+        delta = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
+        grad_scores = weights * (torch.einsum("kgte,kje->kgtj", grad[:, :, rows], v) - delta) * scale
+        grads_q.append(torch.einsum("kgtj,kjd->kgtd", grad_scores, k))
+        grad_k += torch.einsum("kgtj,kgtd->kjd", grad_scores, q[:, :, rows])
+        grad_v += torch.einsum("kgtj,kgte->kje", weights, grad[:, :, rows])
+    return torch.cat(grads_q, 2), grad_k, grad_v
+
+
+# ---- PyTorch's fused kernel of the CPU: the key/value heads are its batch, each seen by G query heads ---------------
+
+
+def _fused_on_cpu(query: Tensor, block: Block) -> bool:
+    return query.device.type == "cpu" and block.distance is None
+
+
+def _to_group(kv_KJx: Tensor, query_KGTD: Tensor) -> Tensor:
+    """Keys or values for every query head, without a copy; the kernel wants both of one width."""
+    wide = pad(kv_KJx, (0, query_KGTD.shape[-1] - kv_KJx.shape[-1]))
+    return wide[:, None].expand(-1, query_KGTD.shape[1], -1, -1)
+
+
+def _flash(q_KGTD, k_KJD, v_KJE, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    del window
+    key, value = (_to_group(t, q_KGTD) for t in (k_KJD, v_KJE))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_KGTD, key, value, 0.0, block.causal, scale=scale
+    )
+    return out[..., : v_KJE.shape[2]], lse
+
+
+def _flash_backward(
+    grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block: Block, scale: float, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    del window
+    key, value = (_to_group(t, q_KGTD) for t in (k_KJD, v_KJE))
+    grad, out = (pad(t, (0, q_KGTD.shape[3] - t.shape[3])) for t in (grad_KGTE, out_KGTE))
+    dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q_KGTD, key, value, out, lse_KGT.contiguous(), 0.0, block.causal, scale=scale
+    )
+    return dq, dk.sum(1, dtype=lse_KGT.dtype), dv.sum(1, dtype=lse_KGT.dtype)[..., : v_KJE.shape[2]]
+
+
+# ---- PyTorch's FlashAttention of the GPU: all documents in one call -------------------------------------------------
+
+
+def _fused_on_gpu(query_QHD: Tensor, value_SKE: Tensor, blocks: Sequence[Block]) -> bool:
+    return (
+        query_QHD.is_cuda
+        and query_QHD.dtype in (torch.bfloat16, torch.float16)
+        and query_QHD.shape[2] == value_SKE.shape[2]
+        and query_QHD.shape[2] % 8 == 0
+        and query_QHD.shape[2] <= 256
+        and all(block.distance is None for block in blocks)
+        and len({block.causal for block in blocks}) == 1
+    )
+
+
+@dataclass(frozen=True)
+class _Ragged:
+    """Blocks as the kernel takes them: the rows that take part, where each document's begin, and the longest."""
+
+    rows: Tensor
+    starts: Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, pieces: Sequence[slice], device: torch.device) -> "_Ragged":
+        sizes = [_size(piece) for piece in pieces]
+        rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
+        starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return cls(rows.to(device), starts.to(device), max(sizes))
+
+
+def _attend_varlen(query_QHD, key_SKD, value_SKE, blocks: Sequence[Block], scale: float, out_QHE, lse_QH) -> None:
+    queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
+    keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
+    out, lse_Hq, *_ = torch.ops.aten._flash_attention_forward(
+        query_QHD[queries.rows], key_SKD[keys.rows], value_SKE[keys.rows], queries.starts, keys.starts,
+        queries.longest, keys.longest, 0.0, blocks[0].causal, False, scale=scale,
+    )  # fmt: skip
+    out_QHE[queries.rows], lse_QH[queries.rows] = _merge(
+        out_QHE[queries.rows], lse_QH[queries.rows], out, lse_Hq.T.contiguous()
+    )
+
+
+def _attend_varlen_backward(
+    grad_QHE, query_QHD, key_SKD, value_SKE, out_QHE, lse_QH, blocks: Sequence[Block], scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
+    keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
+    no_dropout = torch.zeros(2, dtype=torch.uint64, device=query_QHD.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        grad_QHE[queries.rows], query_QHD[queries.rows], key_SKD[keys.rows], value_SKE[keys.rows],
+        out_QHE[queries.rows], lse_QH[queries.rows].T.contiguous(), queries.starts, keys.starts,
+        queries.longest, keys.longest, 0.0, blocks[0].causal, no_dropout, no_dropout.new_zeros(()), scale=scale,
+    )  # fmt: skip
+    rows = (queries.rows, keys.rows, keys.rows)
+    of_query, of_key, of_value = (
+        torch.zeros_like(whole, dtype=torch.float32).index_copy(0, own, grad.float())
+        for whole, own, grad in zip((query_QHD, key_SKD, value_SKE), rows, grads)
+    )
+    return of_query, of_key, of_value

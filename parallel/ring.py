@@ -1,0 +1,105 @@
+"""Ring attention (arXiv:2310.01889) over packed rows: keys and values go round, queries stay.
+
+Shape suffixes as in `block_attention`; Q are the tokens that this rank of the ring holds, zigzag (`sequence`), in both
+roles: it asks with Q queries and owns Q keys.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
+from isoloss.parallel.collectives import pass_on
+
+
+@dataclass(frozen=True)
+class _Ring:
+    """What all steps of a layer's ring have in common."""
+
+    lengths: tuple[int, ...]
+    group: dist.ProcessGroup
+    scale: float
+    window: int | None
+
+    def blocks(self, step: int):
+        """What is left to see after `step` passes; the keys at hand then began `step` ranks before this one."""
+        size, rank = self.group.size(), self.group.rank()
+        return blocks_of(self.lengths, size, rank, (rank - step) % size, self.window)
+
+
+def ring_attention(
+    query_QHD: Tensor,
+    key_QKD: Tensor,
+    value_QKE: Tensor,
+    lengths: tuple[int, ...],
+    group: dist.ProcessGroup,
+    scale: float,
+    window: int | None = None,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, E].
+
+    lengths: of the documents of the *whole* row. scale, window, sinks_H: see `attention.Heads`.
+    The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
+    and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
+    Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
+    """
+    return _RingAttention.apply(query_QHD, key_QKD, value_QKE, sinks_H, _Ring(lengths, group, scale, window))
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query, key, value, sinks_H, ring: _Ring):
+        own, pair, widths = (key, value), _join(key, value), (key.shape[2], value.shape[2])
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        out = query.new_zeros((*query.shape[:2], value.shape[2]), dtype=dtype)
+        lse = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
+        for step in range(ring.group.size()):
+            last = step == ring.group.size() - 1
+            arriving = None if last else pass_on(pair, ring.group)
+            key, value = pair.split(widths, dim=2)
+            attend(query, key, value, ring.blocks(step), ring.scale, ring.window, out, lse)
+            pair = pair if arriving is None else arriving()
+        if sinks_H is not None:  # one more logit of each head, whose value is zero
+            own_lse, lse = lse, torch.logaddexp(lse, sinks_H.to(dtype))
+            out *= (own_lse - lse).exp()[..., None]
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, *own, sinks_H, out, lse)
+        ctx.ring = ring
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, sinks_H, out, lse = ctx.saved_tensors
+        ring: _Ring = ctx.ring
+        pair, widths = _join(key, value), (key.shape[2], value.shape[2])
+        grad_query = gathered = None
+        for step in range(ring.group.size()):
+            last = step == ring.group.size() - 1
+            arriving = None if last else pass_on(pair, ring.group)
+            key, value = pair.split(widths, dim=2)
+            of_query, of_key, of_value = attend_backward(
+                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.window
+            )
+            grad_query = of_query if grad_query is None else grad_query.add_(of_query)
+            grad_pair = _join(of_key, of_value)
+            if gathered is not None:
+                grad_pair += gathered()
+            # Behind their keys, on a channel of their own; the last pass brings them home.
+            gathered = pass_on(grad_pair, ring.group, channel=1)
+            pair = pair if arriving is None else arriving()
+        assert grad_query is not None and gathered is not None
+        grad_key, grad_value = gathered().split(widths, dim=2)
+        grad_sinks = None
+        if sinks_H is not None:
+            delta_QH = (grad * out).sum(-1, dtype=lse.dtype)
+            grad_sinks = -((sinks_H.to(lse.dtype) - lse).exp() * delta_QH).sum(0).to(sinks_H.dtype)
+        grads = (t.to(query.dtype) for t in (grad_query, grad_key, grad_value))
+        return *grads, grad_sinks, None
+
+
+def _join(key_QKD: Tensor, value_QKE: Tensor) -> Tensor:
+    """Keys and values, or their gradients, as one message."""
+    return torch.cat([key_QKD, value_QKE], dim=2)
