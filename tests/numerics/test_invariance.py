@@ -39,11 +39,11 @@ QWEN2 = {k: v for k, v in QWEN3.items() if k != "head_dim"} | {
 
 
 def batch() -> list[Sample]:
-    """14 sequences of 7 prompts."""
+    """16 sequences of 8 prompts; the last two are shorter than the context degree of most layouts."""
     rng = np.random.default_rng(5)
     lengths = np.clip(rng.lognormal(math.log(24), 0.9, 11).astype(int), 4, MAX_LENGTH).tolist()
     samples = []
-    for index, length in enumerate([*lengths, MAX_LENGTH, 17, 9]):
+    for index, length in enumerate([*lengths, MAX_LENGTH, 17, 9, 2, 3]):
         tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
         mask = torch.from_numpy(rng.random(length) < 0.7)
         mask[0] = False
@@ -52,6 +52,7 @@ def batch() -> list[Sample]:
     samples[12].mask_T[:] = False  # fully masked
     samples[13].mask_T[:] = False
     samples[13].mask_T[5] = True  # one valid token
+    samples[14].mask_T[1] = samples[15].mask_T[2] = True
     return samples
 
 
@@ -61,11 +62,12 @@ BUDGETS = (MAX_LENGTH, 160, 0)  # about one sequence a micro-batch, several, all
 
 def all_layouts(arch) -> Iterator[Layout]:
     """Every layout of 2 to 8 ranks that the model admits, with TP sequence parallelism on and off."""
-    for tp, pp, vpp, ulysses, dp in itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2, 4)):
-        if not 2 <= tp * pp * ulysses * dp <= 8 or (vpp > 1 and pp == 1):
+    degrees = itertools.product((1, 2, 4), (1, 2, 4), (1, 2), (1, 2, 4, 8), (1, 2, 4), (1, 2, 4))
+    for tp, pp, vpp, ulysses, ring, dp in degrees:
+        if not 2 <= tp * pp * ulysses * ring * dp <= 8 or (vpp > 1 and pp == 1):
             continue
         for sequence_parallel in (True, False) if tp > 1 else (False,):
-            layout = Layout(tp, pp, vpp, ulysses, dp=dp, sequence_parallel=sequence_parallel)
+            layout = Layout(tp, pp, vpp, ulysses, ring, dp=dp, sequence_parallel=sequence_parallel)
             try:
                 legality.check(Config(ModelConfig("anywhere")), arch, layout)
             except UserError:
@@ -126,7 +128,10 @@ def grid(pool, folder) -> Grid:
 
 PAIRS = list(itertools.product(MODES, BUDGETS))
 LAYOUTS = list(all_layouts(qwen3.architecture(QWEN3)))
-FULL_PRODUCT = ("tp2", "pp2+vpp2", "ulysses4", "dp4", "tp2+pp2+ulysses2", "tp2+ulysses2+dp2+nosp")
+FULL_PRODUCT = (
+    "tp2", "pp2+vpp2", "ulysses4", "dp4", "tp2+pp2+ulysses2", "tp2+ulysses2+dp2+nosp", "ring2", "ulysses2+ring2",
+    "ulysses2+ring4", "tp2+ring2+dp2", "pp2+vpp2+ring2",
+)  # fmt: skip
 
 
 def test_the_grid_is_what_it_says(grid):
@@ -134,6 +139,7 @@ def test_the_grid_is_what_it_says(grid):
     assert [str(layout) for layout in LAYOUTS] == [str(layout) for layout in all_layouts(grid.arch)]
     assert {pair for index, _ in enumerate(LAYOUTS) for pair in covering(index)} == set(PAIRS)
     assert {layout.ulysses for layout in LAYOUTS} == {1, 2, 4, 8}
+    assert {layout.ring for layout in LAYOUTS} == {1, 2, 4}
     assert {layout.tp for layout in LAYOUTS} == {layout.pp for layout in LAYOUTS} == {1, 2, 4}
 
 
@@ -158,12 +164,12 @@ def test_whole_product(grid, layout):
     grid.check(layout, PAIRS)
 
 
-@pytest.mark.parametrize("layout", ("tp2+pp2", "tp4+nosp", "tp4+ulysses2", "pp2+ulysses2+dp2", "tp2+pp2+vpp2+dp2"))
+@pytest.mark.parametrize("layout", ("tp2+pp2", "tp4+nosp", "tp4+ulysses2", "pp2+ulysses2+dp2", "tp2+pp2+vpp2+dp2", "tp4+ring2"))
 def test_tied_embeddings_biases_and_few_kv_heads(pool, folder, layout):
     Grid(pool, folder, "qwen2").check(Layout.parse(layout), [("token-mean", 0), ("seq-mean-token-mean", 160)])
 
 
-@pytest.mark.parametrize("layout", ("dp4", "ulysses8", "tp4+dp2", "pp2+vpp2", "tp2+pp2+ulysses2"))
+@pytest.mark.parametrize("layout", ("dp4", "ulysses8", "tp4+dp2", "pp2+vpp2", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring4"))
 def test_fewer_tokens_than_ranks(pool, folder, layout):
     """One sequence of three tokens: ranks without a sample, slices of padding only, and nobody waits for anybody."""
     short = Sample(torch.tensor([5, 306, 17]), torch.tensor([False, True, True]))
@@ -181,7 +187,10 @@ def test_sequence_parallel_1_2_and_8_give_the_same_numbers(pool, folder, grid, u
     assert many == pytest.approx(one, rel=1e-6)
 
 
-LONG_RUNS = ("tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "ulysses8", "dp2", "tp2+pp2+ulysses2")
+LONG_RUNS = (
+    "tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "ulysses8", "dp2", "tp2+pp2+ulysses2", "ring2", "ring4",
+    "ulysses2+ring2", "ulysses2+ring4", "tp2+ring2+dp2", "pp2+vpp2+ring2",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

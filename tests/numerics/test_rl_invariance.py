@@ -27,7 +27,9 @@ from isoloss.tools.plants import NONE, RL_PLANTS, Run
 from isoloss.tools.prove import on_layout
 
 MODEL = QWEN3 | {"num_hidden_layers": 4}
-LAYOUTS = ("1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2")
+LAYOUTS = (
+    "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",
+)  # fmt: skip
 PLAIN = AlgorithmConfig()
 # Each loss at least once, with what it is combined with: both kinds of correction, all estimators, terms that are
 # aggregated otherwise than the main one.
@@ -140,7 +142,7 @@ CASES = [(name, mode, budget) for name, mode in PAIRS for budget in BUDGETS]
 
 
 def covering(index: int) -> list[tuple[str, str, int]]:
-    """The cases of layout number `index`: of the 18 of every loss two, others for the next loss, so that the nine
+    """The cases of layout number `index`: of the 18 of every loss two, others for the next loss, so that the
     layouts together see them all."""
     return [case for n, case in enumerate(CASES) if (n + n // 18) % len(LAYOUTS) == index]
 
