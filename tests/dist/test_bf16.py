@@ -34,7 +34,7 @@ def config(tmp_path_factory) -> Config:
 def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
     frozen = freeze(first_batch(config, NONE))
     reference = pool.run(1, world.losses, config, frozen, 6)[0]
-    for layout in ("1", "tp2", "pp2", "ulysses2", "dp2"):
+    for layout in ("1", "tp2", "pp2", "ulysses2", "ring2", "ulysses2+ring2", "dp2"):
         bf16 = on_layout(config, Layout.parse(layout), "bf16")
         parallel = dataclasses.replace(bf16.parallel, distributed_optimizer=distributed_optimizer)
         bf16 = dataclasses.replace(bf16, parallel=parallel)

@@ -8,7 +8,7 @@ from worlds.rl_runs import config_of, rows_of
 
 from isoloss.parallel import Layout
 
-LAYOUTS = ("1", "tp2", "pp2", "ulysses2", "dp2", "tp2+pp2")
+LAYOUTS = ("1", "tp2", "pp2", "ulysses2", "ring2", "dp2", "tp2+pp2")
 EVALUATED = ("data.eval={inputs}/prompts.jsonl", "train.eval_every=2")
 DYNAMIC = ("algorithm.dynamic_sampling=true", "rollout.num_generations=2", "reward.function={inputs}/rewards.py:coin")
 FIVE_BATCHES = ("train.steps=5",)

@@ -164,12 +164,16 @@ def test_whole_product(grid, layout):
     grid.check(layout, PAIRS)
 
 
-@pytest.mark.parametrize("layout", ("tp2+pp2", "tp4+nosp", "tp4+ulysses2", "pp2+ulysses2+dp2", "tp2+pp2+vpp2+dp2", "tp4+ring2"))
+@pytest.mark.parametrize(
+    "layout", ("tp2+pp2", "tp4+nosp", "tp4+ulysses2", "pp2+ulysses2+dp2", "tp2+pp2+vpp2+dp2", "tp4+ring2")
+)
 def test_tied_embeddings_biases_and_few_kv_heads(pool, folder, layout):
     Grid(pool, folder, "qwen2").check(Layout.parse(layout), [("token-mean", 0), ("seq-mean-token-mean", 160)])
 
 
-@pytest.mark.parametrize("layout", ("dp4", "ulysses8", "tp4+dp2", "pp2+vpp2", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring4"))
+@pytest.mark.parametrize(
+    "layout", ("dp4", "ulysses8", "tp4+dp2", "pp2+vpp2", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring4")
+)
 def test_fewer_tokens_than_ranks(pool, folder, layout):
     """One sequence of three tokens: ranks without a sample, slices of padding only, and nobody waits for anybody."""
     short = Sample(torch.tensor([5, 306, 17]), torch.tensor([False, True, True]))

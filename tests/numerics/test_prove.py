@@ -10,7 +10,7 @@ from isoloss.tools import prove
 from isoloss.tools.parity import Measurement, Norms, Tolerance, compare
 from isoloss.tools.plants import PLANTS
 
-LAYOUTS = "dp2,ulysses2,pp2,tp2+nosp"
+LAYOUTS = "dp2,ulysses2,ring2,pp2,tp2+nosp"
 SMALL = ["batch.global_size=6"]
 
 
@@ -23,10 +23,10 @@ def run(tmp_path, *arguments: str) -> tuple[int, dict]:
 def test_a_proof_on_the_shipped_data(tmp_path, capsys):
     status, proof = run(tmp_path, "--aggregations", "token-mean,prompt-mean-token-mean")
     assert status == 0 and proof["proved"]
-    assert len(proof["runs"]) == 16
+    assert len(proof["runs"]) == 20
     assert all(r["gradient_error"] <= 1e-10 and r["loss_error"] <= 1e-12 for r in proof["runs"])
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
-    assert "proved: 16 of 16 runs agree" in capsys.readouterr().out
+    assert "proved: 20 of 20 runs agree" in capsys.readouterr().out
 
 
 def test_every_bug_on_the_list_can_be_planted():

@@ -179,6 +179,8 @@ LAYOUTS = {
     "tp2+nosp": {"tp": 2, "sequence_parallel": False},
     "pp2": {"pp": 2},
     "ulysses2": {"ulysses": 2},
+    "ring2": {"ring": 2},
+    "ulysses2+ring2": {"ulysses": 2, "ring": 2},
     "tp2+pp2": {"tp": 2, "pp": 2},
     "ep2": {"ep": 2},
     "tp2+ep2": {"tp": 2, "ep": 2},
@@ -202,7 +204,7 @@ def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, tmp_pat
     parallel = LAYOUTS[layout]
     folder = write_folder(name, tmp_path / "in")
     samples = make_samples(LENGTHS, VOCAB, seed=4)
-    world = 4 if layout == "tp2+pp2" else 2
+    world = 4 if layout in ("tp2+pp2", "ulysses2+ring2") else 2
     (reference,) = pool.run(1, evaluate, folder, samples, {})
     ranks = pool.run(world, evaluate, folder, samples, parallel)
     for rank in ranks:

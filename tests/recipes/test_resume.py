@@ -94,7 +94,7 @@ def saved_at_tp2(pool, inputs, tmp_path_factory):
     return folder / "parts", rows_of(whole), weights
 
 
-@pytest.mark.parametrize("layout", ("1", "pp2", "dp2", "ulysses2", "pp2+vpp2", "tp2+pp2+ulysses2"))
+@pytest.mark.parametrize("layout", ("1", "pp2", "dp2", "ulysses2", "ring2", "pp2+vpp2", "tp2+pp2+ulysses2"))
 def test_resume_on_another_layout(train, inputs, tmp_path, saved_at_tp2, layout):
     folder, expected, _ = saved_at_tp2
     shutil.copytree(folder, tmp_path / "run")

@@ -145,7 +145,7 @@ def test_the_run_ends_after_max_bad_steps(arguments, poison, capsys):
     assert [row["applied"] for row in rows_of("out/metrics.jsonl")] == [1, 0, 1, 0, 0]
 
 
-LAYOUTS = ("1", "dp2", "ulysses2", "tp2+pp2")
+LAYOUTS = ("1", "dp2", "ulysses2", "ulysses2+ring2", "tp2+pp2")
 
 
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
