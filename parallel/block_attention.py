@@ -300,7 +300,7 @@ def _attend_varlen_backward(
     )  # fmt: skip
     rows = (queries.rows, keys.rows, keys.rows)
     of_query, of_key, of_value = (
-        torch.zeros_like(whole, dtype=torch.float32).index_copy(0, own, grad.float())
+        torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, own, grad.to(lse_QH.dtype))
         for whole, own, grad in zip((query_QHD, key_SKD, value_SKE), rows, grads)
     )
     return of_query, of_key, of_value
