@@ -143,8 +143,7 @@ def _targets_shifted_after_sharding():
 
     def pack(*args, **kwargs):
         packed = original(*args, **kwargs)
-        last = packed.labelled_N == packed.tokens_R.shape[0] - 1
-        return dataclasses.replace(packed, targets_N=torch.where(last, packed.tokens_R[0], packed.targets_N))
+        return dataclasses.replace(packed, targets_N=packed.tokens_R.roll(-1)[packed.labelled_N])
 
     return mock.patch.object(step_module, "pack", pack)
 
