@@ -13,6 +13,7 @@ from importlib.resources import files
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
+from worlds import attention as attention_world
 from worlds import invariance as world
 from worlds.checkpoints import logits
 from worlds.families import CONFIGS, VOCAB, write_folder
@@ -30,7 +31,19 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUD
 SORT = files("isoloss.recipes") / "assets" / "sort"
 LAYOUTS = [
     layout
-    for layout in ("1", "tp2", "tp2+nosp", "pp2", "pp2+vpp2", "ulysses2", "dp2", "tp2+pp2", "tp2+pp2+dp2")
+    for layout in (
+        "1",
+        "tp2",
+        "tp2+nosp",
+        "pp2",
+        "pp2+vpp2",
+        "ulysses2",
+        "ring2",
+        "ulysses2+ring2",
+        "dp2",
+        "tp2+pp2",
+        "tp2+pp2+dp2",
+    )
     if Layout.parse(layout).world_size <= GPUS
 ]
 
@@ -55,6 +68,19 @@ def test_every_layout_agrees(config, samples, precision):
     ]
     rows = prove.prove(config, samples, [Layout.parse(layout) for layout in LAYOUTS], cases, precision)
     assert all(row.against.passed for row in rows), [row.against.reason for row in rows]
+
+
+@pytest.mark.parametrize("ring", (2, 4))
+def test_one_call_for_all_documents_is_dense_attention(ring):
+    """FlashAttention over what two ring ranks have in common, forward and backward, to bf16 rounding."""
+    random = torch.Generator().manual_seed(2)
+    whole = [torch.randn(1024, heads, 64, generator=random).bfloat16() for heads in (8, 2, 2, 8)]
+    lengths = (1, 37, 600, 90, 5, 291)
+    found = attention_world.round_the_ring(attention_world.Case(*(t.cuda() for t in whole), lengths), ring)
+    for one, other in zip(
+        found, attention_world.dense_reference(attention_world.Case(*(t.double() for t in whole), lengths)), strict=True
+    ):
+        assert torch.linalg.vector_norm(one.cpu().double() - other) <= 1e-2 * torch.linalg.vector_norm(other)
 
 
 @pytest.mark.parametrize("plant", ("mean-of-micro-batch-means", "dropped-micro-batch"))

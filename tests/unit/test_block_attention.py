@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch import Tensor
-from worlds.attention import SCALE, Case, dense_reference
+from worlds.attention import Case, dense_reference, round_the_ring
 
 from isoloss.parallel import block_attention
-from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
-from isoloss.parallel.sequence import tokens_of
+from isoloss.parallel.block_attention import blocks_of
 
 LENGTHS = (1, 37, 2, 90, 5, 9)  # 144 tokens
 
@@ -18,28 +17,6 @@ def make_case(window: int | None) -> Case:
         torch.randn(sum(LENGTHS), heads, 8, generator=random, dtype=torch.float64) for heads in (6, 2, 2, 6)
     )
     return Case(query, key, value, grad, LENGTHS, window)
-
-
-def round_the_ring(case: Case, ring: int) -> list[Tensor]:
-    """Output and gradients of the whole row, rank by rank and owner by owner."""
-    tokens = [tokens_of(LENGTHS, ring, rank) for rank in range(ring)]
-    whole = (case.query_GHD, case.key_GKD, case.value_GKE)
-    results = [torch.zeros_like(t) for t in (case.grad_GHE, *whole)]
-    for rank, mine in enumerate(tokens):
-        query, grad = case.query_GHD[mine], case.grad_GHE[mine]
-        out, lse = torch.zeros_like(grad), torch.full(query.shape[:2], -torch.inf, dtype=torch.float64)
-        owners = [
-            (case.key_GKD[theirs], case.value_GKE[theirs], blocks_of(LENGTHS, ring, rank, owner, case.window))
-            for owner, theirs in enumerate(tokens)
-        ]
-        for key, value, blocks in owners:
-            attend(query, key, value, blocks, SCALE, case.window, out, lse)
-        results[0][mine] = out
-        for theirs, (key, value, blocks) in zip(tokens, owners):
-            parts = attend_backward(grad, query, key, value, out, lse, blocks, SCALE, case.window)
-            for result, where, part in zip(results[1:], (mine, theirs, theirs), parts):
-                result[where] += part
-    return results
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60, 500])

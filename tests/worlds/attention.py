@@ -7,7 +7,8 @@ from torch import Tensor
 
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import Heads, grid_attention
-from isoloss.parallel.sequence import own_tokens
+from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
+from isoloss.parallel.sequence import own_tokens, tokens_of
 
 
 @dataclass(frozen=True)
@@ -56,3 +57,27 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
     out = grid_attention(q, k, v, case.lengths, mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks))
     (grad.detach() * out).sum().backward()
     return tokens_R, [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
+
+
+def round_the_ring(case: Case, ring: int) -> list[Tensor]:
+    """Output and gradients as all ranks of a ring make them, in this process: rank by rank and owner by owner."""
+    tokens = [tokens_of(case.lengths, ring, rank) for rank in range(ring)]
+    whole = (case.query_GHD, case.key_GKD, case.value_GKE)
+    dtype = torch.promote_types(case.grad_GHE.dtype, torch.float32)
+    results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_GHE, *whole)]
+    for rank, mine in enumerate(tokens):
+        query, grad = case.query_GHD[mine], case.grad_GHE[mine]
+        out = torch.zeros_like(grad, dtype=dtype)
+        lse = out.new_full(query.shape[:2], -torch.inf)
+        owners = [
+            (case.key_GKD[theirs], case.value_GKE[theirs], blocks_of(case.lengths, ring, rank, owner, case.window))
+            for owner, theirs in enumerate(tokens)
+        ]
+        for key, value, blocks in owners:
+            attend(query, key, value, blocks, SCALE, case.window, out, lse)
+        results[0][mine] = out
+        for theirs, (key, value, blocks) in zip(tokens, owners):
+            parts = attend_backward(grad, query, key, value, out.to(query.dtype), lse, blocks, SCALE, case.window)
+            for result, where, part in zip(results[1:], (mine, theirs, theirs), parts):
+                result[where] += part
+    return results
