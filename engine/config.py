@@ -8,6 +8,7 @@ classes and refuses what it does not know, with the nearest name. Cross-field ru
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isoloss.models.activation_memory import ActivationMemory
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.normalizer import Aggregation
 
@@ -64,8 +65,8 @@ class BatchConfig:
 class ParallelConfig:
     """Degrees; what is left of the world is data parallelism. sequence_parallel: null means on with tp > 1.
     stage_layers: layers of each of the pp x vpp stages, in the order of the model; empty means balanced by FLOPs, the
-    loss counted. cp_kernel: who exchanges tokens inside attention: isoloss (Ulysses and ring), or a kernel of
-    Transformer Engine over ulysses x ring ranks. distributed_optimizer: null means on, except in fp64.
+    output projection counted. cp_kernel: who exchanges tokens inside attention: isoloss (Ulysses and ring), or a kernel
+    of Transformer Engine over ulysses x ring ranks. distributed_optimizer: null means on, except in fp64.
     overlap_grad_reduce: reduce gradients during the backward of the last micro-batch (`Engine.train_step` only)."""
 
     tp: int = 1
@@ -83,6 +84,8 @@ class ParallelConfig:
 
     def __post_init__(self):
         self.layout()
+        stages = self.stage_layers
+        require(all(count >= 1 for count in stages), "parallel.stage_layers", stages, "must give each at least 1 layer")
 
     def layout(self) -> Layout:
         """The layout of one model replica (dp = 1)."""
@@ -103,18 +106,24 @@ RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "
 
 
 @dataclass(frozen=True)
-class MemoryConfig:
+class MemoryConfig(ActivationMemory):
     """What is computed again or kept elsewhere to save memory of the device; all of it Megatron-Core's own mechanisms.
 
-    recompute: activations that the backward computes again: none, selective (those of recompute_modules) or full (whole
-    layers; only the first recompute_layers of each stage, if given). offload_optimizer: the share of the optimizer's
-    state that lives, and is stepped, in host memory. offload_layers: layers whose activations wait in host memory."""
+    For activations see ActivationMemory. offload_optimizer: the share of the optimizer's state (moments and fp32
+    weights) that lives, and is stepped, in host memory."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = ()
-    recompute_layers: int | None = None
     offload_optimizer: float = 0.0
-    offload_layers: int = 0
+
+    def __post_init__(self):
+        modules, layers, share = self.recompute_modules, self.recompute_layers, self.offload_optimizer
+        unknown = [name for name in modules if name not in RECOMPUTE_MODULES]
+        require(not unknown, "memory.recompute_modules", unknown, f"names none of {', '.join(RECOMPUTE_MODULES)}")
+        selective, full = self.recompute == "selective", self.recompute == "full"
+        require(selective or not modules, "memory.recompute_modules", modules, "needs memory.recompute=selective")
+        require(full or layers is None, "memory.recompute_layers", layers, "needs memory.recompute=full")
+        require(layers is None or layers >= 1, "memory.recompute_layers", layers, "must be at least 1, or null for all")
+        require(0 <= share <= 1, "memory.offload_optimizer", share, "must be between 0 (none of it) and 1 (all of it)")
+        require(self.offload_layers >= 0, "memory.offload_layers", self.offload_layers, "must not be negative")
 
 
 @dataclass(frozen=True)

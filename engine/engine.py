@@ -28,6 +28,7 @@ from isoloss.models.distcp import is_checkpoint
 from isoloss.models.parameters import load_weights, whole_tensors
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.stages import stage_layers
 from isoloss.models.value_head import CriticWeights
 from isoloss.models.weight_stream import Receives, stream_weights
 from isoloss.parallel import Layout, Mesh, UserError, launch
@@ -71,7 +72,8 @@ class Engine:
         self.dtype = DTYPES[config.train.precision]
         if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
             checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
-        chunks = build_model(self.arch, self.mesh, self.dtype)
+        self.stage_layers = stage_layers(self.arch, layout, config.parallel.stage_layers)
+        chunks = build_model(self.arch, self.mesh, self.dtype, self.stage_layers, config.memory)
         load_weights(chunks, self.arch, source, self.mesh)
         self.chunks = wrap_ddp(chunks, config, self.mesh)
         self.optimizer = build_optimizer(self.chunks, config, self.dtype)

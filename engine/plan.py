@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.flops import met_parameters, output_parameters, pair_flops
 from isoloss.parallel.errors import UserError
 
 
@@ -47,25 +47,13 @@ class CostModel:
 
     @classmethod
     def of(cls, arch: Architecture) -> "CostModel":
-        """The FLOPs of a model.
+        """The FLOPs of a model (models/flops.py): linear of the matrices, quadratic and windowed of attention.
 
-        linear: 2 FLOPs (multiply, add) per token and matrix parameter that the token meets: of the experts the share
-            that is chosen, and the output projection. Looking up an embedding costs nothing.
-        quadratic, windowed: q k^T and probabilities x v take 2 * heads * width * n^2 each and layer; causality leaves
-            half.
-
-        Source: Chowdhery et al. 2022 (PaLM), appendix B, and Narayanan et al. 2021 (arXiv 2104.04473); both count the
-        whole attention square, here it is the causal half. The output projection is counted at every token, as is usual
-        for MFU, though only labelled positions compute it: masked prompts are a little cheaper than this says.
+        The output projection is counted at every token, as is usual for MFU, though only labelled positions compute it:
+        masked prompts are a little cheaper than this says.
         """
-        chosen = arch.experts.top_k / arch.experts.count if arch.experts else 1.0
-        parameters = sum(
-            math.prod(weight.shape) * (1.0 if weight.expert is None else chosen)
-            for weight in weight_map(arch)
-            if len(weight.shape) == 2 and weight.layer is not None
-        )
-        parameters += (1 if arch.critic else arch.vocab_size) * arch.hidden_size
-        layer = 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
+        parameters = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
+        layer = pair_flops(arch)
         windows = [window for window in map(arch.window, range(arch.num_layers)) if window is not None]
         assert len(set(windows)) <= 1, "config.json gives one window for all layers that have one"
         return cls(

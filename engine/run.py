@@ -32,6 +32,13 @@ def resume(engine: Engine, config: Config, output_dir: Path) -> dict[str, object
     return None if newest is None else engine.load(newest)
 
 
+def spread(engine: Engine) -> str:
+    """What the opening lines tell of the layout; of a pipeline the layers of each stage, in the order of the model."""
+    layout = engine.mesh.layout
+    stages = f" (layers {'+'.join(map(str, engine.stage_layers))})" if layout.pp > 1 else ""
+    return f"layout {layout}{stages} on {dist.get_world_size()} rank(s)"
+
+
 def resumed(config: Config, output_dir: Path, step: int, total_steps: int) -> list[str]:
     """What the opening lines tell of checkpoint.resume: nothing, or where the run goes on."""
     if not config.checkpoint.resume:

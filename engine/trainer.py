@@ -14,7 +14,7 @@ from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, open_output
-from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, step_folder
+from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, spread, step_folder
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
@@ -122,8 +122,8 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
         f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}",
         f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; "
         + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
-        f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, layout "
-        f"{engine.mesh.layout} on {dist.get_world_size()} rank(s), into {output_dir}",
+        f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, "
+        f"{spread(engine)}, into {output_dir}",
     ]
     return [*lines, *resumed(config, output_dir, step, data.total_steps)]
 

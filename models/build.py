@@ -11,7 +11,7 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 from torch.nn.functional import silu
 
+from isoloss.models.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.activations import clamped_swiglu, swiglu
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import te_prefixes
@@ -27,14 +28,19 @@ from isoloss.models.gpt import PackedGPT
 from isoloss.models.latent_attention import LatentAttention
 from isoloss.models.norm import RMSNorm
 from isoloss.models.router import Router
+from isoloss.models.stages import pipeline_layout, stage_layers
 from isoloss.models.value_head import ValueHead
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
 
+# Its default, False, counts as "in fp8", and it then asks Transformer Engine, also where there is none.
+CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
-def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> TransformerConfig:
-    """Megatron's configuration of this model on this mesh. Dropout is 0: it would break the promise."""
-    layout = mesh.layout
+
+def transformer_config(
+    arch: Architecture, layout: Layout, dtype: torch.dtype, stages: Sequence[int], memory: ActivationMemory
+) -> TransformerConfig:
+    """Megatron's configuration of this model on this layout. Dropout is 0: it would break the promise."""
     return TransformerConfig(
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
@@ -50,11 +56,13 @@ def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Tr
         add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
         qk_layernorm=arch.qk_norm,
+        multi_latent_attention=arch.latent is not None,  # read by Megatron's checks only
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=pipeline_layout(stages) if layout.pp > 1 else None,
         context_parallel_size=layout.context,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
@@ -79,6 +87,7 @@ def transformer_config(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Tr
         apply_rope_fusion=False,
         persist_layer_norm=False,
         **_expert_settings(arch, layout),
+        **memory.settings(),
     )
 
 
@@ -149,14 +158,21 @@ class _BiasedExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
-def build_model(arch: Architecture, mesh: Mesh, dtype: torch.dtype) -> Sequence[PackedGPT]:
+def build_model(
+    arch: Architecture,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    stages: Sequence[int] | None = None,
+    memory: ActivationMemory = KEEP_ALL,
+) -> Sequence[PackedGPT]:
     """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
 
+    stages: layers of each stage, in the order of the model; None: balanced (`stage_layers`).
     Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
     """
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    config = transformer_config(arch, mesh, dtype)
+    config = transformer_config(arch, mesh.layout, dtype, stages or stage_layers(arch, mesh.layout), memory)
     chunks = []
     for index in range(mesh.layout.vpp):
         stage = index if mesh.layout.vpp > 1 else None

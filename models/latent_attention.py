@@ -8,9 +8,11 @@ Letters: R tokens of this rank's slice of a packed row, H query heads of this TP
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -57,6 +59,7 @@ class LatentAttention(MegatronModule):
         assert arch.latent is not None
         self.arch, self.latent, self.tp = arch, arch.latent, pg_collection.tp
         self.heads = arch.num_heads // self.tp.size()
+        self.recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         latent, hidden = arch.latent, arch.hidden_size
 
         def column(inputs: int, outputs: int) -> ColumnParallelLinear:
@@ -88,25 +91,38 @@ class LatentAttention(MegatronModule):
         del attention_mask, unused
         latent = self.latent
         cos, sin = _cos_sin(rotary_pos_emb, self.arch.rope.cos_sin_factor, hidden.dtype)
-        query = self._queries(hidden).unflatten(-1, (self.heads, -1))  # [R, 1, H, head_dim]
+        query_latent = hidden if latent.q_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden))
+        kv_latent, key_rope = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rope_dim], -1)
+        latents = query_latent, self.kv_layernorm(kv_latent), key_rope, cos, sin
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+
+        attend = partial(checkpoint, core, False) if "core_attn" in self.recomputed else core
+        if "mla_up_proj" not in self.recomputed:
+            return self.linear_proj(attend(*self._project_up(*latents)))
+        up = CheckpointWithoutOutput()
+        out = attend(*up.checkpoint(self._project_up, *latents))
+        up.discard_output_and_register_recompute(out)
+        return self.linear_proj(out)
+
+    def _project_up(
+        self, query_latent: Tensor, kv_latent: Tensor, key_rope: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [R, 1, H, head_dim], values [R, 1, H, value_dim]."""
+        latent = self.latent
+        up = self.linear_q_proj if latent.q_rank is None else self.linear_q_up_proj
+        query = up(query_latent)[0].unflatten(-1, (self.heads, -1))
         query_nope, query_rope = query.split([latent.nope_dim, latent.rope_dim], -1)
 
-        kv_latent, key_rope = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rope_dim], -1)
-        kv = self.linear_kv_up_proj(self.kv_layernorm(kv_latent))[0].unflatten(-1, (self.heads, -1))
+        kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.heads, -1))
         key_nope, value = kv.split([latent.nope_dim, latent.value_dim], -1)
         # One rotated key for all heads: each TP rank adds its heads' part to the gradient.
         whole = gather_rows if self.config.sequence_parallel else sum_gradient
         key_rope = rotate_interleaved(whole(key_rope, self.tp)[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
 
         query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)
-        key = torch.cat([key_nope, key_rope], -1)
-        out = self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
-        return self.linear_proj(out)
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        if self.latent.q_rank is None:
-            return self.linear_q_proj(hidden)[0]
-        return self.linear_q_up_proj(self.q_layernorm(self.linear_q_down_proj(hidden)))[0]
+        return query, torch.cat([key_nope, key_rope], -1), value
 
 
 def _cos_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

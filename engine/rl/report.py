@@ -5,8 +5,6 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from isoloss.engine.engine import Engine
 from isoloss.engine.metrics import MetricsLog, open_after
 from isoloss.engine.rl.config import RLConfig
@@ -14,7 +12,7 @@ from isoloss.engine.rl.draw import Draws
 from isoloss.engine.rl.experience import Experience
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
-from isoloss.engine.run import resumed
+from isoloss.engine.run import resumed, spread
 from isoloss.models.weights import num_parameters
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
@@ -164,7 +162,7 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs",
-        f"run: {data.total_steps} optimizer steps, {config.train.precision}, layout {engine.mesh.layout} on "
-        f"{dist.get_world_size()} rank(s), rollouts by {rollout.backend}, into {output_dir}",
+        f"run: {data.total_steps} optimizer steps, {config.train.precision}, {spread(engine)}, rollouts by "
+        f"{rollout.backend}, into {output_dir}",
     ]
     return [*lines, *resumed(config, output_dir, step, data.total_steps)]

@@ -19,7 +19,7 @@ from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine import legality
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models import qwen3
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
@@ -56,6 +56,7 @@ def batch() -> list[Sample]:
     return samples
 
 
+PLAIN = MemoryConfig()
 TOTAL = sum(len(sample) for sample in batch())
 BUDGETS = (MAX_LENGTH, 160, 0)  # about one sequence a micro-batch, several, all in one
 
@@ -107,13 +108,15 @@ class Grid:
         run = pool.run(1, measure, self.on(Layout()), self.frozen, cases, list(self.files.values()), NONE, True)
         self.references = dict(zip(MODES, merge(run)))
 
-    def on(self, layout: Layout, precision: str = "fp64") -> Config:
-        return on_layout(self.config, layout, precision)
+    def on(self, layout: Layout, precision: str = "fp64", stages: tuple[int, ...] = (), memory=PLAIN) -> Config:
+        config = on_layout(dataclasses.replace(self.config, memory=memory), layout, precision)
+        return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, stage_layers=stages))
 
-    def check(self, layout: Layout, pairs) -> None:
+    def check(self, layout: Layout, pairs, stages: tuple[int, ...] = (), memory=PLAIN) -> None:
         cases = [Case(budget, loss_of(mode)) for mode, budget in pairs]
         files = [self.files[mode] for mode, _ in pairs]
-        run = self.pool.run(layout.world_size, measure, self.on(layout), self.frozen, cases, files)
+        config = self.on(layout, stages=stages, memory=memory)
+        run = self.pool.run(layout.world_size, measure, config, self.frozen, cases, files)
         for (mode, budget), found in zip(pairs, merge(run), strict=True):
             against = compare(found, self.references[mode], TOLERANCE["fp64"])
             assert against.passed, f"{layout} {mode} budget {budget}: {against.reason}"
@@ -162,6 +165,30 @@ def test_every_mode_and_budget(grid, layout):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_whole_product(grid, layout):
     grid.check(layout, PAIRS)
+
+
+UNEVEN = (("pp2", (3, 5)), ("pp3", (1, 4, 3)), ("pp2+vpp2", (1, 3, 2, 2)), ("pp4", (1, 2, 2, 3)), ("pp4+vpp2+dp2", ()))
+
+
+@pytest.mark.parametrize(("layout", "stages"), UNEVEN, ids=[layout for layout, _ in UNEVEN])
+def test_uneven_stages(grid, layout, stages):
+    grid.check(Layout.parse(layout), [("token-mean", MAX_LENGTH), ("seq-mean-token-mean", 160)], stages)
+
+
+RECOMPUTE = {
+    "full": MemoryConfig("full"),
+    "first-layer": MemoryConfig("full", recompute_layers=1),
+    "core_attn": MemoryConfig("selective"),
+    "mlp+layernorm": MemoryConfig("selective", ("mlp", "layernorm")),
+    "all": MemoryConfig("selective", ("core_attn", "mlp", "layernorm")),
+}
+
+
+@pytest.mark.parametrize("memory", RECOMPUTE.values(), ids=RECOMPUTE)
+@pytest.mark.parametrize("layout", ("1", "tp2", "pp2+vpp2", "ulysses2", "tp2+pp2+ulysses2"))
+def test_recomputed_activations(grid, layout, memory):
+    """Collectives of TP, Ulysses and the pipeline are entered again in the backward."""
+    grid.check(Layout.parse(layout), [("token-mean", MAX_LENGTH), ("prompt-mean-token-mean", 0)], memory=memory)
 
 
 @pytest.mark.parametrize(

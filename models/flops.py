@@ -1,0 +1,48 @@
+"""Forward FLOPs of a model, layer by layer: what micro-batches (engine/plan.py) and pipeline stages (stages.py) are
+balanced by.
+
+A matrix costs 2 FLOPs (multiply, add) per token and parameter that the token meets. Source: Chowdhery et al. 2022
+(PaLM), appendix B, and Narayanan et al. 2021 (arXiv:2104.04473); both count the whole attention square, here it is the
+causal half.
+"""
+
+import math
+from collections.abc import Iterator
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.weights import weight_map
+
+
+def met_parameters(arch: Architecture) -> Iterator[tuple[int, float]]:
+    """(layer, parameters that a token meets) of every matrix in the layers: of the experts the share that is chosen."""
+    chosen = arch.experts.top_k / arch.experts.count if arch.experts else 1.0
+    for weight in weight_map(arch):
+        if len(weight.shape) == 2 and weight.layer is not None:
+            yield weight.layer, math.prod(weight.shape) * (1.0 if weight.expert is None else chosen)
+
+
+def output_parameters(arch: Architecture) -> int:
+    """Parameters of the output projection, tied or not. Looking up an embedding costs nothing."""
+    return (1 if arch.critic else arch.vocab_size) * arch.hidden_size
+
+
+def pair_flops(arch: Architecture) -> float:
+    """FLOPs of one layer's attention per n^2 of a sequence of n tokens: q k^T and probabilities x v take
+    2 * heads * width * n^2 each, of which causality leaves half."""
+    return 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
+
+
+def layer_flops(arch: Architecture, tokens: int) -> list[int]:
+    """Of each layer over a sequence of so many tokens; a window leaves the square up to it and a strip beyond."""
+    flops = [0.0] * arch.num_layers
+    for layer, parameters in met_parameters(arch):
+        flops[layer] += 2.0 * parameters * tokens
+    for layer in range(arch.num_layers):
+        seen = min(tokens, arch.window(layer) or tokens)
+        flops[layer] += pair_flops(arch) * seen * (2 * tokens - seen)
+    return [round(of_layer) for of_layer in flops]
+
+
+def output_flops(arch: Architecture, tokens: int) -> int:
+    """Of the output projection over so many tokens."""
+    return 2 * output_parameters(arch) * tokens
