@@ -14,9 +14,11 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
+from isoloss.engine import host_optimizer
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.gpt import unwrap
 from isoloss.parallel import Mesh
@@ -55,12 +57,17 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
         bf16=dtype == torch.bfloat16,
         use_distributed_optimizer=config.distributed_optimizer,
     )
+    if config.memory.offload_optimizer > 0:
+        host_optimizer.switch_on(settings, config.memory.offload_optimizer)
     # Megatron's standard overrides: no weight decay on biases and norms.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
+    for part in parts:
+        host_optimizer.complete(part)
     complete_state(optimizer)
-    for part in optimizer.chained_optimizers:
-        if isinstance(part, DistributedOptimizer) and isinstance(part.optimizer, torch.optim.Adam):
+    for part in parts:
+        if isinstance(part.optimizer, torch.optim.Adam | HybridDeviceOptimizer):
             # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
             part._set_main_param_and_optimizer_states = partial(_set_state, part)
     return optimizer
@@ -71,9 +78,10 @@ def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: M
     """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
     group, index = part.model_param_group_index_map[model_param]
     main_param = part.optimizer.param_groups[group]["params"][index]
-    main_param.copy_(tensors["param"])
+    state = part.optimizer.state[main_param]
+    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is on the host
     for name in ("exp_avg", "exp_avg_sq"):
-        part.optimizer.state[main_param][name].copy_(tensors[name])
+        state[name].copy_(tensors[name])
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:
@@ -85,15 +93,20 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
     torch's fused kernel is chosen where there is one.
     """
     inners = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
+    hybrids = [inner for inner in inners if isinstance(inner, HybridDeviceOptimizer)]
     # Others: none on this rank, or a fused one that counts steps itself.
     adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
-    for inner in adams:
+    for inner in (*adams, *hybrids):
         for group in inner.param_groups:
             # On a CPU one pass over memory instead of six. A checkpoint brings the value of the machine that saved it.
-            group["fused"] = not torch.cuda.is_available() or None
+            group["fused"] = inner in hybrids or not torch.cuda.is_available() or None
+    adams += [inner for hybrid in hybrids for inner in hybrid.sub_optimizers]
+    for inner in adams:
+        for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state[parameter]
-                state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device="cpu")
+                device = parameter.device if group["fused"] else "cpu"
+                state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device=device)
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)
@@ -103,6 +116,8 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
         if not inner.state:
             state: Any = inner.state  # a key that is no parameter is kept as it is
             state["empty"] = {"step": steps[0]}
+    for hybrid in hybrids:
+        hybrid._sync_sub_optimizers_state_to_hdo()
 
 
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
@@ -145,5 +160,6 @@ def clip_gradients(optimizer: MegatronOptimizer, norm: float, clip: float) -> No
         return
     for part in optimizer.chained_optimizers:
         for parameter in part.get_parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(clip / norm)
+            grad = getattr(parameter, "decoupled_grad", parameter.grad)  # the former with an optimizer on the host
+            if grad is not None:
+                grad.mul_(clip / norm)
