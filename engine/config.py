@@ -116,8 +116,8 @@ class MemoryConfig(ActivationMemory):
 
     def __post_init__(self):
         modules, layers, share = self.recompute_modules, self.recompute_layers, self.offload_optimizer
-        unknown = [name for name in modules if name not in RECOMPUTE_MODULES]
-        require(not unknown, "memory.recompute_modules", unknown, f"names none of {', '.join(RECOMPUTE_MODULES)}")
+        known = set(modules) <= set(RECOMPUTE_MODULES)
+        require(known, "memory.recompute_modules", modules, f"may only name {', '.join(RECOMPUTE_MODULES)}")
         selective, full = self.recompute == "selective", self.recompute == "full"
         require(selective or not modules, "memory.recompute_modules", modules, "needs memory.recompute=selective")
         require(full or layers is None, "memory.recompute_layers", layers, "needs memory.recompute=full")

@@ -1,16 +1,22 @@
 """What cannot be run, as one table: loss x layout x model x precision x optimizer x memory.
 
-Rules about the value of a single key stand where the key is defined, and so do those that a `Layout` fulfils whatever
-runs on it; here is all that needs two of configuration, model and layout. `check` needs no process group, no GPU and no
-weights. A refusal is one line: the key, its value, the reason, and the values that would do.
+Rules about the value of a single key stand where the key is defined (engine/config.py), and so do those that a `Layout`
+fulfils whatever runs on it (parallel/mesh.py). Here is all that needs two of configuration, model and layout, and every
+assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no weights.
+
+A refusal is one line: the key, its value, why it cannot be, and what would do. Where several rules are broken the first
+in the table speaks, so causes stand before their consequences. To add a rule, write it down in the tuple of its
+subject, and a run that breaks it into tests/worlds/impossible.py.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
-from isoloss.engine.config import Config
+from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ParallelConfig
 from isoloss.models.architecture import Architecture, Experts
+from isoloss.models.stages import stage_layers
 from isoloss.parallel import Layout, UserError
 
 
@@ -22,17 +28,64 @@ class Setup:
     arch: Architecture
     layout: Layout
 
-    @property
-    def experts(self) -> Experts:
-        assert self.arch.experts is not None
-        return self.arch.experts
-
     def value(self, key: str) -> Any:
         """What the user set a key to; of a degree, what the layout says."""
         group, name = key.split(".")
-        if group == "parallel" and name in ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp", "sequence_parallel"):
+        if group == "parallel" and hasattr(self.layout, name):
             return getattr(self.layout, name)
         return getattr(getattr(self.config, group), name)
+
+    @property
+    def parallel(self) -> ParallelConfig:
+        return self.config.parallel
+
+    @property
+    def memory(self) -> MemoryConfig:
+        return self.config.memory
+
+    @property
+    def experts(self) -> Experts:
+        """Of a model that has them; rules ask `sparse` before."""
+        assert self.arch.experts is not None
+        return self.arch.experts
+
+    @property
+    def sparse(self) -> bool:
+        """Whether any layer has experts."""
+        return self.arch.experts is not None
+
+    @property
+    def dense(self) -> bool:
+        """Whether any layer has none."""
+        return not all(map(self.arch.has_experts, range(self.arch.num_layers)))
+
+    @property
+    def heads(self) -> int:
+        """Attention heads of a TP rank."""
+        return self.arch.num_heads // self.layout.tp
+
+    @property
+    def stages(self) -> int:
+        return self.layout.pp * self.layout.vpp
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Layers of each stage, in the order of the model."""
+        return stage_layers(self.arch, self.layout, self.config.parallel.stage_layers)
+
+    @property
+    def recompute_modules(self) -> tuple[str, ...]:
+        """Those that the model has."""
+        admitted = {
+            "mlp": self.dense,
+            "moe": self.sparse,
+            "shared_experts": self.sparse and self.experts.shared_size > 0,
+            "mla_up_proj": self.arch.latent is not None,
+        }
+        return tuple(name for name in RECOMPUTE_MODULES if admitted.get(name, True))
+
+
+Text = str | Callable[[Setup], str]
 
 
 @dataclass(frozen=True)
@@ -41,13 +94,12 @@ class Rule:
 
     key: str
     broken: Callable[[Setup], bool]
-    why: Callable[[Setup], str]
-    valid: Callable[[Setup], str]
+    why: Text
+    valid: Text
 
     def refusal(self, setup: Setup) -> str:
-        value = setup.value(self.key)
-        shown = str(value).lower() if isinstance(value, bool) else list(value) if isinstance(value, tuple) else value
-        return f"{self.key}={shown} {self.why(setup)}; {self.valid(setup)}"
+        why, valid = (text if isinstance(text, str) else text(setup) for text in (self.why, self.valid))
+        return f"{self.key}={_shown(setup.value(self.key))} {why}; {valid}"
 
 
 def check(config: Config, arch: Architecture, layout: Layout) -> None:
@@ -58,130 +110,187 @@ def check(config: Config, arch: Architecture, layout: Layout) -> None:
             raise UserError(rule.refusal(setup))
 
 
-def _rule(key: str, broken: Callable[[Setup], bool], why, valid) -> Rule:
-    """why, valid: texts, or functions of the setup."""
-    return Rule(key, broken, *(part if callable(part) else lambda _, text=part: text for part in (why, valid)))
+def _shown(value: Any) -> str:
+    """As the user writes it on a command line."""
+    if isinstance(value, tuple):
+        return f"[{','.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _has_transformer_engine(setup: Setup) -> bool:
+    return setup.config.model.transformer_engine is not False and find_spec("transformer_engine") is not None
 
 
 def _divisors(n: int) -> str:
     return f"use one of {[d for d in range(1, n + 1) if n % d == 0]}"
 
 
-def _heads(s: Setup) -> int:
-    """Attention heads of a TP rank."""
-    return s.arch.num_heads // s.layout.tp
-
-
-def _stages(s: Setup) -> int:
-    return s.layout.pp * s.layout.vpp
-
-
 LAYOUT_AND_MODEL = (
-    _rule(
+    Rule(
         "parallel.tp",
         lambda s: s.arch.num_heads % s.layout.tp > 0,
         lambda s: f"does not divide the model's {s.arch.num_heads} attention heads",
         lambda s: _divisors(s.arch.num_heads),
     ),
-    _rule(
+    Rule(
         "parallel.tp",
         lambda s: s.arch.num_kv_heads % s.layout.tp > 0 and s.layout.tp % s.arch.num_kv_heads > 0,
         lambda s: f"neither divides nor is a multiple of the model's {s.arch.num_kv_heads} key/value heads",
         lambda s: _divisors(s.arch.num_kv_heads),
     ),
-    _rule(
+    Rule(
         "parallel.tp",
-        lambda s: s.arch.intermediate_size % s.layout.tp > 0,
+        lambda s: s.dense and s.arch.intermediate_size % s.layout.tp > 0,
         lambda s: f"does not divide the model's intermediate_size {s.arch.intermediate_size}",
         lambda s: _divisors(s.arch.intermediate_size),
     ),
-    _rule(
+    Rule(
         "parallel.tp",
         lambda s: s.arch.critic and s.arch.hidden_size % s.layout.tp > 0,
         lambda s: f"does not divide the hidden_size {s.arch.hidden_size} that the critic's value head reads",
         lambda s: _divisors(s.arch.hidden_size),
     ),
-    _rule(
+    Rule(
         "parallel.ulysses",
-        lambda s: _heads(s) % s.layout.ulysses > 0,
+        lambda s: s.heads % s.layout.ulysses > 0,
         lambda s: (
-            f"does not divide the {_heads(s)} attention heads of a TP rank ({s.arch.num_heads} heads / tp "
-            f"{s.layout.tp})"
+            f"does not divide the {s.heads} attention heads of a TP rank ({s.arch.num_heads} heads / tp {s.layout.tp})"
         ),
-        lambda s: f"{_divisors(_heads(s))}, and parallel.ring for more context ranks",
+        lambda s: f"{_divisors(s.heads)}, and parallel.ring for more context ranks",
     ),
-    _rule(
+)
+
+STAGES = (
+    Rule(
         "parallel.pp",
-        lambda s: _stages(s) > s.arch.num_layers,
+        lambda s: s.stages > s.arch.num_layers,
         lambda s: f"x vpp={s.layout.vpp} makes more stages than the model's {s.arch.num_layers} layers",
         lambda s: f"use at most {s.arch.num_layers} stages",
     ),
-    _rule(
+    Rule(
         "parallel.stage_layers",
-        lambda s: bool(s.config.parallel.stage_layers) and len(s.config.parallel.stage_layers) != _stages(s),
+        lambda s: bool(s.parallel.stage_layers) and len(s.parallel.stage_layers) != s.stages,
         lambda s: (
-            f"names {len(s.config.parallel.stage_layers)} stages, and pp={s.layout.pp} x vpp={s.layout.vpp} "
-            f"makes {_stages(s)}"
+            f"names {len(s.parallel.stage_layers)} stages, and pp={s.layout.pp} x vpp={s.layout.vpp} makes {s.stages}"
         ),
         "give one number for each, or leave it at []",
     ),
-    _rule(
+    Rule(
         "parallel.stage_layers",
-        lambda s: bool(s.config.parallel.stage_layers) and sum(s.config.parallel.stage_layers) != s.arch.num_layers,
-        lambda s: f"adds up to {sum(s.config.parallel.stage_layers)}, not to the model's {s.arch.num_layers} layers",
+        lambda s: bool(s.parallel.stage_layers) and sum(s.parallel.stage_layers) != s.arch.num_layers,
+        lambda s: f"adds up to {sum(s.parallel.stage_layers)}, not to the model's {s.arch.num_layers} layers",
         "change a number, or leave it at []",
     ),
 )
 
 EXPERTS = (
     *(
-        _rule(
+        Rule(
             f"parallel.{key}",
-            lambda s, key=key: s.arch.experts is None and getattr(s.layout, key) > 1,
+            lambda s, key=key: not s.sparse and getattr(s.layout, key) > 1,
             "is for mixture-of-experts models and this one is dense",
             "set it to 1",
         )
         for key in ("ep", "etp")
     ),
-    _rule(
+    Rule(
         "parallel.sequence_parallel",
-        lambda s: s.arch.experts is not None and s.layout.tp > 1 and not s.layout.sequence_parallel,
+        lambda s: s.sparse and s.layout.tp > 1 and not s.layout.sequence_parallel,
         "does not work with experts and parallel.tp > 1: every TP rank would send the same tokens to the experts",
         "leave it at null",
     ),
-    _rule(
+    Rule(
         "parallel.ep",
-        lambda s: s.arch.experts is not None and s.experts.count % s.layout.ep > 0,
+        lambda s: s.sparse and s.experts.count % s.layout.ep > 0,
         lambda s: f"does not divide the model's {s.experts.count} experts",
         lambda s: _divisors(s.experts.count),
     ),
-    _rule(
+    Rule(
         "parallel.etp",
-        lambda s: s.arch.experts is not None and s.experts.intermediate_size % s.layout.etp > 0,
+        lambda s: s.sparse and s.experts.intermediate_size % s.layout.etp > 0,
         lambda s: f"does not divide the model's expert width {s.experts.intermediate_size}",
         lambda s: _divisors(s.experts.intermediate_size),
     ),
-    _rule(
+    Rule(
         "parallel.tp",
-        lambda s: s.arch.experts is not None and s.experts.shared_size % s.layout.tp > 0,
+        lambda s: s.sparse and s.experts.shared_size % s.layout.tp > 0,
         lambda s: f"does not divide the model's shared expert's width {s.experts.shared_size}",
         lambda s: _divisors(s.experts.shared_size),
     ),
-    _rule(
+    Rule(
         "parallel.etp",
-        lambda s: s.arch.experts is not None and s.layout.etp > 1 and s.arch.linear_bias,
+        lambda s: s.sparse and s.layout.etp > 1 and s.arch.linear_bias,
         "does not work with biases in the experts",
         "set it to 1",
     ),
 )
 
 PRECISION_AND_OPTIMIZER = (
-    _rule(
+    Rule(
         "parallel.distributed_optimizer",
-        lambda s: s.config.train.precision == "fp64" and bool(s.config.parallel.distributed_optimizer),
+        lambda s: s.config.train.precision == "fp64" and bool(s.parallel.distributed_optimizer),
         "does not work with train.precision=fp64 (Megatron's distributed optimizer holds fp32 state)",
         "leave it at null",
     ),
 )
 
-RULES = (*LAYOUT_AND_MODEL, *EXPERTS, *PRECISION_AND_OPTIMIZER)
+MEMORY = (
+    *(
+        Rule(
+            "memory.recompute_modules",
+            lambda s, name=name: name in set(s.memory.recompute_modules) - set(s.recompute_modules),
+            f"names {name}, and the model has {missing}",
+            lambda s: f"use some of {', '.join(s.recompute_modules)}",
+        )
+        for name, missing in {
+            "mlp": "experts in every layer",
+            "moe": "no experts",
+            "shared_experts": "no shared experts",
+            "mla_up_proj": "no latent attention",
+        }.items()
+    ),
+    Rule(
+        "memory.recompute_layers",
+        lambda s: (s.memory.recompute_layers or 0) > max(s.stage_layers),
+        lambda s: f"is more than the {max(s.stage_layers)} layers of the largest pipeline stage",
+        "leave it at null for all of them",
+    ),
+    Rule(
+        "memory.offload_optimizer",
+        lambda s: s.memory.offload_optimizer > 0 and s.config.train.precision != "bf16",
+        lambda s: f"does not work with train.precision={s.config.train.precision} (it holds fp32 weights of bf16 ones)",
+        "use train.precision=bf16, or 0",
+    ),
+    Rule(
+        "memory.offload_optimizer",
+        lambda s: s.memory.offload_optimizer > 0 and not s.config.distributed_optimizer,
+        "needs the distributed optimizer",
+        "leave parallel.distributed_optimizer at null, or use 0",
+    ),
+    Rule(
+        "memory.offload_layers",
+        lambda s: s.memory.offload_layers >= s.arch.num_layers,
+        lambda s: f"is not less than the model's {s.arch.num_layers} layers",
+        lambda s: f"use at most {s.arch.num_layers - 1}",
+    ),
+    Rule(
+        "memory.offload_layers",
+        lambda s: s.memory.offload_layers > 0 and s.layout.pp > 1,
+        lambda s: f"does not work in a pipeline (parallel.pp={s.layout.pp})",
+        "use 0, or parallel.pp=1",
+    ),
+    Rule(
+        "memory.offload_layers",
+        lambda s: s.memory.offload_layers > 0 and s.memory.recompute != "none",
+        lambda s: f"does not work with memory.recompute={s.memory.recompute}",
+        "use one of the two: 0 here, or memory.recompute=none",
+    ),
+    Rule(
+        "memory.offload_layers",
+        lambda s: s.memory.offload_layers > 0 and not _has_transformer_engine(s),
+        "needs the layers of Transformer Engine, which is not installed or switched off",
+        "use 0, or install transformer-engine and leave model.transformer_engine at null",
+    ),
+)
+
+RULES = (*LAYOUT_AND_MODEL, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *MEMORY)

@@ -1,0 +1,85 @@
+"""The table of what cannot be run: no rule of it is dead, and what it lets pass Megatron-Core builds."""
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from worlds import impossible
+
+from isoloss.engine import legality
+from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ModelConfig, ParallelConfig
+from isoloss.engine.rl.config import RLConfig
+from isoloss.models.build import transformer_config
+from isoloss.models.registry import read_architecture
+from isoloss.models.stages import stage_layers
+from isoloss.parallel import Layout, UserError
+from isoloss.recipes.launch import compose_config
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    impossible.write_models(folder)
+    return folder
+
+
+def broken_rule(row: impossible.Impossible, models: Path) -> legality.Rule | None:
+    """The rule that refuses a row; None where the configuration or the layout by itself is refused."""
+    config_class = RLConfig if row.recipe == "grpo" else Config
+    try:
+        config, _, _ = compose_config(row.recipe, config_class, [f"model.path={models / row.model}", *row.overrides])
+        layout = config.parallel.layout().with_world(row.world)
+    except UserError:
+        return None
+    arch = read_architecture(config.model.path)
+    setup = legality.Setup(config, arch.as_critic() if row.recipe == "grpo" else arch, layout)
+    return next(rule for rule in legality.RULES if rule.broken(setup))
+
+
+def test_every_rule_is_broken_by_some_row(models):
+    broken = Counter(id(broken_rule(row, models)) for row in impossible.ROWS)
+    dead = [rule for rule in legality.RULES if id(rule) not in broken]
+    assert not dead
+
+
+@pytest.mark.parametrize("row", [row for row in impossible.ROWS if row.recipe == "sft"], ids=str)
+def test_a_refusal_is_one_line_with_the_value(row, models):
+    rule = broken_rule(row, models)
+    if rule is not None:
+        key, _, value = row.overrides[0].partition("=")
+        assert rule.key == key and value
+
+
+MEMORY = (
+    *(MemoryConfig("selective", (module,)) for module in RECOMPUTE_MODULES),
+    MemoryConfig("selective"),
+    MemoryConfig("selective", RECOMPUTE_MODULES),
+    *(MemoryConfig("full", recompute_layers=layers) for layers in (None, 1, 3, 9)),
+    *(MemoryConfig(recompute, offload_layers=layers) for recompute in ("none", "full") for layers in (1, 4, 9)),
+)
+LAYOUTS = ("1", "tp2", "tp2+nosp", "tp4", "tp8", "tp3", "pp2", "pp3", "pp2+vpp2", "pp4+vpp2", "ulysses2", "tp2+pp2+ep2",
+           "ep4", "tp2+etp2+ep2", "tp4+ulysses8", "pp6")  # fmt: skip
+STAGES = ((), (1, 3), (2, 2), (2, 4), (1, 1, 2), (2, 1, 1, 2), (1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("model", impossible.MODELS)
+def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
+    """Over layouts x splits x memory: the table refuses it, or Megatron's own checks pass."""
+    monkeypatch.setattr(legality, "find_spec", lambda name: name)  # so that no row is refused for what is not installed
+    arch = read_architecture(models / model)
+    refused = 0
+    for text, stages, memory in itertools.product(LAYOUTS, STAGES, MEMORY):
+        layout = Layout.parse(text)
+        config = Config(ModelConfig("anywhere"), parallel=ParallelConfig(stage_layers=stages), memory=memory)
+        try:
+            legality.check(config, arch, layout)
+        except UserError:
+            refused += 1
+            continue
+        built = transformer_config(arch, layout, torch.float32, stage_layers(arch, layout, stages), memory)
+        assert not built.distribute_saved_activations
+        assert bool(built.recompute_granularity) == (memory.recompute != "none")
+        assert built.cpu_offloading_num_layers == memory.offload_layers
+    assert 0 < refused < len(LAYOUTS) * len(STAGES) * len(MEMORY)
