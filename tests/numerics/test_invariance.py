@@ -175,6 +175,19 @@ def test_uneven_stages(grid, layout, stages):
     grid.check(Layout.parse(layout), [("token-mean", MAX_LENGTH), ("seq-mean-token-mean", 160)], stages)
 
 
+def test_batched_messages_between_two_interleaved_stages_are_wrong(pool, folder):
+    """Megatron's default. "Previous" and "next" are the same rank, and it confuses them: silently, where all messages
+    have one shape."""
+    rng = np.random.default_rng(0)
+    rows = [Sample(torch.from_numpy(rng.integers(0, VOCAB, 32)), torch.arange(32) > 3) for _ in range(8)]
+    grid, layout = Grid(pool, folder, "qwen3", rows), Layout.parse("pp2+vpp2")
+    arguments = grid.on(layout), grid.frozen, [Case(32, loss_of("token-mean"))], [grid.files["token-mean"]]
+    (found,) = merge(pool.run(2, world.with_batched_messages, *arguments))
+    against = compare(found, grid.references["token-mean"], TOLERANCE["fp64"])
+    assert against.loss_error > 1e-6 and against.gradient_error > 1e-2
+    grid.check(layout, [("token-mean", 32)])
+
+
 RECOMPUTE = {
     "full": MemoryConfig("full"),
     "first-layer": MemoryConfig("full", recompute_layers=1),

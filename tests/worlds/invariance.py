@@ -8,7 +8,8 @@ import torch.distributed as dist
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
-from isoloss.tools.parity import thaw
+from isoloss.models import build
+from isoloss.tools.parity import Measurement, measure, thaw
 
 VOCAB = 307
 MAX_LENGTH = 96
@@ -58,6 +59,19 @@ def count_reductions(config: Config, frozen: bytes) -> tuple[int, int]:
     with mock.patch.object(dist, "all_reduce", all_reduce):
         metrics = engine.forward_backward(samples, cross_entropy(LossConfig()))
     return len(calls), metrics.micro_batches
+
+
+def with_batched_messages(config: Config, *rest) -> list[Measurement]:
+    """`measure` where stages send as Megatron does by default."""
+    original = build.transformer_config
+
+    def transformer_config(*args):
+        config = original(*args)
+        config.overlap_p2p_comm, config.batch_p2p_comm = False, True
+        return config
+
+    with mock.patch.object(build, "transformer_config", transformer_config):
+        return measure(config, *rest)
 
 
 def logprobs(config: Config, frozen: bytes) -> list[list[float]]:
