@@ -1,0 +1,103 @@
+"""Activations that the backward computes again are gone in between, and change no gradient: every family, every module.
+
+The grid of test_invariance.py has the dense model on more layouts.
+"""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from worlds import recompute, training
+from worlds.families import VOCAB, write_folder
+from worlds.transformers_parity import make_samples
+
+from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
+from isoloss.tools.parity import freeze
+
+SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    written: dict[str, Path] = {}
+
+    def of(family: str) -> Path:
+        if family not in written:
+            written[family] = write_folder(family, tmp_path_factory.mktemp(family))
+        return written[family]
+
+    return of
+
+
+def config(folder: Path, memory: MemoryConfig, **parallel) -> Config:
+    return Config(
+        ModelConfig(str(folder)),
+        batch=BatchConfig(max_tokens=128),
+        parallel=ParallelConfig(**parallel),
+        memory=memory,
+        train=TrainConfig(precision="fp64"),
+    )
+
+
+FULL = MemoryConfig("full")
+FOUR_RANKS = {"qwen2": {"pp": 2, "ulysses": 2}, "gpt-oss": {"pp": 2, "ulysses": 2, "ep": 2}}
+
+
+def selective(*modules: str) -> MemoryConfig:
+    return MemoryConfig("selective", modules)
+
+
+@pytest.mark.parametrize(
+    ("family", "memory"),
+    (
+        ("qwen2", FULL),  # its output matrix is its embedding
+        ("gpt-oss", FULL),
+        ("gpt-oss", selective("core_attn", "moe", "layernorm")),  # sinks, windows, biases
+        ("qwen3-moe", selective("moe")),
+        ("deepseek-v3", FULL),
+        ("deepseek-v3", selective("core_attn")),
+        ("deepseek-v3", selective("mla_up_proj")),
+        ("deepseek-v3", selective("core_attn", "mla_up_proj", "mlp", "shared_experts", "layernorm")),
+        ("deepseek-v3-plain", selective("mla_up_proj", "moe", "shared_experts")),
+    ),
+    ids=lambda value: value if isinstance(value, str) else "+".join(value.recompute_modules) or value.recompute,
+)
+@pytest.mark.parametrize("world", (1, 4))
+def test_no_gradient_changes(pool, folder, family, memory, world):
+    """Alone; and on four ranks, where collectives of TP, experts, Ulysses and the pipeline are entered again."""
+    parallel = FOUR_RANKS.get(family, {"tp": 2, "ulysses": 2, "ep": 2}) if world == 4 else {}
+    calls = [range(6)]
+    wanted = pool.run(world, training.gradients, config(folder(family), MemoryConfig(), **parallel), SAMPLES, calls)
+    found = pool.run(world, training.gradients, config(folder(family), memory, **parallel), SAMPLES, calls)
+    for (norm, gradients), (wanted_norm, wanted_gradients) in zip(found, wanted, strict=True):
+        assert norm == pytest.approx(wanted_norm, rel=1e-12)
+        assert gradients.keys() == wanted_gradients.keys()
+        for name, gradient in gradients.items():
+            error = np.linalg.norm(gradient - wanted_gradients[name])
+            assert error <= 1e-12 * np.linalg.norm(wanted_gradients[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    (
+        ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen3", "layernorm"), ("qwen3-moe", "moe"),
+        ("deepseek-v3", "core_attn"), ("deepseek-v3", "mla_up_proj"), ("deepseek-v3-plain", "shared_experts"),
+    ),
+)  # fmt: skip
+def test_every_module_saves_memory(pool, folder, family, module):
+    plain, saving, full = (
+        pool.run(1, recompute.kept, config(folder(family), memory), SAMPLES)[0]
+        for memory in (MemoryConfig(), selective(module), FULL)
+    )
+    assert full.nbytes < saving.nbytes < plain.nbytes
+    assert saving.forwards == plain.forwards
+
+
+def test_whole_layers_run_twice(pool, folder):
+    """The family has two layers, and the step two micro-batches."""
+    plain, first, full = (
+        pool.run(1, recompute.kept, config(folder("qwen3"), memory), SAMPLES)[0]
+        for memory in (MemoryConfig(), MemoryConfig("full", recompute_layers=1), FULL)
+    )
+    assert (plain.forwards, first.forwards, full.forwards) == (4, 6, 8)
+    assert full.nbytes < first.nbytes < plain.nbytes

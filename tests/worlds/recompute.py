@@ -1,0 +1,50 @@
+"""What a step keeps for its backward, and computes again in it."""
+
+from dataclasses import dataclass
+from unittest import mock
+
+import torch
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import cross_entropy
+from isoloss.tools.parity import thaw
+
+
+@dataclass(frozen=True)
+class Kept:
+    """nbytes: of memory that autograd holds for the backward of the first micro-batch, parameters left out.
+    forwards: of transformer layers in the step."""
+
+    nbytes: int
+    forwards: int
+
+
+def kept(config: Config, frozen: bytes) -> Kept:
+    """One step of a single stage."""
+    engine, samples = Engine(config), thaw(frozen)
+    weights = {parameter.untyped_storage()._cdata for parameter in engine.chunks[0].parameters()}
+    storages, at_backward, forwards = {}, [], []
+
+    def pack(tensor):
+        if not at_backward:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    original = schedules.backward_step
+
+    def backward_step(*args, **kwargs):
+        at_backward.append(sum(storage.nbytes() for key, storage in storages.items() if key not in weights))
+        return original(*args, **kwargs)
+
+    for module in engine.chunks[0].modules():
+        if isinstance(module, TransformerLayer):
+            module.register_forward_hook(lambda *args: forwards.append(args))
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        mock.patch.object(schedules, "backward_step", backward_step),
+    ):
+        engine.forward_backward(samples, cross_entropy(LossConfig()))
+    return Kept(at_backward[0], len(forwards))
