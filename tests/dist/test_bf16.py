@@ -30,6 +30,13 @@ def config(tmp_path_factory) -> Config:
     )
 
 
+@pytest.mark.parametrize("layout", ("1", "pp2", "dp2"))
+def test_gradients_are_accumulated_and_reduced_in_fp32(pool, config, layout):
+    bf16 = on_layout(config, Layout.parse(layout), "bf16")
+    for weights, gradients in pool.run(Layout.parse(layout).world_size, world.dtypes, bf16):
+        assert weights == {"torch.bfloat16"} and gradients == {"torch.float32"}
+
+
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
 def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
     frozen = freeze(first_batch(config, NONE))

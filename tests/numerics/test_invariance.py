@@ -198,7 +198,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.parametrize("memory", RECOMPUTE.values(), ids=RECOMPUTE)
-@pytest.mark.parametrize("layout", ("1", "tp2", "pp2+vpp2", "ulysses2", "tp2+pp2+ulysses2"))
+@pytest.mark.parametrize("layout", ("1", "tp2", "pp2+vpp2", "ulysses2", "ring2", "tp2+pp2+ulysses2"))
 def test_recomputed_activations(grid, layout, memory):
     """Collectives of TP, Ulysses and the pipeline are entered again in the backward."""
     grid.check(Layout.parse(layout), [("token-mean", MAX_LENGTH), ("prompt-mean-token-mean", 0)], memory=memory)
@@ -252,6 +252,23 @@ def test_twenty_fp32_steps(pool, grid, twenty_steps, layout, distributed_optimiz
     assert found[0] == pytest.approx(twenty_steps[0], rel=1e-6)
     assert found[-1] == pytest.approx(twenty_steps[-1], rel=1e-4)
     assert twenty_steps[-1] < 0.9 * twenty_steps[0]  # the weights did move
+
+
+@pytest.mark.parametrize(
+    ("layout", "stages", "memory"),
+    (
+        ("1", (), "full"),
+        ("pp2", (3, 5), "first-layer"),
+        ("pp2+vpp2", (1, 3, 2, 2), "full"),
+        ("tp2+pp2+ulysses2", (3, 5), "all"),
+    ),
+)
+def test_twenty_fp32_steps_with_uneven_stages_and_recomputation(pool, grid, twenty_steps, layout, stages, memory):
+    config = grid.on(Layout.parse(layout), "fp32", stages, RECOMPUTE[memory])
+    config = dataclasses.replace(config, batch=BatchConfig(max_tokens=160))
+    found = pool.run(Layout.parse(layout).world_size, world.losses, config, grid.frozen, 20)[0]
+    assert found[0] == pytest.approx(twenty_steps[0], rel=1e-6)
+    assert found[-1] == pytest.approx(twenty_steps[-1], rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", ("1", "dp4", "ulysses2+dp2", "tp2+pp2+vpp2"))

@@ -18,7 +18,7 @@ from worlds import rl_calls as world
 from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
@@ -175,6 +175,14 @@ def test_on_policy_where_the_loss_cancels(pool, folder, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_critic(pool, folder, layout):
     Grid(pool, folder, critic=True).check(layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
+
+
+@pytest.mark.parametrize("layout", ("1", "tp2+pp2+ulysses2"))
+def test_critic_that_recomputes_its_activations(pool, folder, layout):
+    grid = Grid(pool, folder, critic=True)
+    grid.refer([("value", "token-mean")])
+    grid.config = dataclasses.replace(grid.config, memory=MemoryConfig("full"))
+    grid.check(layout, [("value", "token-mean", 160)])
 
 
 def test_the_batch_reaches_every_branch(grid):

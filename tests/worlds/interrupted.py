@@ -1,4 +1,4 @@
-"""Optimizer steps with a checkpoint before or after them; runs on every rank."""
+"""Optimizer steps with a checkpoint before or after them, and exports; runs on every rank."""
 
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
@@ -18,3 +18,7 @@ def steps(
     if save:
         engine.save(save)
     return losses, weights(engine)
+
+
+def export(config: Config, folder: str) -> None:
+    Engine(config).export_hf(folder)

@@ -61,6 +61,12 @@ def count_reductions(config: Config, frozen: bytes) -> tuple[int, int]:
     return len(calls), metrics.micro_batches
 
 
+def dtypes(config: Config) -> tuple[set[str], set[str]]:
+    """Of the weights, and of the buffers that their gradients are accumulated and reduced in."""
+    parameters = [parameter for chunk in Engine(config).chunks for parameter in chunk.parameters()]
+    return {str(p.dtype) for p in parameters}, {str(p.main_grad.dtype) for p in parameters}
+
+
 def with_batched_messages(config: Config, *rest) -> list[Measurement]:
     """`measure` where stages send as Megatron does by default."""
     original = build.transformer_config
