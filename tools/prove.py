@@ -148,7 +148,8 @@ def prove(
 
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
-    """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one."""
+    """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor on
+    the host."""
     degrees = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp")}
     stages = config.parallel.stage_layers
     parallel = dataclasses.replace(
@@ -159,7 +160,8 @@ def on_layout(config: Config, layout: Layout, precision: str) -> Config:
         distributed_optimizer=False,
     )
     train = dataclasses.replace(config.train, precision=precision)
-    return dataclasses.replace(config, parallel=parallel, train=train)
+    memory = dataclasses.replace(config.memory, offload_optimizer=0.0)
+    return dataclasses.replace(config, parallel=parallel, train=train, memory=memory)
 
 
 def line(row: Row) -> str:
