@@ -251,7 +251,7 @@ MEMORY = (
     ),
     Rule(
         "memory.recompute_layers",
-        lambda s: (s.memory.recompute_layers or 0) > max(s.stage_layers),
+        lambda s: s.memory.recompute_layers is not None and s.memory.recompute_layers > max(s.stage_layers),
         lambda s: f"is more than the {max(s.stage_layers)} layers of the largest pipeline stage",
         "leave it at null for all of them",
     ),

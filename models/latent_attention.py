@@ -42,7 +42,8 @@ class ReplicatedLinear(MegatronModule):
 
 
 class LatentAttention(MegatronModule):
-    """core: makes the core attention from (config, layer_number)."""
+    """core: makes the core attention from (config, layer_number). Of what Megatron recomputes selectively it knows
+    `core_attn` and `mla_up_proj` (queries, keys and values, made again from the latents)."""
 
     def __init__(
         self,
