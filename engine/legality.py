@@ -175,6 +175,24 @@ EXPERTS = (
     ),
 )
 
+MOE = (
+    *(
+        _rule(
+            f"moe.{key}",
+            lambda s, key=key, off=off: s.arch.experts is None and getattr(s.config.moe, key) != off,
+            "is for mixture-of-experts models and this one is dense",
+            f"leave it at {off}",
+        )
+        for key, off in (("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0))
+    ),
+    _rule(
+        "moe.bias_update_rate",
+        lambda s: s.arch.experts is not None and not s.experts.selection_bias and s.config.moe.bias_update_rate > 0,
+        lambda s: f"moves selection biases, and models of the family {s.arch.family} have none",
+        "leave it at 0 and balance with moe.aux_loss=sequence",
+    ),
+)
+
 PRECISION_AND_OPTIMIZER = (
     _rule(
         "parallel.distributed_optimizer",
@@ -184,4 +202,4 @@ PRECISION_AND_OPTIMIZER = (
     ),
 )
 
-RULES = (*LAYOUT_AND_MODEL, *EXPERTS, *PRECISION_AND_OPTIMIZER)
+RULES = (*LAYOUT_AND_MODEL, *EXPERTS, *MOE, *PRECISION_AND_OPTIMIZER)
