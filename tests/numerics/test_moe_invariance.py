@@ -46,6 +46,8 @@ LAYOUTS = (
     "tp2+pp2+ep2",
     "pp2+vpp2+ep2+dp2",
     "tp2+pp2+ulysses2+ep2",
+    "ring2+ep2",
+    "ulysses2+ring2+ep2",
 )
 
 
@@ -196,6 +198,16 @@ def test_fewer_sequences_than_ranks(pool, folder, layout):
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_what_is_computed_again_counts_once(grids, layout, recompute):
     grids("glm-4.5").check_recomputed(layout, [("seq-mean-token-mean", 61)], recompute)
+
+
+def test_the_gradient_is_the_slope_of_the_logged_loss(pool, grids):
+    """By a finite difference along the gradient, the losses of the routers included."""
+    for layout in ("1", "tp2+ep2"):
+        world_size = Layout.parse(layout).world_size
+        for claimed, measured in pool.run(
+            world_size, world.slope, grids("glm-4.5").on(layout), grids("glm-4.5").frozen
+        ):
+            assert measured == pytest.approx(claimed, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ("1", "ulysses2+ep2", "tp2+pp2+ep2"))

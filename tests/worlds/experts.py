@@ -9,11 +9,14 @@ import torch
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
+from isoloss.engine.optimizer import global_grad_norm
 from isoloss.models import build
+from isoloss.models.router import routers
 from isoloss.tools.parity import Case, Measurement, measure, thaw
 from isoloss.tools.plants import NONE, Plant
 
 VOCAB = 307
+STEP = 1e-8  # of a finite difference
 SIZES = {
     "num_hidden_layers": 4,
     "hidden_size": 40,
@@ -153,7 +156,7 @@ def expert_counts(config: Config, frozen: bytes) -> list[list[int]]:
     """How many tokens each expert of each layer got in a step."""
     engine = Engine(config)
     engine.forward_backward(thaw(frozen), cross_entropy(LossConfig()))
-    return [router.load_E.tolist() for router in _routers(engine)]
+    return [router.load_E.tolist() for router in routers(engine.chunks)]
 
 
 def loss_without_gradients(config: Config, frozen: bytes) -> tuple[float, float, float]:
@@ -167,7 +170,24 @@ def loss_without_gradients(config: Config, frozen: bytes) -> tuple[float, float,
     return trained.loss, trained.terms["loss"], evaluated.loss
 
 
-def _routers(engine: Engine):
-    from isoloss.models.router import routers
+def slope(config: Config, frozen: bytes) -> tuple[float, float]:
+    """(squared gradient norm, central difference of the training loss along the gradient).
 
-    return routers(engine.chunks)
+    The step is so small that no token chooses other experts.
+    """
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(LossConfig("seq-mean-token-mean"))
+    engine.forward_backward(samples, loss)
+    engine.reduce_gradients()
+    engine.optimizer.prepare_grads()
+    claimed = global_grad_norm(engine.optimizer) ** 2
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    gradients = [p.main_grad.clone() for p in parameters]
+    values = []
+    for sign in (1, -2):  # theta + h g, then theta - h g
+        with torch.no_grad():
+            for p, g in zip(parameters, gradients):
+                p.add_(g, alpha=sign * STEP)
+        engine.zero_grad()
+        values.append(engine.forward_backward(samples, loss).loss)
+    return claimed, (values[0] - values[1]) / (2 * STEP)
