@@ -156,7 +156,7 @@ def run_step(
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, chunks)
     tokens = batch.counts[0].tokens
-    of_routers = [] if balance is None else _router_losses(balance, mesh, chunks, arch)
+    of_routers = _router_losses(balance, mesh, chunks, arch) if balance is not None and balance.losses else []
     terms = [*zip(loss.terms, sums), *of_routers]
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),

@@ -78,7 +78,7 @@ def sequence_balance(routing: Routing, tokens: RoutedTokens) -> Tensor:
 
 
 def z_loss(routing: Routing, tokens: RoutedTokens) -> Tensor:
-    """The square of the log-sum-exp of each token's logits, [T] (ST-MoE, arXiv:2202.08906, eq. 5)."""
+    """The square of the log-sum-exp of each token's logits, [T] (ST-MoE, arXiv:2202.08906)."""
     del tokens
     return routing.logits_TE.logsumexp(1).square()
 

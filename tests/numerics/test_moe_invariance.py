@@ -13,12 +13,14 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from worlds import experts as world
 from worlds import invariance
 from worlds.experts import MODELS, RECOMPUTE, VOCAB
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, MoeConfig, OptimConfig, TrainConfig
+from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
@@ -227,6 +229,39 @@ def test_evaluation_is_without_the_losses_of_the_routers(pool, grids):
             assert trained > 1.1 * evaluated
 
 
+@pytest.mark.parametrize("critic", (False, True), ids=("policy", "critic"))
+def test_reinforcement_learning(pool, folder, tmp_path, critic):
+    """A policy's step has the losses of the routers, by the same path; its critic's has not, and both are invariant."""
+    rng = np.random.default_rng(11)
+    samples = []
+    for sample in batch():
+        near = -np.log(VOCAB) + rng.normal(0, 0.3, (2, len(sample)))
+        values = {"advantages": rng.normal(0, 1, len(sample)), "train_logprobs": near[0], "rollout_logprobs": near[1]}
+        values |= {"returns": rng.normal(0, 0.3, len(sample)), "old_values": rng.normal(0, 0.2, len(sample))}
+        fields = {name: torch.from_numpy(value) * sample.mask_T for name, value in values.items()}
+        samples.append(dataclasses.replace(sample, fields=fields))
+    config = RLConfig(
+        ModelConfig(path=str(folder / "qwen3-moe"), from_scratch=True),
+        moe=ROUTER_LOSSES,
+        train=TrainConfig(precision="fp64", seed=3),
+        rollout=RolloutConfig(max_new_tokens=64),
+    )
+    frozen, file = freeze(samples), reference_file(tmp_path, "rl")
+
+    def run(layout: str, budget: int, *more) -> Measurement:
+        layout = Layout.parse(layout)
+        case = Case(budget, loss_of("seq-mean-token-mean"), config, critic)
+        return merge(
+            pool.run(layout.world_size, measure, on_layout(config, layout, "fp64"), frozen, [case], [file], *more)
+        )[0]
+
+    reference = run("1", 0, NONE, True)
+    assert ("moe_aux_loss" in reference.details) != critic
+    for layout in ("ep2+dp2", "tp2+pp2+ulysses2+ep2"):
+        against = compare(run(layout, 61), reference, TOLERANCE["fp64"])
+        assert against.passed, f"{layout}: {against.reason}"
+
+
 # ---- selection biases -----------------------------------------------------------------------------------------------
 
 BALANCED_BY_BIAS = MoeConfig("sequence", 1e-3, 1e-4, bias_update_rate=0.003)
@@ -269,13 +304,14 @@ def test_selection_biases_are_bit_equal(pool, biased, expected_biases, precision
 
 
 def test_a_bias_moves_by_its_definition(pool, biased):
-    """Algorithm 1 of arXiv:2408.15664, from counts of tokens by another path: the choices that the proof records."""
-    counts = pool.run(1, world.expert_counts, biased.on("1"), biased.frozen)[0]
-    assert all(sum(of_layer) == 3 * sum(LENGTHS) for of_layer in counts)
-    found = pool.run(1, world.selection_biases, biased.on("1"), biased.frozen, 1)[0]
-    for of_layer, bias in zip(counts, found.values(), strict=True):
-        mean = sum(of_layer) / len(of_layer)
-        assert bias == torch.tensor([0.003 * np.sign(mean - n) for n in of_layer], dtype=torch.float32).tolist()
+    """Algorithm 1 of arXiv:2408.15664, of the choices that the proof recorded; without any loss of the routers."""
+    with safe_open(biased.files["token-mean"], "pt") as file:
+        counts_LE = torch.stack([file.get_tensor(f"routing.{layer}.chosen").sum(0) for layer in (2, 3, 4)])
+    assert counts_LE.sum(1).tolist() == [3 * sum(LENGTHS)] * 3
+    wanted_LE = 0.003 * torch.sign(counts_LE.double().mean(1, keepdim=True) - counts_LE)
+    config = dataclasses.replace(biased.on("ep2+dp2"), moe=MoeConfig(bias_update_rate=0.003))
+    found = all_biases(pool.run(2, world.selection_biases, config, biased.frozen, 1))
+    assert list(found.values()) == wanted_LE.float().tolist()
 
 
 def test_calls_before_a_step_count_together(pool, biased):

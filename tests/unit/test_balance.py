@@ -48,7 +48,7 @@ def of_documents(x: np.ndarray, score: str, bias: np.ndarray) -> list[float]:
 
 
 def z_of_tokens(x: np.ndarray) -> np.ndarray:
-    """arXiv:2202.08906, equation 5, for each token."""
+    """The router z-loss of arXiv:2202.08906, for each token."""
     return np.log(np.exp(x[:TOKENS]).sum(1)) ** 2
 
 

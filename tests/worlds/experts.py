@@ -11,7 +11,6 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
 from isoloss.models import build
-from isoloss.models.router import routers
 from isoloss.tools.parity import Case, Measurement, measure, thaw
 from isoloss.tools.plants import NONE, Plant
 
@@ -150,13 +149,6 @@ def measure_recomputed(
 
     with mock.patch.object(build, "transformer_config", transformer_config):
         return measure(config, frozen, cases, references)
-
-
-def expert_counts(config: Config, frozen: bytes) -> list[list[int]]:
-    """How many tokens each expert of each layer got in a step."""
-    engine = Engine(config)
-    engine.forward_backward(thaw(frozen), cross_entropy(LossConfig()))
-    return [router.load_E.tolist() for router in routers(engine.chunks)]
 
 
 def loss_without_gradients(config: Config, frozen: bytes) -> tuple[float, float, float]:
