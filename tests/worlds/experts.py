@@ -74,7 +74,7 @@ MODELS = {
 # What Megatron computes again in the backward, in the words of its configuration.
 RECOMPUTE = {
     "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "first-layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    "first-layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
     "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
     "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
 }
