@@ -5,6 +5,7 @@ classes and refuses what it does not know, with the nearest name. Cross-field ru
 `__post_init__`.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -126,6 +127,16 @@ class MemoryConfig(ActivationMemory):
         require(self.offload_layers >= 0, "memory.offload_layers", self.offload_layers, "must not be negative")
 
 
+AUX_LOSSES = ("none", "sequence")
+# Names of Megatron-Core's, and why a loss that depends on the samples alone cannot have them.
+REFUSED_AUX_LOSSES = {
+    "aux_loss": "is balance within each micro-batch: splitting the step otherwise changes it",
+    "seq_aux_loss": "takes a packed row for one sequence: packing the samples otherwise changes it",
+    "global_aux_loss": "compares each micro-batch with the counts of those before it: their order changes it",
+    "sinkhorn": "iterates over the tokens that a rank happens to hold: every layout chooses other experts",
+}
+
+
 @dataclass(frozen=True)
 class MoeConfig:
     """Balancing the load of a mixture of experts (docs/moe.md tells which ways keep the promise, and why).
@@ -138,6 +149,20 @@ class MoeConfig:
     aux_loss_coef: float = 0.0
     z_loss_coef: float = 0.0
     bias_update_rate: float = 0.0
+
+    def __post_init__(self):
+        valid = f"use one of {', '.join(AUX_LOSSES)}"
+        why = REFUSED_AUX_LOSSES.get(self.aux_loss, "is unknown")
+        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, f"{why}; {valid}")
+        for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
+            value = getattr(self, key)
+            require(0 <= value < math.inf, f"moe.{key}", value, "must be a number of at least 0")
+        if self.aux_loss == "none":
+            mend = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
+            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
+        else:
+            mend = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
+            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
 
 
 @dataclass(frozen=True)

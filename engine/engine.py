@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint, legality
+from isoloss.engine import balance, checkpoint, legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
@@ -82,6 +82,7 @@ class Engine:
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
+        self.balancing = balance.configured(config.moe, self.arch)
         self._reduced = False
         self._finite = True
         self._tokens = 0
@@ -103,10 +104,11 @@ class Engine:
         return self._forward_backward(samples, loss)
 
     def optim_step(self, lr: float | None = None) -> OptimResult:
-        """Reduce the accumulated gradients (plain sums over dp x context), clip, and step.
+        """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
         lr: learning rate of this step; default the configured one. A non-finite loss or gradient, or a step without a
-        valid token, is reported and not applied. Collectives: the gradient reduction, one all-reduce of the norm.
+        valid token, is reported and not applied. Collectives: the gradient reduction, one all-reduce of the norm, and
+        with moe.bias_update_rate one of the experts' loads.
         """
         lr = self.config.optim.lr if lr is None else lr
         self.reduce_gradients()
@@ -117,6 +119,8 @@ class Engine:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_learning_rate(self.optimizer, lr)
             self.optimizer.step_with_ready_grads()
+            if self.balancing is not None:
+                balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)
         self.zero_grad()
         return OptimResult(norm, lr, applied)
 
@@ -160,10 +164,11 @@ class Engine:
         return self._of_targets(run_logits, samples)
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients."""
+        """Forget the accumulated gradients and the experts' loads."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        balance.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
 
     def reduce_gradients(self) -> None:
@@ -236,7 +241,10 @@ class Engine:
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
-        metrics = run_step(self.mesh, self.chunks, self.arch, self._prepare(samples, loss), loss)
+        batch, of_routers = self._prepare(samples, loss), None
+        if self.balancing is not None:
+            of_routers = balance.start(self.balancing, batch.lengths, loss, self.device)
+        metrics = run_step(self.mesh, self.chunks, self.arch, batch, loss, balance=of_routers)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return metrics

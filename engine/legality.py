@@ -225,6 +225,24 @@ EXPERTS = (
     ),
 )
 
+MOE = (
+    *(
+        Rule(
+            f"moe.{key}",
+            lambda s, key=key, off=off: not s.sparse and getattr(s.config.moe, key) != off,
+            "is for mixture-of-experts models and this one is dense",
+            f"leave it at {off}",
+        )
+        for key, off in (("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0))
+    ),
+    Rule(
+        "moe.bias_update_rate",
+        lambda s: s.sparse and not s.experts.selection_bias and s.config.moe.bias_update_rate > 0,
+        lambda s: f"moves selection biases, and models of the family {s.arch.family} have none",
+        "leave it at 0 and balance with moe.aux_loss=sequence",
+    ),
+)
+
 PRECISION_AND_OPTIMIZER = (
     Rule(
         "parallel.distributed_optimizer",
@@ -293,4 +311,4 @@ MEMORY = (
     ),
 )
 
-RULES = (*LAYOUT_AND_MODEL, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *MEMORY)
+RULES = (*LAYOUT_AND_MODEL, *STAGES, *EXPERTS, *MOE, *PRECISION_AND_OPTIMIZER, *MEMORY)

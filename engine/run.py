@@ -86,7 +86,8 @@ def export(engine: Engine, config: Config, output_dir: Path) -> Path | None:
 def report(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
     """The row of metrics.jsonl of one optimizer step."""
     return {
-        "loss": metrics.loss,
+        **metrics.terms,
+        "loss": metrics.loss,  # the whole of it, not the term of that name
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "valid_tokens": metrics.valid_tokens,

@@ -5,17 +5,20 @@ Shape suffixes: T tokens of one sample, N labelled positions on this rank, A agg
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isoloss.engine.balance import reduce_losses, routed_tokens
 from isoloss.engine.batch import Sample
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.models.architecture import Architecture
+from isoloss.models.balance import Balance, RouterLoss
 from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Counts, take_census, weigh
@@ -63,7 +66,8 @@ class StepMetrics:
     """Over all ranks. loss: the number that was differentiated. magnitude: the sum of the absolute values of all that
     was added up to it, which its rounding error is relative to. weight_sum: of the first term's weights, as consumed.
 
-    terms: each term's sum, by name, without its coefficient. observed: means over the valid tokens.
+    terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
+    observed: means over the valid tokens.
     valid_tokens: targets; total_tokens: tokens without padding; micro_batches: of each rank.
     """
 
@@ -113,12 +117,15 @@ def run_step(
     batch: StepBatch,
     loss: Loss,
     *,
+    balance: Balance | None = None,
     forward_only: bool = False,
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
-    Raises CanaryError if the weights consumed by the loss head are not those of the counts.
-    Collectives: the model's and the loss's; one all-reduce over dp x context and one over pp of a few numbers.
+    balance: what the routers add to the loss (`engine.balance.start`).
+    Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
+    Collectives: the model's and the loss's; one all-reduce over dp x context and one over pp of a few numbers, and
+    another such pair with router losses.
     """
     modes = loss.aggregations
 
@@ -137,7 +144,8 @@ def run_step(
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed]
         return value, torch.stack(consumed)
 
-    consumed = run_schedule(mesh, chunks, batch.micro_batches, _forward, token_loss, forward_only=forward_only)
+    forward = partial(_forward, mesh, arch, balance)
+    consumed = run_schedule(mesh, chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only)
     size = len(modes) + len(loss.terms) + 1 + len(loss.observed)
     totals = sum(consumed, torch.zeros(size, dtype=torch.float64, device=torch.cuda.current_device()))
     dist.all_reduce(totals, group=mesh.dp_context)
@@ -148,17 +156,30 @@ def run_step(
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, chunks)
     tokens = batch.counts[0].tokens
+    of_routers = _router_losses(balance, mesh, chunks, arch) if balance is not None and balance.losses else []
+    terms = [*zip(loss.terms, sums), *of_routers]
     return StepMetrics(
-        loss=sum(term.coefficient * value for term, value in zip(loss.terms, sums)),
-        magnitude=magnitude,
+        loss=sum(term.coefficient * value for term, value in terms),
+        magnitude=magnitude + sum(term.coefficient * value for term, value in of_routers),
         weight_sum=weight_sums[0],
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
         sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
-        terms={term.name: value for term, value in zip(loss.terms, sums)},
+        terms={term.name: value for term, value in terms},
         observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)},
     )
+
+
+def _router_losses(
+    balance: Balance, mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture
+) -> list[tuple[RouterLoss, float]]:
+    """The losses of all routers of the step, none of them negative, once their weights are those of the counts."""
+    sums, consumed = reduce_losses(balance, mesh)
+    layers = sum(arch.has_experts(layer) for layer in range(arch.num_layers))
+    for weight_sum, counts in zip(consumed, balance.counts):
+        check_canary(weight_sum / layers, counts, chunks, "a layer's routers")
+    return list(zip(balance.losses, sums))
 
 
 def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, loss: Loss) -> Tensor:
@@ -171,7 +192,7 @@ def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, ba
     def logprobs(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
         return _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss).logprobs_N
 
-    return _collect(mesh, chunks, batch, logprobs, ())
+    return _collect(mesh, chunks, arch, batch, logprobs, ())
 
 
 def run_values(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
@@ -180,7 +201,7 @@ def run_values(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batc
     def values(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
         return labelled_values(chunks[-1], hidden, micro_batch.labelled_N, mesh)
 
-    return _collect(mesh, chunks, batch, values, ())
+    return _collect(mesh, chunks, arch, batch, values, ())
 
 
 def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
@@ -189,25 +210,31 @@ def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batc
     def logits(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
         return labelled_logits(chunks[-1], hidden, micro_batch.labelled_N, arch, mesh)
 
-    return _collect(mesh, chunks, batch, logits, (arch.vocab_size,))
+    return _collect(mesh, chunks, arch, batch, logits, (arch.vocab_size,))
 
 
-def _collect(mesh: Mesh, chunks: Sequence[nn.Module], batch: StepBatch, of_targets, shape: tuple[int, ...]) -> Tensor:
+def _collect(
+    mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, of_targets, shape: tuple[int, ...]
+) -> Tensor:
     """What `of_targets(micro_batch, hidden)` gives for each target, in the order of the samples, on every rank."""
 
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), (micro_batch.origin_N, of_targets(micro_batch, hidden))
 
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
-    for origin_N, found in run_schedule(mesh, chunks, batch.micro_batches, _forward, collect, forward_only=True):
+    forward = partial(_forward, mesh, arch, None)
+    for origin_N, found in run_schedule(mesh, chunks, batch.micro_batches, forward, collect, forward_only=True):
         flat[origin_N] = found.to(torch.float64)
     dist.all_reduce(flat, group=mesh.dp_context)
     dist.all_reduce(flat, group=mesh.pp)
     return flat
 
 
-def _forward(chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
-    return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths)
+def _forward(
+    mesh: Mesh, arch: Architecture, balance: Balance | None, chunk: nn.Module, micro_batch: PackedBatch
+) -> Tensor:
+    routed = routed_tokens(micro_batch, mesh, balance) if arch.experts else None
+    return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, routed)
 
 
 def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
@@ -233,11 +260,13 @@ def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, 
     return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, mesh.context)
 
 
-def check_canary(weight_sum: float, counts: Counts, chunks: Sequence[nn.Module]) -> None:
+def check_canary(
+    weight_sum: float, counts: Counts, chunks: Sequence[nn.Module], consumer: str = "the loss head"
+) -> None:
     dtype = next(chunks[-1].parameters()).dtype
     tolerance = CANARY_TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
     if not abs(weight_sum - counts.weight_sum) <= tolerance * max(abs(counts.weight_sum), tolerance):
         raise CanaryError(
-            f"the loss head consumed weights that add up to {weight_sum!r}, but {counts.tokens} valid tokens in "
+            f"{consumer} consumed weights that add up to {weight_sum!r}, but {counts.tokens} valid tokens in "
             f"{counts.sequences} sequences promise {counts.weight_sum!r}: a shard, a micro-batch or a mask is wrong"
         )

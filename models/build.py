@@ -5,6 +5,7 @@ Megatron's own layers, with our norm, activation, attention and router in their 
 
 from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from isoloss.models.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.activations import clamped_swiglu, swiglu
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import te_prefixes
+from isoloss.models.expert_layer import ExpertLayer, ExpertTransformerLayer
 from isoloss.models.forms import padded_vocab_size
 from isoloss.models.gpt import PackedGPT
 from isoloss.models.latent_attention import LatentAttention
@@ -145,6 +147,9 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int) -> ModuleSpec:
         mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = activation
         if arch.linear_bias:
             mlp.experts.submodules.linear_fc2 = _BiasedExpertOutput
+        spec.module = ExpertTransformerLayer
+        # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
+        layers.mlp = SimpleNamespace(module=ExpertLayer, submodules=mlp, params={"pg_collection": mesh.megatron})
     else:
         mlp.activation_func = activation
     return spec

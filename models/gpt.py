@@ -6,8 +6,9 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.balance import RoutedTokens
+from isoloss.models.expert_layer import RoutedRow
 from isoloss.parallel import Mesh
-from isoloss.parallel.attention import PackedRow
 from isoloss.parallel.collectives import gather_rows, sum_gradient
 from isoloss.parallel.vocab import vocab_parallel_logprobs
 
@@ -37,13 +38,22 @@ class PackedGPT(GPTModel):
         return weight
 
 
-def forward_row(chunk: nn.Module, tokens_R: Tensor, positions_R: Tensor, lengths: tuple[int, ...]) -> Tensor:
-    """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden]."""
+def forward_row(
+    chunk: nn.Module,
+    tokens_R: Tensor,
+    positions_R: Tensor,
+    lengths: tuple[int, ...],
+    routed: RoutedTokens | None = None,
+) -> Tensor:
+    """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
+
+    routed: the slice as its routers see it.
+    """
     return chunk(
         input_ids=tokens_R[None],
         position_ids=positions_R[None],
         attention_mask=None,
-        packed_seq_params=PackedRow(lengths=lengths),
+        packed_seq_params=RoutedRow(lengths=lengths, tokens=routed),
     )
 
 

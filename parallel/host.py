@@ -88,6 +88,41 @@ def _with_listed_splits(all_to_all_single):
     return wrapped
 
 
+def _with_uneven_shares(all_gather):
+    """Expert TP ranks got different numbers of tokens from the others. NCCL gathers those; gloo wants equal shapes, but
+    exchanges unequal ones."""
+
+    @functools.wraps(all_gather)
+    def wrapped(tensor_list, tensor, group=None, **kwargs):
+        rows = [share.shape[0] for share in tensor_list if share.ndim]
+        if len(set(rows)) <= 1:
+            return all_gather(tensor_list, tensor, group=group, **kwargs)
+        gathered = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        everyone = torch.cat([tensor] * len(rows))
+        torch.distributed.all_to_all_single(gathered, everyone, rows, [tensor.shape[0]] * len(rows), group=group)
+        for share, found in zip(tensor_list, gathered.split(rows)):
+            share.copy_(found)
+        return None
+
+    return wrapped
+
+
+def _with_uneven_sums(reduce_scatter):
+    """The backward of `_with_uneven_shares`."""
+
+    @functools.wraps(reduce_scatter)
+    def wrapped(output, input_list, *args, group=None, **kwargs):
+        rows = [share.shape[0] for share in input_list]
+        if len(set(rows)) <= 1:
+            return reduce_scatter(output, input_list, *args, group=group, **kwargs)
+        parts = output.new_empty((len(rows) * output.shape[0], *output.shape[1:]))
+        mine = [output.shape[0]] * len(rows)
+        torch.distributed.all_to_all_single(parts, torch.cat(input_list), mine, rows, group=group)
+        return output.copy_(parts.unflatten(0, (len(rows), output.shape[0])).sum(0))
+
+    return wrapped
+
+
 @functools.cache
 def install() -> bool:
     """Install the stand-ins, once, if this process has no GPU. Returns whether they are active."""
@@ -121,4 +156,6 @@ def install() -> bool:
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.type = _tensor_type(torch.Tensor.type)
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)
+    torch.distributed.all_gather = _with_uneven_shares(torch.distributed.all_gather)
+    torch.distributed.reduce_scatter = _with_uneven_sums(torch.distributed.reduce_scatter)
     return True

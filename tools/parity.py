@@ -9,7 +9,7 @@ import dataclasses
 import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
@@ -30,6 +30,7 @@ from isoloss.engine.step import CanaryError
 from isoloss.models.parameters import load_weights
 from isoloss.models.random_weights import RandomWeights
 from isoloss.tools.plants import NONE, Plant
+from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Measurement:
     """A step as one layout ran it. parameters: by weight name; only norms, and only where there was a reference.
 
     magnitude: what the loss was added up from, in absolute values: its rounding is relative to that. details: every
-    term and observed value of the loss.
+    term and observed value of the loss. routing: of every layer with experts, numbered from 1.
     """
 
     loss: float
@@ -88,6 +89,18 @@ class Measurement:
     micro_batches: int
     canary: str | None
     parameters: Mapping[str, Norms]
+    routing: Mapping[int, LayerRouting] = field(default_factory=dict)
+
+    @property
+    def flips(self) -> int:
+        """Tokens that chose other experts than in the reference, over all layers."""
+        return sum(layer.flips for layer in self.routing.values())
+
+    @property
+    def smallest_margin(self) -> float | None:
+        """How close any choice of experts was; None where there was none to be made."""
+        margins = [layer.margin for layer in self.routing.values() if math.isfinite(layer.margin)]
+        return min(margins, default=None)
 
 
 def freeze(samples: Sequence[Sample]) -> bytes:
@@ -126,10 +139,11 @@ def measure(
             canary.clear()
             _set_budget(engine, case, samples)
             engine.zero_grad()
-            metrics = engine.forward_backward(samples, case.build())
+            with recorded(engine.chunks, sum(len(sample) for sample in samples)) as choices:
+                metrics = engine.forward_backward(samples, case.build())
             gradients = {name: gradient.to(torch.float64, copy=True) for name, gradient in engine.gradients()}
             if write:
-                save_file({name: g.contiguous() for name, g in gradients.items()}, reference)
+                save_file({name: g.contiguous() for name, g in gradients.items()} | as_tensors(choices), reference)
             mesh = engine.mesh
             leader = (mesh.dp_context.rank() == 0 and mesh.tp.rank() == 0) or mesh.expert_dp.rank() == 0
             norms = _compare(gradients, reference) if leader else {}
@@ -145,34 +159,42 @@ def measure(
                     metrics.micro_batches,
                     canary[0] if canary else None,
                     norms,
+                    compare_choices(choices, reference),
                 )
             )
     return results
 
 
 def merge(of_ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
-    """The measurements of a world: rank 0's numbers with the parameters of all pipeline stages."""
+    """The measurements of a world: rank 0's numbers with the parameters and the routing of all ranks."""
     merged = []
     for measurements in zip(*of_ranks):
         parameters = {name: norms for m in measurements for name, norms in m.parameters.items()}
-        merged.append(dataclasses.replace(measurements[0], parameters=parameters))
+        routing = merge_routing([m.routing for m in measurements])
+        merged.append(dataclasses.replace(measurements[0], parameters=parameters, routing=routing))
     return merged
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measurement against its reference, in relative errors. worst: the parameter with the largest gradient error."""
+    """A measurement against its reference, in relative errors. worst: the parameter with the largest gradient error.
+
+    flips: tokens that chose other experts; smallest_margin: how close any choice was.
+    """
 
     loss_error: float
     norm_error: float
     gradient_error: float
     worst: str
+    flips: int
+    smallest_margin: float | None
     passed: bool
     reason: str
 
 
 def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
-    """Whether loss and every parameter's gradient agree. With some gradient 0 it proves nothing."""
+    """Whether loss, every parameter's gradient and every choice of experts agree. With some gradient 0 it proves
+    nothing."""
     loss_error = _relative(found.loss, reference.loss, reference.magnitude)
     worse = [k for k, v in reference.details.items() if not abs(found.details[k] - v) <= tolerance.gradient * _size(v)]
     norm_error = _relative(found.grad_norm, reference.grad_norm, reference.grad_norm)
@@ -181,7 +203,7 @@ def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) ->
         for name, norms in found.parameters.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    reasons = []
+    reasons = routing_faults(found.routing, reference.routing)
     missing = sorted(reference.parameters.keys() - found.parameters.keys())
     vacuous = sorted(name for name, norms in reference.parameters.items() if norms.gradient == 0)
     if missing:
@@ -196,7 +218,8 @@ def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) ->
         reasons.append(f"{worse[0]} is {found.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
         reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
-    return Comparison(loss_error, norm_error, errors[worst], worst, not reasons, "; ".join(reasons))
+    routing = (found.flips, found.smallest_margin)
+    return Comparison(loss_error, norm_error, errors[worst], worst, *routing, not reasons, "; ".join(reasons))
 
 
 def _relative(found: float, reference: float, size: float) -> float:

@@ -14,9 +14,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+from isoloss.engine import balance as balance_module
 from isoloss.engine import engine as engine_module
 from isoloss.engine import losses as losses_module
 from isoloss.engine import step as step_module
+from isoloss.models import balance as router_losses_module
+from isoloss.models.balance import RoutedTokens
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
@@ -51,7 +54,7 @@ class Plant:
 
 
 def _by_name(name: str) -> Plant:
-    return (PLANTS | RL_PLANTS).get(name, NONE)
+    return (PLANTS | RL_PLANTS | MOE_PLANTS).get(name, NONE)
 
 
 def _patch_prepare(change: Callable) -> contextlib.AbstractContextManager:
@@ -205,6 +208,67 @@ def _second_term_by_micro_batch_means():
     return _patch_prepare(change)
 
 
+def _expert_gradients_averaged():
+    original = engine_module.finalize_model_grads
+
+    def finalize_model_grads(chunks, **kwargs):
+        original(chunks, **kwargs)
+        ranks = kwargs["pg_collection"].expt_dp.size()
+        for chunk in chunks:
+            for name, parameter in chunk.named_parameters():
+                if ".local_experts." in name:
+                    parameter.main_grad.div_(ranks)
+
+    return mock.patch.object(engine_module, "finalize_model_grads", finalize_model_grads)
+
+
+@contextlib.contextmanager
+def _router_losses_by_micro_batch() -> Iterator[None]:
+    """The mean over the sequences, or tokens, of each micro-batch, averaged over micro-batches."""
+    plans = []
+    original_prepare, original_start = step_module.prepare_step, balance_module.start
+
+    def prepare_step(samples, loss, plan, mesh, device):
+        plans.append(plan)
+        return original_prepare(samples, loss, plan, mesh, device)
+
+    def start(balancing, lengths, loss, device):
+        balance = original_start(balancing, lengths, loss, device)
+        micro_batches = [m for of_rank in plans[-1].micro_batches for m in of_rank]
+        first = [sum(lengths[:index]) for index in range(len(lengths))]
+        for weights_O, router_loss in zip(balance.weights_BO, balance.losses):
+            by_token = router_loss.aggregation.mode == "token-mean"
+            for m in micro_batches:
+                size = sum(lengths[i] for i in m) if by_token else len(m)
+                for i in m:
+                    weights_O[first[i] : first[i] + lengths[i]] = 1 / (size * len(micro_batches))
+        return balance
+
+    with (
+        mock.patch.object(engine_module, "prepare_step", prepare_step),
+        mock.patch.object(balance_module, "start", start),
+    ):
+        yield
+
+
+def _balance_of_its_own_shard():
+    """The experts' frequencies in the part of a document that lies on this rank."""
+    return mock.patch.object(router_losses_module, "sum_parts", lambda x, group: x)
+
+
+def _padding_counted():
+    everything = property(lambda tokens: torch.ones_like(tokens.document_T, dtype=torch.bool))
+    return mock.patch.object(RoutedTokens, "real_T", everything)
+
+
+def _loads_of_its_own_rank():
+    def all_reduce(tensor, **kwargs):
+        if tensor.dtype != torch.int64:
+            dist.all_reduce(tensor, **kwargs)
+
+    return mock.patch.object(balance_module, "dist", types.SimpleNamespace(all_reduce=all_reduce))
+
+
 NONE = Plant("none", contextlib.nullcontext, lambda run: False)
 
 PLANTS = {
@@ -257,5 +321,30 @@ RL_PLANTS = {
             _second_term_by_micro_batch_means,
             lambda run: run.loss == "clip+k2-by-sequence",
         ),
+    )
+}
+
+# Bugs of a mixture of experts. The last two are about selection biases: runs of several steps show them, whatever the
+# loss.
+MOE_PLANTS = {
+    plant.name: plant
+    for plant in (
+        Plant(
+            "expert-gradients-averaged",
+            _expert_gradients_averaged,
+            lambda run: run.layout.tp * run.layout.context * run.layout.dp > run.layout.ep * run.layout.etp,
+        ),
+        Plant(
+            "router-losses-by-micro-batch",
+            _router_losses_by_micro_batch,
+            lambda run: run.micro_batches > 1 or run.layout.dp > 1 or run.aggregation == "sum",
+        ),
+        Plant(
+            "balance-of-its-own-shard",
+            _balance_of_its_own_shard,
+            lambda run: run.layout.tp * run.layout.context > 1,
+        ),
+        Plant("padding-counted", _padding_counted, lambda run: run.layout.tp * run.layout.context > 1),
+        Plant("loads-of-its-own-rank", _loads_of_its_own_rank, lambda run: run.layout.world_size > run.layout.pp),
     )
 }

@@ -82,8 +82,9 @@ class WorkerPool:
 
     @staticmethod
     def _stop_worker(process: Any, connection: Connection) -> None:
-        connection.close()
+        # Before it hears the end and exits: a process that is gone has no children to be asked for.
         family = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
+        connection.close()
         process.kill()
         process.join()
         for child in family:  # Megatron's checkpoint writer keeps a process that would outlive its parent

@@ -107,6 +107,25 @@ EXPERTS = (
     no("gpt-oss", "parallel.etp=2 parallel.tp=2", "biases in the experts", "set it to 1", world=2),
 )
 
+BALANCE = (
+    no("dense", "moe.aux_loss=sequence moe.aux_loss_coef=1e-4", "this one is dense", "leave it at none"),
+    no("tied", "moe.z_loss_coef=0.001", "this one is dense", "leave it at 0"),
+    no("dense", "moe.bias_update_rate=0.001", "this one is dense", "leave it at 0"),
+    no("moe", "moe.bias_update_rate=0.001", "qwen3_moe have none", "moe.aux_loss=sequence"),
+    no("gpt-oss", "moe.bias_update_rate=0.001", "gpt_oss have none", "moe.aux_loss=sequence"),
+    no("moe", "moe.aux_loss=seq_aux_loss moe.aux_loss_coef=1e-3", "a packed row for one sequence", "none, sequence",
+       shown="moe.aux_loss='seq_aux_loss'"),
+    no("moe", "moe.aux_loss=aux_loss moe.aux_loss_coef=1e-3", "within each micro-batch", "none, sequence",
+       shown="moe.aux_loss='aux_loss'"),
+    no("latent", "moe.aux_loss=global_aux_loss moe.aux_loss_coef=1e-3", "those before it", "none, sequence",
+       shown="moe.aux_loss='global_aux_loss'"),
+    no("moe", "moe.aux_loss=sinkhorn", "other experts", "none, sequence", shown="moe.aux_loss='sinkhorn'"),
+    no("moe", "moe.aux_loss=balanced", "unknown", "none, sequence", shown="moe.aux_loss='balanced'"),
+    no("moe", "moe.aux_loss_coef=0.001", "moe.aux_loss=sequence", "leave it at 0"),
+    no("moe", "moe.aux_loss=sequence", "set it", "moe.aux_loss=none", shown="moe.aux_loss_coef=0.0"),
+    no("moe", "moe.z_loss_coef=-1", "at least 0", shown="moe.z_loss_coef=-1.0"),
+)  # fmt: skip
+
 PRECISION_AND_OPTIMIZER = (
     no("dense", "train.precision=fp16", "fp32, bf16, fp64", shown="train.precision='fp16'"),
     no("moe", "parallel.distributed_optimizer=true train.precision=fp64", "train.precision=fp64", "leave it at null"),
@@ -166,7 +185,7 @@ LOSS = (
     no("dense", "loss.norm_length=0 loss.aggregation=seq-mean-token-sum-norm", "positive"),
 )
 
-ROWS = (*LAYOUT, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *MEMORY, *LOSS)
+ROWS = (*LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *MEMORY, *LOSS)
 
 
 def write_models(folder: Path) -> None:

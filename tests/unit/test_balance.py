@@ -1,0 +1,187 @@
+"""Losses of the routers against their papers' formulas, written out document by document in numpy; what a run's keys
+about balance mean, and which are refused."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from isoloss.engine import balance, legality
+from isoloss.engine.config import Config, LossConfig, ModelConfig, MoeConfig
+from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
+from isoloss.models.architecture import Architecture, Experts, Rope
+from isoloss.models.balance import RoutedTokens
+from isoloss.models.router import route, selection_margin
+from isoloss.parallel import Layout, UserError
+from isoloss.parallel.normalizer import Aggregation
+
+EXPERTS = Experts(6, 2, 28, "softmax", True)
+DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
+SPARSE = replace(DENSE, family="mixtral", experts=EXPERTS)
+BIASED = replace(SPARSE, experts=replace(EXPERTS, selection_bias=True))
+LENGTHS = (5, 1, 9, 2)  # of the documents of a row; then two tokens of padding
+TOKENS = sum(LENGTHS)
+COEFFICIENTS = (0.3, 0.02)
+
+
+def logits() -> np.ndarray:
+    return np.random.default_rng(1).normal(0.0, 2.0, (TOKENS + 2, EXPERTS.count))
+
+
+def scores(x: np.ndarray, score: str) -> np.ndarray:
+    if score == "sigmoid":
+        return 1 / (1 + np.exp(-x))
+    return np.exp(x) / np.exp(x).sum(1, keepdims=True)
+
+
+def of_documents(x: np.ndarray, score: str, bias: np.ndarray) -> list[float]:
+    """arXiv:2412.19437, equations 17 to 20, for each document."""
+    losses = []
+    for document in np.split(x[:TOKENS], np.cumsum(LENGTHS)[:-1]):
+        s = scores(document, score)
+        chosen = np.argsort(-(s + bias), axis=1)[:, : EXPERTS.top_k]
+        count = np.array([(chosen == expert).sum() for expert in range(EXPERTS.count)])
+        f = EXPERTS.count / (EXPERTS.top_k * len(document)) * count
+        losses.append(float(f @ (s / s.sum(1, keepdims=True)).mean(0)))
+    return losses
+
+
+def z_of_tokens(x: np.ndarray) -> np.ndarray:
+    """The router z-loss of arXiv:2202.08906, for each token."""
+    return np.log(np.exp(x[:TOKENS]).sum(1)) ** 2
+
+
+def formula(x: np.ndarray, score: str, bias: np.ndarray, mode: str) -> float:
+    mean = np.sum if mode == "sum" else np.mean
+    aux, z = COEFFICIENTS
+    return aux * mean(of_documents(x, score, bias)) + z * mean(z_of_tokens(x))
+
+
+def slopes(x: np.ndarray, *rest) -> np.ndarray:
+    """Central differences of the formula; the choices, hence f, are the same on both sides."""
+    found = np.zeros_like(x)
+    for place in np.ndindex(*x.shape):
+        step = np.zeros_like(x)
+        step[place] = 1e-6
+        found[place] = (formula(x + step, *rest) - formula(x - step, *rest)) / 2e-6
+    return found
+
+
+@pytest.mark.parametrize("mode", ("token-mean", "seq-mean-token-sum", "sum"))
+@pytest.mark.parametrize("score", ("softmax", "sigmoid"))
+@pytest.mark.parametrize("biased", (False, True))
+def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, biased):
+    """The row's documents in the order 2, 0, 3, 1 of the step; padding, whose logits matter to nobody, behind."""
+    x_TE = torch.tensor(logits(), requires_grad=True)
+    bias = np.array([0.3, -0.2, 0.0, 0.1, -0.4, 0.2]) * biased
+    experts = replace(EXPERTS, score=score, selection_bias=biased)
+    place = {2: 0, 0: LENGTHS[2], 3: LENGTHS[2] + LENGTHS[0], 1: TOKENS - LENGTHS[1]}  # where each begins in the step
+    origin = [place[index] + at for index, length in enumerate(LENGTHS) for at in range(length)]
+    document = [index for index, length in enumerate(LENGTHS) for _ in range(length)]
+    config = MoeConfig("sequence", *COEFFICIENTS)
+    step_lengths = [LENGTHS[index] for index in place]
+    loss = Loss.of(negative_log_likelihood, mode)
+    asked = balance.configured(config, SPARSE)
+    assert asked is not None
+    started = balance.start(asked, step_lengths, loss, torch.device("cpu"))
+    tokens = RoutedTokens(
+        torch.tensor([*document, -1, -1]), torch.tensor([*origin, -1, -1]), torch.tensor([*LENGTHS, 2]), one_rank
+    )
+    routing = route(x_TE, experts, torch.tensor(bias) if biased else None)
+    (0.0 * started.add_losses(routing.weights_TK, routing, tokens)).sum().backward()
+
+    aux, z = started.sums_B.tolist()
+    assert COEFFICIENTS[0] * aux + COEFFICIENTS[1] * z == pytest.approx(formula(logits(), score, bias, mode), rel=1e-13)
+    assert x_TE.grad is not None and not x_TE.grad[TOKENS:].any()
+    np.testing.assert_allclose(x_TE.grad.numpy(), slopes(logits(), score, bias, mode), rtol=1e-6, atol=1e-9)
+    for consumed, counts in zip(started.consumed_B.tolist(), started.counts, strict=True):
+        assert consumed == pytest.approx(counts.weight_sum, rel=1e-14)
+
+
+def test_only_a_plain_sum_of_everything_leaves_the_division_to_the_caller():
+    asked = balance.configured(MoeConfig(z_loss_coef=0.1), SPARSE)
+    assert asked is not None
+    summed, mean = (Term(negative_log_likelihood, Aggregation(mode)) for mode in ("sum", "token-mean"))
+    for terms, weight in (((summed,), 1.0), ((mean,), 1 / 8), ((summed, replace(mean, name="kl")), 1 / 8)):
+        started = balance.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
+        assert started.weights_BO.tolist() == [[weight] * 8 + [0.0]]  # the last one is of padding
+
+
+def test_margins_are_the_distance_to_another_choice():
+    """The second and the third of six; among groups of two, of which the best is kept, that of the groups."""
+    x_TE = torch.tensor([[4.0, 1.0, 2.0, 2.5, 0.0, -1.0]], dtype=torch.float64)
+    probability = torch.softmax(x_TE, 1)[0].tolist()
+    plain = selection_margin(x_TE, EXPERTS, None)
+    assert plain.tolist() == pytest.approx([probability[3] - probability[2]])
+    grouped = selection_margin(x_TE, replace(EXPERTS, groups=3, groups_kept=1), None)
+    assert grouped.tolist() == pytest.approx([probability[0] + probability[1] - probability[2] - probability[3]])
+    bias = torch.tensor([0.0, 0.0, probability[3] - probability[2] + 0.01, 0.0, 0.0, 0.0])
+    assert selection_margin(x_TE, EXPERTS, bias).tolist() == pytest.approx([0.01])
+    assert selection_margin(x_TE, replace(EXPERTS, top_k=6), None).tolist() == [float("inf")]
+
+
+def test_a_step_without_samples_has_no_weights():
+    asked = balance.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
+    assert asked is not None
+    assert balance.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu")).weights_BO.tolist() == [[0], [0]]
+
+
+def test_nothing_is_balanced_unless_asked():
+    assert balance.configured(MoeConfig(), BIASED) is None
+    everything = MoeConfig("sequence", 0.1, 0.2, 0.3)
+    assert balance.configured(everything, BIASED.as_critic()) is None
+    asked = balance.configured(everything, BIASED)
+    assert asked is not None and asked.bias_rate == 0.3
+    assert [(loss.name, loss.coefficient) for loss in asked.losses] == [("moe_aux_loss", 0.1), ("moe_z_loss", 0.2)]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"aux_loss": "aux_loss"},
+            "moe.aux_loss='aux_loss' is balance within each micro-batch: .*; use one of",
+        ),
+        ({"aux_loss": "seq_aux_loss"}, "moe.aux_loss='seq_aux_loss' takes a packed row for one sequence"),
+        (
+            {"aux_loss": "global_aux_loss"},
+            "moe.aux_loss='global_aux_loss' compares each micro-batch with the",
+        ),
+        ({"aux_loss": "sinkhorn"}, "moe.aux_loss='sinkhorn' iterates over the tokens that a rank happens to hold"),
+        ({"aux_loss": "seqence"}, "moe.aux_loss='seqence' is unknown; use one of none, sequence"),
+        ({"aux_loss_coef": 0.1}, "moe.aux_loss_coef=0.1 weighs no loss: set moe.aux_loss=sequence"),
+        ({"aux_loss": "sequence"}, "moe.aux_loss_coef=0.0 leaves moe.aux_loss=sequence without effect"),
+        ({"z_loss_coef": -0.1}, "moe.z_loss_coef=-0.1 must be a number of at least 0"),
+        ({"bias_update_rate": float("nan")}, "moe.bias_update_rate=nan must be a number of at least 0"),
+    ],
+)
+def test_values_that_are_refused(values, message):
+    with pytest.raises(UserError, match=message) as refusal:
+        MoeConfig(**values)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("arch", "moe", "message"),
+    [
+        (
+            DENSE,
+            MoeConfig("sequence", 0.1),
+            "moe.aux_loss=sequence is for mixture-of-experts .*; leave it at none",
+        ),
+        (
+            DENSE,
+            MoeConfig(z_loss_coef=0.1),
+            "moe.z_loss_coef=0.1 is for mixture-of-experts models and this one",
+        ),
+        (DENSE, MoeConfig(bias_update_rate=0.1), "moe.bias_update_rate=0.1 is for mixture-of-experts models"),
+        (SPARSE, MoeConfig(bias_update_rate=0.1), "0.1 moves selection biases, and models of the family mixtral have"),
+    ],
+)
+def test_what_a_model_cannot_have_is_refused(arch, moe, message):
+    config = Config(ModelConfig("anywhere"), moe=moe)
+    with pytest.raises(UserError, match=message) as refusal:
+        legality.check(config, arch, Layout())
+    assert "\n" not in str(refusal.value)
+    legality.check(config, BIASED, Layout())

@@ -1,0 +1,128 @@
+"""Which experts each token chose and how close the choice was, recorded under one layout and compared under another.
+
+A router is a step function: where rounding decides between two experts, a gradient is another one and no tolerance says
+so. So choices are compared one by one, and a token that chose otherwise is told, never averaged.
+
+Shape suffixes: O tokens of the step, T tokens that a router sees, E experts.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from isoloss.models.balance import RoutedTokens
+from isoloss.models.router import Router, routers, selection_margin
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Of a layer, by the tokens' place in the step; where this rank saw a token (seen_O), else False and infinity.
+
+    chosen_OE: bool. margin_O: see `selection_margin`.
+    """
+
+    seen_O: Tensor
+    chosen_OE: Tensor
+    margin_O: Tensor
+
+    @classmethod
+    def none(cls, tokens: int, experts: int) -> "Choices":
+        return cls(
+            torch.zeros(tokens, dtype=torch.bool),
+            torch.zeros((tokens, experts), dtype=torch.bool),
+            torch.full((tokens,), torch.inf, dtype=torch.float64),
+        )
+
+
+@dataclass(frozen=True)
+class LayerRouting:
+    """Of a layer with experts: tokens seen; the smallest margin among them; how many chose others than in the
+    reference, and the smallest margin that these had there (infinite without any)."""
+
+    tokens: int
+    margin: float
+    flips: int
+    flip_margin: float
+
+
+@contextlib.contextmanager
+def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Choices]]:
+    """Within it, what the routers of this rank choose in every pass, by layer. tokens: of the step."""
+    choices: dict[int, Choices] = {}
+
+    @torch.no_grad()
+    def record(router: Router, inputs: tuple[Tensor, RoutedTokens], outputs: tuple[Tensor, Tensor]) -> None:
+        (hidden, seen), (_, chosen_TE) = inputs, outputs
+        of_layer = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
+        margin_T = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
+        origin = seen.origin_T[seen.real_T].cpu()
+        of_layer.seen_O[origin] = True
+        of_layer.chosen_OE[origin] = chosen_TE[seen.real_T].cpu()
+        of_layer.margin_O[origin] = margin_T[seen.real_T].to("cpu", torch.float64)
+
+    with contextlib.ExitStack() as stack:
+        for router in routers(chunks):
+            stack.callback(router.register_forward_hook(record).remove)
+        yield choices
+
+
+def as_tensors(choices: Mapping[int, Choices]) -> dict[str, Tensor]:
+    """What a reference file holds of them."""
+    chosen = {_name(layer, "chosen"): of_layer.chosen_OE for layer, of_layer in choices.items()}
+    return chosen | {_name(layer, "margin"): of_layer.margin_O for layer, of_layer in choices.items()}
+
+
+def compare_choices(choices: Mapping[int, Choices], reference: str) -> dict[int, LayerRouting]:
+    """This rank's choices against those of a reference file, by layer."""
+    found = {}
+    with safe_open(reference, "pt") as file:
+        for layer, of_layer in choices.items():
+            expected_OE = file.get_tensor(_name(layer, "chosen"))
+            flipped_O = of_layer.seen_O & (of_layer.chosen_OE != expected_OE).any(1)
+            margins = file.get_tensor(_name(layer, "margin"))[flipped_O]
+            found[layer] = LayerRouting(
+                int(of_layer.seen_O.sum()), _smallest(of_layer.margin_O), len(margins), _smallest(margins)
+            )
+    return found
+
+
+def merge_routing(of_ranks: Sequence[Mapping[int, LayerRouting]]) -> dict[int, LayerRouting]:
+    """Of all ranks of a world, each of which saw other tokens."""
+    merged: dict[int, LayerRouting] = {}
+    for layer in sorted({layer for of_rank in of_ranks for layer in of_rank}):
+        parts = [of_rank[layer] for of_rank in of_ranks if layer in of_rank]
+        merged[layer] = LayerRouting(
+            sum(part.tokens for part in parts),
+            min(part.margin for part in parts),
+            sum(part.flips for part in parts),
+            min(part.flip_margin for part in parts),
+        )
+    return merged
+
+
+def routing_faults(found: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
+    """What is wrong with the choices of a world, one line each."""
+    faults = []
+    for layer, expected in reference.items():
+        of_layer = found.get(layer)
+        if of_layer is None or of_layer.tokens != expected.tokens:
+            seen = 0 if of_layer is None else of_layer.tokens
+            faults.append(f"routing: layer {layer} chose experts for {seen} tokens, not {expected.tokens}")
+        elif of_layer.flips:
+            faults.append(
+                f"routing flip: layer {layer}, {of_layer.flips} tokens, smallest margin {of_layer.flip_margin:.1e}"
+            )
+    return faults
+
+
+def _name(layer: int, what: str) -> str:
+    return f"routing.{layer}.{what}"
+
+
+def _smallest(margins: Tensor) -> float:
+    return min(margins.tolist(), default=math.inf)
