@@ -11,10 +11,12 @@ subject, and a run that breaks it into tests/worlds/impossible.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
+from packaging.version import Version
+
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ParallelConfig
+from isoloss.models import transformer_engine
 from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.stages import stage_layers
 from isoloss.parallel import Layout, UserError
@@ -117,8 +119,38 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _has_transformer_engine(setup: Setup) -> bool:
-    return setup.config.model.transformer_engine is not False and find_spec("transformer_engine") is not None
+def _kernel(s: Setup) -> str:
+    return s.config.parallel.cp_kernel
+
+
+def _fused_attention(s: Setup) -> bool:
+    """Whether Transformer Engine's attention runs: with one context rank, its kernels for several do nothing more."""
+    return _kernel(s) != "isoloss"
+
+
+def _split(s: Setup, *kernels: str) -> bool:
+    """Whether one of these kernels of Transformer Engine exchanges tokens between context ranks."""
+    return _kernel(s) in kernels and s.layout.context > 1
+
+
+def _uses_transformer_engine(s: Setup) -> bool:
+    return transformer_engine.is_used(s.config.model.transformer_engine, s.config.train.precision)
+
+
+def _version() -> Version:
+    """Of Transformer Engine, past the rule that asks for one."""
+    version = transformer_engine.installed()
+    assert version is not None
+    return version
+
+
+def _forced(s: Setup) -> bool:
+    return s.config.model.transformer_engine is True
+
+
+def _kv_heads(s: Setup) -> int:
+    """Key/value heads of a TP rank: tp ranks beyond their number share one."""
+    return max(s.arch.num_kv_heads // s.layout.tp, 1)
 
 
 def _divisors(n: int) -> str:
@@ -287,10 +319,109 @@ MEMORY = (
     ),
     Rule(
         "memory.offload_layers",
-        lambda s: s.memory.offload_layers > 0 and not _has_transformer_engine(s),
-        "needs the layers of Transformer Engine, which is not installed or switched off",
-        "use 0, or install transformer-engine and leave model.transformer_engine at null",
+        lambda s: s.memory.offload_layers > 0 and not _uses_transformer_engine(s),
+        "needs the layers of Transformer Engine, which this run does not use",
+        "use 0, or model.transformer_engine=true where it is installed",
     ),
 )
 
-RULES = (*LAYOUT_AND_MODEL, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *MEMORY)
+_LOCAL, _OWN_KERNEL = "use model.transformer_engine=false", "use parallel.cp_kernel=isoloss"
+
+# What Transformer Engine's attention takes: docs/transformer_engine.md names its sources.
+TRANSFORMER_ENGINE = (
+    Rule(
+        "model.transformer_engine",
+        lambda s: _forced(s) and transformer_engine.installed() is None,
+        "needs the package transformer_engine, which does not import here",
+        f"install it, or {_LOCAL}",
+    ),
+    Rule(
+        "model.transformer_engine",
+        lambda s: _forced(s) and _version() < transformer_engine.OLDEST,
+        lambda s: f"needs Transformer Engine {transformer_engine.OLDEST}, and here is {_version()}",
+        f"install a newer one, or {_LOCAL}",
+    ),
+    Rule(
+        "model.transformer_engine",
+        lambda s: _forced(s) and s.config.train.precision == "fp64",
+        "does not work with train.precision=fp64, which its kernels do not have",
+        f"{_LOCAL}, or train.precision=fp32 or bf16",
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _fused_attention(s) and not _uses_transformer_engine(s),
+        "is a kernel of Transformer Engine, which this run does not use",
+        f"{_OWN_KERNEL}, or model.transformer_engine=true",
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _fused_attention(s) and s.config.train.precision != "bf16",
+        lambda s: f"does not work with train.precision={s.config.train.precision}, which no fused attention has",
+        f"{_OWN_KERNEL}, or train.precision=bf16",
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: (
+            _split(s, *transformer_engine.SPLITS_PACKED_ROWS_SINCE)
+            and _version() < transformer_engine.SPLITS_PACKED_ROWS_SINCE[_kernel(s)]
+        ),
+        lambda s: (
+            f"splits packed rows from Transformer Engine {transformer_engine.SPLITS_PACKED_ROWS_SINCE[_kernel(s)]} on, "
+            f"and here is {_version()}"
+        ),
+        lambda s: (
+            "use "
+            + ", ".join(
+                name for name, since in transformer_engine.SPLITS_PACKED_ROWS_SINCE.items() if _version() >= since
+            )
+            + " or isoloss"
+        ),
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _fused_attention(s) and s.arch.latent is not None,
+        "does not attend for latent attention here",
+        _OWN_KERNEL,
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _fused_attention(s) and s.arch.sinks,
+        "has no attention sinks in packed rows",
+        _OWN_KERNEL,
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _fused_attention(s) and s.arch.head_dim % 8 > 0,
+        lambda s: f"needs heads of a multiple of 8 channels, and the model's have {s.arch.head_dim}",
+        _OWN_KERNEL,
+    ),
+    Rule(
+        "parallel.cp_kernel",
+        lambda s: _split(s, "p2p", "a2a+p2p") and any(s.arch.windows),
+        "has no attention windows",
+        "use parallel.cp_kernel=a2a, all_gather or isoloss",
+    ),
+    Rule(
+        "parallel.ulysses",
+        lambda s: _kernel(s) in ("p2p", "all_gather") and s.layout.ulysses > 1,
+        lambda s: f"divides heads, and parallel.cp_kernel={_kernel(s)} exchanges keys and values only",
+        lambda s: f"set it to 1, and parallel.ring to {s.layout.context}",
+    ),
+    Rule(
+        "parallel.ring",
+        lambda s: _kernel(s) == "a2a" and s.layout.ring > 1,
+        "passes keys and values round, and parallel.cp_kernel=a2a exchanges heads only",
+        lambda s: f"set it to 1, and parallel.ulysses to {s.layout.context}",
+    ),
+    Rule(
+        "parallel.ulysses",
+        lambda s: _split(s, "a2a", "a2a+p2p") and _kv_heads(s) % s.layout.ulysses > 0,
+        lambda s: (
+            f"does not divide the {_kv_heads(s)} key/value heads of a TP rank, which parallel.cp_kernel={_kernel(s)} "
+            "does not repeat"
+        ),
+        lambda s: f"{_divisors(_kv_heads(s))}, or parallel.cp_kernel=isoloss",
+    ),
+)
+
+RULES = (*LAYOUT_AND_MODEL, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *TRANSFORMER_ENGINE, *MEMORY)

@@ -116,6 +116,12 @@ PRECISION_AND_OPTIMIZER = (
     no("dense", "optim.schedule=step", "constant, linear, cosine", shown="optim.schedule='step'"),
 )
 
+# What else its rules refuse takes an installed one: tests/unit/test_transformer_engine.py.
+TRANSFORMER_ENGINE = (
+    no("dense", "model.transformer_engine=true", "does not import here", "model.transformer_engine=false"),
+    no("dense", "parallel.cp_kernel=p2p train.precision=bf16", "a kernel of Transformer Engine", "cp_kernel=isoloss"),
+)
+
 MEMORY = (
     no("dense", "memory.recompute=some", "none, selective, full", shown="memory.recompute='some'"),
     no("dense", "memory.recompute_modules=[mlp]", "memory.recompute=selective", shown="recompute_modules=('mlp',)"),
@@ -166,7 +172,7 @@ LOSS = (
     no("dense", "loss.norm_length=0 loss.aggregation=seq-mean-token-sum-norm", "positive"),
 )
 
-ROWS = (*LAYOUT, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *MEMORY, *LOSS)
+ROWS = (*LAYOUT, *STAGES, *EXPERTS, *PRECISION_AND_OPTIMIZER, *TRANSFORMER_ENGINE, *MEMORY, *LOSS)
 
 
 def write_models(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""A model on Transformer Engine's stand-in and on Megatron's local spec; runs on every rank."""
+"""A model on Transformer Engine's stand-in and on Megatron's local spec; runs on the ranks of te_pool.py."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
+from isoloss.engine import legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.optimizer import global_grad_norm
-from isoloss.models import transformer_engine
+from isoloss.models.gpt import unwrap
 from worlds.transformers_parity import TOKEN_MEAN
 
 
@@ -42,13 +42,41 @@ class Evaluated:
     arguments: dict[str, object]
 
 
-def evaluate(folder: Path, samples: Sequence[Sample], fused: bool, parallel: dict, version: str = "2.11") -> Evaluated:
-    """A step. version: of Transformer Engine, as far as isoloss asks for it."""
-    with mock.patch.object(transformer_engine, "installed", lambda: Version(version) if fused else None):
+def evaluate(folder: Path, samples: Sequence[Sample], fused: bool, parallel: dict) -> Evaluated:
+    """A step. The stand-in attends in fp32, and for any kernel, which no real version does: the table of what is legal
+    is not asked."""
+    with mock.patch.object(legality, "check"):
         engine = make_engine(folder, fused, **parallel)
+    layer = unwrap(engine.chunks[0]).decoder.layers[0]
+    some_module = layer.input_layernorm if engine.arch.latent else layer.self_attention.linear_proj
+    assert type(some_module).__module__.endswith("transformer_engine") == fused
     logits = torch.cat(engine.logits(samples))
     loss = engine.forward_backward(samples, TOKEN_MEAN).loss
     gradients = {name: gradient.clone() for name, gradient in engine.gradients()}
     engine.optimizer.prepare_grads()
-    core = engine.chunks[0].module.decoder.layers[0].self_attention.core_attention
-    return Evaluated(logits, loss, global_grad_norm(engine.optimizer), gradients, getattr(core, "received", {}))
+    arguments = getattr(layer.self_attention.core_attention, "received", {})
+    return Evaluated(logits, loss, global_grad_norm(engine.optimizer), gradients, arguments)
+
+
+def train_and_save(folder: Path, out: Path, samples: Sequence[Sample], fused: bool, parallel: dict) -> None:
+    """One step, then a checkpoint and a Hugging Face folder."""
+    engine = make_engine(folder, fused, **parallel)
+    engine.train_step(samples, TOKEN_MEAN)
+    engine.save(out / "checkpoint")
+    engine.export_hf(out / "hf")
+
+
+def load_and_train(
+    folder: Path, out: Path, samples: Sequence[Sample], fused: bool, parallel: dict
+) -> dict[str, Tensor]:
+    """The checkpoint of `train_and_save`, and one step more; this rank's weights, by Megatron-Core name."""
+    engine = make_engine(folder, fused, **parallel)
+    engine.load(out / "checkpoint")
+    engine.train_step(samples, TOKEN_MEAN)
+    return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def streamed(folder: Path, fused: bool, parallel: dict) -> dict[str, Tensor]:
+    """All weights by Hugging Face name, as a rollout server gets them."""
+    engine = make_engine(folder, fused, **parallel)
+    return {name: t.clone() for bucket in engine.weight_stream(1 << 20, "every rank") for name, t in bucket}

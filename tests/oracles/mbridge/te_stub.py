@@ -64,7 +64,7 @@ def install() -> None:
 
 
 def members(classes: ModuleType) -> dict[str, object]:
-    """What `transformer_engine` has besides its version, with the layers of `classes`; its submodules can be imported."""
+    """What `transformer_engine` has besides its version, with the layers of `classes`; registers its submodules."""
     names = ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "DotProductAttention")
     distributed = SimpleNamespace(CudaRNGStatesTracker=object)
     package("transformer_engine.pytorch.fp8", FP8GlobalStateManager=None, fp8_autocast=None)
