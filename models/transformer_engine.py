@@ -24,12 +24,15 @@ def installed() -> Version | None:
 
 
 def is_used(wanted: bool | None, precision: str) -> bool:
-    """Whether layers are made of Transformer Engine's modules: `model.transformer_engine`, and where it is null,
-    wherever they can run. `wanted=True` is not doubted here: legality.py refuses what cannot be."""
+    """Whether layers are made of Transformer Engine's modules: `model.transformer_engine`, and where it is null, in
+    bf16 wherever they can run. Not in fp32, which its matrix products round to TF32, whatever torch is told.
+
+    wanted=True is not doubted here: legality.py refuses what cannot be.
+    """
     if wanted is not None:
         return wanted
     version = installed()
-    return version is not None and version >= OLDEST and precision != "fp64" and torch.cuda.is_available()
+    return version is not None and version >= OLDEST and precision == "bf16" and torch.cuda.is_available()
 
 
 def description(used: bool) -> str:

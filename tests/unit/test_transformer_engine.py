@@ -31,7 +31,7 @@ def here(monkeypatch, version: str | None, gpu: bool = True) -> None:
     ("wanted", "version", "gpu", "precision", "used"),
     [
         (None, "2.11", True, "bf16", True),
-        (None, "2.11", True, "fp32", True),
+        (None, "2.11", True, "fp32", False),
         (None, "2.11", True, "fp64", False),
         (None, "2.11", False, "bf16", False),
         (None, "2.8", True, "bf16", False),
@@ -84,7 +84,7 @@ REFUSED = [
     ("2.11", DENSE, config("fp64", True), "model.transformer_engine=true does not work with train.precision=fp64"),
     (None, DENSE, config("bf16", None, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
     ("2.11", DENSE, config("bf16", False, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
-    ("2.11", DENSE, config("fp32", None, cp_kernel="p2p"), "cp_kernel=p2p does not work with train.precision=fp32"),
+    ("2.11", DENSE, config("fp32", True, cp_kernel="p2p"), "cp_kernel=p2p does not work with train.precision=fp32"),
     (
         "2.9", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=2),
         "cp_kernel=a2a splits packed rows from Transformer Engine 2.10 on, and here is 2.9; use p2p or isoloss",

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from unittest import mock
 
 import torch
@@ -17,15 +18,15 @@ from isoloss.models.gpt import unwrap
 from worlds.transformers_parity import TOKEN_MEAN
 
 
-def make_engine(folder: Path, fused: bool, **parallel) -> Engine:
-    """In fp32, with micro-batches of at most 128 tokens."""
+def make_engine(folder: Path, fused: bool, precision: Literal["fp32", "bf16"] = "fp32", **parallel) -> Engine:
+    """With micro-batches of at most 128 tokens."""
     return Engine(
         Config(
             model=ModelConfig(path=str(folder), transformer_engine=fused),
             batch=BatchConfig(max_tokens=128),
             parallel=ParallelConfig(**{"distributed_optimizer": False, **parallel}),
             optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1),
-            train=TrainConfig(precision="fp32"),
+            train=TrainConfig(precision=precision),
         )
     )
 
@@ -42,11 +43,17 @@ class Evaluated:
     arguments: dict[str, object]
 
 
-def evaluate(folder: Path, samples: Sequence[Sample], fused: bool, parallel: dict) -> Evaluated:
+def evaluate(
+    folder: Path,
+    samples: Sequence[Sample],
+    fused: bool,
+    parallel: dict,
+    precision: Literal["fp32", "bf16"] = "fp32",
+) -> Evaluated:
     """A step. The stand-in attends in fp32, and for any kernel, which no real version does: the table of what is legal
     is not asked."""
     with mock.patch.object(legality, "check"):
-        engine = make_engine(folder, fused, **parallel)
+        engine = make_engine(folder, fused, precision, **parallel)
     layer = unwrap(engine.chunks[0]).decoder.layers[0]
     some_module = layer.input_layernorm if engine.arch.latent else layer.self_attention.linear_proj
     assert type(some_module).__module__.endswith("transformer_engine") == fused
