@@ -132,7 +132,8 @@ class DotProductAttention(_Module):
         cp_comm_type="p2p", softmax_type="vanilla", **_,
     ):  # fmt: skip
         super().__init__()
-        assert (attn_mask_type, attention_type, attention_dropout) == ("causal", "self", 0.0)
+        assert (attn_mask_type, attention_type) == ("causal", "self")
+        self.dropout = attention_dropout
         assert softmax_type == "vanilla" and num_attention_heads % num_gqa_groups == 0
         self.heads, self.kv_heads = num_attention_heads // tp_size, num_gqa_groups // tp_size
         self.channels, self.scale, self.window = kv_channels, softmax_scale, window_size
@@ -172,7 +173,7 @@ class DotProductAttention(_Module):
         starts, size = arguments["cu_seqlens_q"], self._cp_size()
         lengths = starts.diff()
         assert arguments["qkv_format"] == "thd" and arguments["attn_mask_type"] == "padding_causal"
-        assert attention_mask is None and query.ndim == key.ndim == value.ndim == 3
+        assert self.dropout == 0.0 and attention_mask is None and query.ndim == key.ndim == value.ndim == 3
         assert query.shape[1:] == (self.heads, self.channels)
         assert key.shape[1:] == value.shape[1:] == (self.kv_heads, self.channels)
         for name in ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded"):
