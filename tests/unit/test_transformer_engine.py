@@ -127,6 +127,15 @@ def test_refuses_by_name(version, arch, settings, message, monkeypatch):
     assert "\n" not in str(refusal.value)
 
 
+def test_every_rule_speaks(monkeypatch):
+    told = set()
+    for version, arch, settings, _ in REFUSED:
+        here(monkeypatch, version)
+        setup = legality.Setup(settings, arch, settings.parallel.layout())
+        told.add(id(next(rule for rule in legality.RULES if rule.broken(setup))))
+    assert not [rule.key for rule in legality.TRANSFORMER_ENGINE if id(rule) not in told]
+
+
 @pytest.mark.parametrize(
     "arch", [DENSE, replace(SPARSE, linear_bias=True), replace(DENSE, latent=Latent(5, 20, 12, 8, 16))]
 )
