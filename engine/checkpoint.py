@@ -68,7 +68,10 @@ def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer
     verify(folder)
     state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
     for index, chunk in enumerate(chunks):
-        unwrap(chunk).load_state_dict(state[f"model{index}"])
+        model = unwrap(chunk)
+        model.load_state_dict(
+            state[f"model{index}"] | {key: None for key in model.state_dict() if _is_extra_state(key)}
+        )
     whole = state["optimizer"]
     for part in [whole] if "optimizer" in whole or "state" in whole else whole.values():  # one, or dense and experts
         for level in (part, part.get("optimizer", {})):
@@ -124,11 +127,21 @@ def _state(chunks, optimizer, mesh: Mesh, extra, *, is_loading: bool) -> dict:
         "chained_optim_avoid_prefix": True,
         "dp_cp_group": mesh.dp_context,
     }
-    state: dict[str, object] = {
+    models: dict[str, Any] = {
         f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
     }
-    state["optimizer"] = optimizer.sharded_state_dict(state.copy(), is_loading, metadata=metadata)
-    return state if is_loading else {**state, "extra": dict(extra)}
+    of_optimizer = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
+    if not is_loading:
+        return {**models, "optimizer": of_optimizer, "extra": dict(extra)}
+    # Which modules have an extra state depends on the layer spec; without fp8 there is nothing in it.
+    models = {
+        name: {key: value for key, value in model.items() if not _is_extra_state(key)} for name, model in models.items()
+    }
+    return {**models, "optimizer": of_optimizer}
+
+
+def _is_extra_state(key: str) -> bool:
+    return "._extra_state" in key
 
 
 def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:

@@ -23,7 +23,7 @@ def require(holds: bool, key: str, value: object, mend: str) -> None:
 class ModelConfig:
     """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
     take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed.
-    transformer_engine: its fused layers; null means where it imports, a GPU is there and the precision is not fp64."""
+    transformer_engine: its fused layers; null means where it imports, a GPU is there and the precision is bf16."""
 
     path: str = ""
     tokenizer: str | None = None

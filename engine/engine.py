@@ -19,7 +19,7 @@ from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
-from isoloss.models import manifest
+from isoloss.models import manifest, transformer_engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.build import build_model
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
@@ -64,7 +64,7 @@ class Engine:
             launch.use_deterministic_algorithms()
         if critic_of is None:
             launch.init_process_group()
-            self.mesh = Mesh.create(layout)
+            self.mesh = Mesh.create(layout, config.parallel.cp_kernel)
         else:
             self.mesh = critic_of.mesh
             self.arch, source = self.arch.as_critic(), CriticWeights(source)
@@ -73,7 +73,8 @@ class Engine:
         if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
             checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
         self.stage_layers = stage_layers(self.arch, layout, config.parallel.stage_layers)
-        chunks = build_model(self.arch, self.mesh, self.dtype, self.stage_layers, config.memory)
+        self.fused = transformer_engine.is_used(config.model.transformer_engine, config.train.precision)
+        chunks = build_model(self.arch, self.mesh, self.dtype, self.stage_layers, config.memory, fused=self.fused)
         load_weights(chunks, self.arch, source, self.mesh)
         self.chunks = wrap_ddp(chunks, config, self.mesh)
         self.optimizer = build_optimizer(self.chunks, config, self.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.parallel import Mesh
-from isoloss.parallel.sequence import own_tokens, padded_length
+from isoloss.parallel.sequence import own_tokens, padded_document, padded_length
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class PackedBatch:
     """A micro-batch as one rank sees it.
 
     tokens_R, positions_R: int64; positions restart in every document.
-    lengths: tokens of each document of the whole row, padding last.
+    lengths: tokens of each document of the whole row, with the padding that some attention kernels want behind each;
+        padding of the row last.
     document_R: the document of the row that each token belongs to; origin_R: where the token stands in the
         concatenation of all samples of the step. -1 for padding and dummy tokens.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
@@ -63,8 +64,8 @@ def pack(
     through which every parameter still gets a (zero) gradient. names, modes: fields of the step's samples and number of
     aggregations, which such a row has too: the loss asks for them.
     """
-    lengths = [len(sample) for sample in samples]
-    used = sum(lengths)
+    spans = [padded_document(len(sample), mesh) for sample in samples]
+    used = sum(spans)
     total = padded_length(used, mesh)
     tokens = torch.zeros(total, dtype=torch.int64)
     positions = torch.arange(total) - used
@@ -75,10 +76,11 @@ def pack(
     names = sorted({name for sample in samples for name in sample.fields}) if samples else names
     fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
     start = 0
-    for index, (sample, weight_AT, offset) in enumerate(zip(samples, weights, offsets)):
+    for index, (sample, weight_AT, offset, span) in enumerate(zip(samples, weights, offsets, spans)):
         end = start + len(sample)
         tokens[start:end] = sample.tokens_T
-        positions[start:end] = torch.arange(len(sample))
+        # Padding of a document goes on in it: no token before it sees it, and it needs no mask of its own.
+        positions[start : start + span] = torch.arange(span)
         predicts = slice(start, end - 1)  # position t predicts token t + 1
         label[predicts] = sample.mask_T[1:]
         target_weights[:, predicts] = weight_AT[:, 1:]
@@ -86,9 +88,9 @@ def pack(
         document[start:end] = index
         for name in names:
             fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
-        start = end
+        start += span
     targets = tokens.roll(-1)
-    all_lengths = (*lengths, total - used) if total > used else tuple(lengths)
+    all_lengths = (*spans, total - used) if total > used else tuple(spans)
     own_R = own_tokens(all_lengths, mesh)
     labelled_N = label[own_R].nonzero().squeeze(1)
 

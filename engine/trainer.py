@@ -15,6 +15,7 @@ from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import cache_folder, check_output, open_output
 from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, spread, step_folder
+from isoloss.models import transformer_engine
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
 from isoloss.parallel import UserError
@@ -119,7 +120,8 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
     """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later."""
     source = f"random weights (train.seed={config.train.seed})" if config.model.from_scratch else "its weights"
     lines = [
-        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}",
+        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}, layers of "
+        f"{transformer_engine.description(engine.fused)}",
         f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; "
         + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
         f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, "

@@ -1,15 +1,19 @@
 """Architecture + mesh -> the Megatron-Core model chunks of this rank.
 
-Megatron's own layers, with our norm, activation, attention and router in their slots.
+Megatron's own layers or Transformer Engine's (`fused`), with our activation, attention and router in their slots.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, model_parallel_cuda_manual_seed
@@ -17,7 +21,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from isoloss.models.activation_memory import KEEP_ALL, ActivationMemory
@@ -40,7 +44,14 @@ CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
 def transformer_config(
-    arch: Architecture, layout: Layout, dtype: torch.dtype, stages: Sequence[int], memory: ActivationMemory
+    arch: Architecture,
+    layout: Layout,
+    dtype: torch.dtype,
+    stages: Sequence[int],
+    memory: ActivationMemory,
+    *,
+    fused: bool = False,
+    cp_kernel: str = "isoloss",
 ) -> TransformerConfig:
     """Megatron's configuration of this model on this layout. Dropout is 0: it would break the promise."""
     return TransformerConfig(
@@ -66,6 +77,7 @@ def transformer_config(
         virtual_pipeline_model_parallel_size=layout.vpp if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=pipeline_layout(stages) if layout.pp > 1 else None,
         context_parallel_size=layout.context,
+        cp_comm_type=None if cp_kernel == "isoloss" else cp_kernel,
         sequence_parallel=layout.sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -88,12 +100,12 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_expert_settings(arch, layout),
+        **_expert_settings(arch, layout, fused),
         **memory.settings(),
     )
 
 
-def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
+def _expert_settings(arch: Architecture, layout: Layout, fused: bool) -> dict[str, Any]:
     moe = arch.experts
     if moe is None:
         return {}
@@ -105,6 +117,9 @@ def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
         "moe_layer_freq": [int(arch.has_experts(k)) for k in range(arch.num_layers)] if moe.dense_layers else 1,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
+        # Transformer Engine's permutation adds a token's experts up in a fixed order, and not by atomic additions.
+        "moe_grouped_gemm": fused,
+        "moe_permute_fusion": fused,
         # Read by Megatron's checks only: `Router` chooses the experts.
         "moe_router_topk": moe.top_k,
         "moe_router_pre_softmax": True,
@@ -112,40 +127,33 @@ def _expert_settings(arch: Architecture, layout: Layout) -> dict[str, Any]:
     }
 
 
-def layer_spec(arch: Architecture, mesh: Mesh, layer: int) -> ModuleSpec:
-    """Megatron's local spec of a layer, with our norm, activation, attention and router in it."""
+def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, fused: bool = False) -> ModuleSpec:
+    """Megatron's spec of a layer, local with our norm or of Transformer Engine's modules, which own the norm before
+    them (`fused`); with our activation, attention and router in either."""
     sparse = arch.has_experts(layer)
-    spec = get_gpt_layer_local_spec(
-        num_experts=arch.experts.count if arch.experts and sparse else None,
-        qk_layernorm=arch.qk_norm,
-        normalization="RMSNorm",
-    )
+    num_experts = arch.experts.count if arch.experts and sparse else None
+    if fused:
+        spec = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm)
+    else:
+        spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
+        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
     layers = spec.submodules
-    layers.input_layernorm = layers.pre_mlp_layernorm = RMSNorm
     layers.sharded_state_dict_keys_map = te_prefixes(arch, layer)
-    core = partial(
-        PackedAttention,
-        ulysses=mesh.ulysses,
-        ring=mesh.ring,
-        tp_group=mesh.tp,
-        window=arch.window(layer),
-        sinks=arch.sinks,
-        # Where cosine and sine of a whole head are scaled, so is the product of a query and a key, twice.
-        scale=arch.head_dim**-0.5 * arch.rope.softmax_factor * (1.0 if arch.latent else arch.rope.cos_sin_factor**2),
-    )
     if arch.latent:
+        layers.input_layernorm = TENorm if fused else RMSNorm  # its projections own no norm
+        core = _core_attention(arch, mesh, layer)
         layers.self_attention = ModuleSpec(module=LatentAttention, params={"arch": arch, "core": core})
     else:
         attention = layers.self_attention.submodules
-        attention.core_attention = core
-        if arch.qk_norm:
+        attention.core_attention = _core_attention(arch, mesh, layer)
+        if arch.qk_norm and not fused:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     activation = clamped_swiglu if arch.clamped_swiglu else swiglu
     mlp = layers.mlp.submodules
     if arch.experts and sparse:
         mlp.router = partial(Router, experts=arch.experts)
         mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = activation
-        if arch.linear_bias:
+        if arch.linear_bias and not fused:
             mlp.experts.submodules.linear_fc2 = _BiasedExpertOutput
         spec.module = ExpertTransformerLayer
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
@@ -153,6 +161,18 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int) -> ModuleSpec:
     else:
         mlp.activation_func = activation
     return spec
+
+
+def _core_attention(arch: Architecture, mesh: Mesh, layer: int) -> Callable[..., nn.Module]:
+    # Where cosine and sine of a whole head are scaled, so is the product of a query and a key, twice.
+    rotated_scale = 1.0 if arch.latent else arch.rope.cos_sin_factor**2
+    heads = {"scale": arch.head_dim**-0.5 * arch.rope.softmax_factor * rotated_scale, "window": arch.window(layer)}
+    if mesh.cp_kernel != "isoloss":
+        from isoloss.models.te_attention import FusedAttention
+
+        return partial(FusedAttention, **heads)
+    groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}
+    return partial(PackedAttention, **groups, sinks=arch.sinks, **heads)
 
 
 class _BiasedExpertOutput(RowParallelLinear):
@@ -169,23 +189,29 @@ def build_model(
     dtype: torch.dtype,
     stages: Sequence[int] | None = None,
     memory: ActivationMemory = KEEP_ALL,
+    *,
+    fused: bool = False,
 ) -> Sequence[PackedGPT]:
     """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
 
     stages: layers of each stage, in the order of the model; None: balanced (`stage_layers`).
+    fused: of Transformer Engine's modules (docs/transformer_engine.md).
     Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
     """
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    config = transformer_config(arch, mesh.layout, dtype, stages or stage_layers(arch, mesh.layout), memory)
+    stages = stages or stage_layers(arch, mesh.layout)
+    config = transformer_config(arch, mesh.layout, dtype, stages, memory, fused=fused, cp_kernel=mesh.cp_kernel)
+    final_norm = ModuleSpec(module=TENorm if fused else RMSNorm)
     chunks = []
     for index in range(mesh.layout.vpp):
         stage = index if mesh.layout.vpp > 1 else None
         first = get_transformer_layer_offset(config, stage, mesh.pp.rank())
-        layers = [layer_spec(arch, mesh, first + k) for k in range(get_num_layers_to_build(config, vp_stage=stage))]
+        count = get_num_layers_to_build(config, vp_stage=stage)
+        layers = [layer_spec(arch, mesh, first + k, fused=fused) for k in range(count)]
         chunk = PackedGPT(
             config,
-            TransformerBlockSubmodules(layer_specs=layers, layer_norm=ModuleSpec(module=RMSNorm)),
+            TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
             vocab_size=padded_vocab_size(arch.vocab_size, mesh.layout.tp),
             max_sequence_length=arch.max_positions,
             pre_process=mesh.is_first_stage(index),
@@ -206,14 +232,15 @@ def _mark_parameters(chunk: PackedGPT) -> None:
     """Tell Megatron what it does not find out itself.
 
     Which parameters are TP shards: Megatron says so only where it also initialises them; without it the gradient norm
-    takes every shard but the first for a duplicate. Which belong to experts: Megatron says so only with ep > 1, but
-    with fewer expert than attention TP ranks the others hold copies whose gradients have to be summed as well.
+    takes every shard but the first for a duplicate. (Transformer Engine says so always.) Which belong to experts:
+    Megatron says so only with ep > 1, but with fewer expert than attention TP ranks the others hold copies whose
+    gradients have to be summed as well.
     """
     for name, module in chunk.named_modules():
         sharded = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
         if sharded and module.weight is not None and not hasattr(module.weight, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(module.weight, True, int(isinstance(module, RowParallelLinear)), 1)
-        if ".local_experts." in name:
+        if ".mlp.experts." in name:
             for parameter in module.parameters(recurse=False):
                 parameter.allreduce = False
                 parameter.sequence_parallel = False

@@ -8,6 +8,7 @@ without Transformer Engine. There are three styles, all written by Megatron-Core
 - SINGLETON: a tensor for each layer and expert, and gate and up apart (`singleton_local_shards`).
 """
 
+import re
 from dataclasses import dataclass
 from enum import Enum
 
@@ -93,6 +94,17 @@ def te_prefixes(arch: Architecture, layer: int) -> dict[str, str]:
     if not arch.has_experts(layer):
         fused.append("pre_mlp_layernorm.")
     return {name: FUSED_NORMS[name] for name in fused}
+
+
+def local_name(name: str, arch: Architecture, layer: int) -> str:
+    """What the weight map calls a parameter of this layer, whichever spec made it; both names as within the layer.
+
+    Modules of Transformer Engine own the norm before them, and one holds all experts of a rank: `linear_fc1.weight3`.
+    """
+    for local, fused in te_prefixes(arch, layer).items():
+        if name.startswith(fused):
+            return local + name.removeprefix(fused)
+    return re.sub(r"^mlp\.experts\.(linear_fc[12]\.[a-z]+)(\d+)$", r"mlp.experts.local_experts.\2.\1", name)
 
 
 def _te_name(weight: Weight, arch: Architecture) -> str:

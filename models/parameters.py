@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_hf import WeightSource
+from isoloss.models.checkpoint_keys import local_name
 from isoloss.models.gpt import unwrap
 from isoloss.models.weights import Weight, weight_map
 from isoloss.parallel import Mesh
@@ -45,13 +46,13 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh
         global_layer = {index: layer.layer_number - 1 for index, layer in enumerate(layers)}
         first_expert = mesh.ep.rank() * (arch.experts.count // mesh.layout.ep) if arch.experts else 0
         for name, parameter in model.state_dict(keep_vars=True).items():
-            if not isinstance(parameter, Tensor):  # Megatron's extra state
+            if name.endswith("_extra_state"):  # scales of fp8, which nothing here has
                 continue
             replica = name == "output_layer.weight" and arch.tie_embeddings
             if replica:
                 name = "embedding.word_embeddings.weight"
             elif name.startswith("decoder.layers."):
-                name = _global_name(name, global_layer, first_expert)
+                name = _global_name(name, arch, global_layer, first_expert)
             weight = weights[name]
             if weight.expert is None:
                 tp, first = mesh.tp, mesh.dp_context.rank() == 0
@@ -61,12 +62,14 @@ def owned_parameters(chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh
     return owned
 
 
-def _global_name(name: str, global_layer: dict[int, int], first_expert: int) -> str:
-    decoder, layers, index, *rest = name.split(".")
+def _global_name(name: str, arch: Architecture, global_layer: dict[int, int], first_expert: int) -> str:
+    decoder, layers, index, *within = name.split(".")
+    layer = global_layer[int(index)]
+    rest = local_name(".".join(within), arch, layer).split(".")
     if "local_experts" in rest:
         place = rest.index("local_experts") + 1
         rest[place] = str(int(rest[place]) + first_expert)
-    return ".".join([decoder, layers, str(global_layer[int(index)]), *rest])
+    return ".".join([decoder, layers, str(layer), *rest])
 
 
 @torch.no_grad()

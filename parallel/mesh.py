@@ -1,5 +1,6 @@
 """Layouts and the mesh of named process groups; the only module that touches `megatron.core.parallel_state`."""
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -117,9 +118,10 @@ class Mesh:
     etp: dist.ProcessGroup  # the ranks that divide each expert's matrices
     expert_dp: dist.ProcessGroup  # the ranks that hold the same part of the same experts: their gradients' sum
     megatron: ProcessGroupCollection
+    cp_kernel: str = "isoloss"  # who exchanges tokens inside attention
 
     @classmethod
-    def create(cls, layout: Layout) -> "Mesh":
+    def create(cls, layout: Layout, cp_kernel: str = "isoloss") -> "Mesh":
         """Create the groups; `torch.distributed` is initialised and has `layout.world_size` ranks.
 
         Collective over the world. A previous mesh of this process is replaced, and its groups destroyed.
@@ -152,6 +154,7 @@ class Mesh:
             etp=_one(parallel_state.get_expert_tensor_parallel_group()),
             expert_dp=_one(parallel_state.get_expert_data_parallel_group()),
             megatron=ProcessGroupCollection.use_mpu_process_groups(),
+            cp_kernel=cp_kernel,
         )
 
     def is_first_stage(self, chunk: int) -> bool:
@@ -163,9 +166,16 @@ class Mesh:
         return self.pp.rank() == self.layout.pp - 1 and chunk == self.layout.vpp - 1
 
     @property
+    def document_multiple(self) -> int:
+        """Each document of a packed row is padded to a multiple of this: Transformer Engine's kernels cut it into two
+        chunks of one size for every context rank."""
+        return 1 if self.cp_kernel == "isoloss" or self.layout.context == 1 else 2 * self.layout.context
+
+    @property
     def row_multiple(self) -> int:
         """A packed row is padded to a multiple of this, so that every shard of it has the same length."""
-        return self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
+        shards = self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
+        return math.lcm(shards, self.document_multiple)
 
 
 def _one(group) -> dist.ProcessGroup:

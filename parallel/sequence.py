@@ -23,6 +23,11 @@ def padded_length(tokens: int, mesh: Mesh) -> int:
     return max(-(-tokens // multiple), 1) * multiple
 
 
+def padded_document(tokens: int, mesh: Mesh) -> int:
+    """The room that a document of `tokens` tokens takes in a packed row."""
+    return -(-tokens // mesh.document_multiple) * mesh.document_multiple
+
+
 @lru_cache(maxsize=256)
 def chunk_borders(lengths: tuple[int, ...], ring: int) -> tuple[tuple[int, ...], ...]:
     """Where the 2 * ring chunks of each document begin and end, counted within the document: 2 * ring + 1 numbers."""
@@ -54,7 +59,12 @@ def tokens_of(lengths: tuple[int, ...], ring: int, ring_rank: int, ulysses: int 
 
 
 def own_tokens(lengths: tuple[int, ...], mesh: Mesh) -> Tensor:
-    """`tokens_of` this rank. Whole rows are sharded after targets were shifted: no rank needs a neighbour's token."""
+    """`tokens_of` this rank. Whole rows are sharded after targets were shifted: no rank needs a neighbour's token.
+
+    Transformer Engine's kernels want one zigzag over all context ranks, whoever of them exchanges heads.
+    """
+    if mesh.cp_kernel != "isoloss":
+        return tokens_of(lengths, mesh.context.size(), mesh.context.rank())
     return tokens_of(lengths, mesh.ring.size(), mesh.ring.rank(), mesh.ulysses.size(), mesh.ulysses.rank())
 
 

@@ -13,6 +13,7 @@ from isoloss.engine.rl.experience import Experience
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run import resumed, spread
+from isoloss.models import transformer_engine
 from isoloss.models.weights import num_parameters
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
@@ -155,7 +156,8 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
     lines = [
-        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters",
+        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, layers of "
+        f"{transformer_engine.description(engine.fused)}",
         f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
         + (f", {data.train.dropped:,} dropped for their length" if data.train.dropped else "")
         + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval"),

@@ -126,7 +126,7 @@ def test_fields_are_of_their_own_token(advantage):
     """Up to the packed row: what stands beside a target is that target's."""
     experience = prepared(advantage=advantage, kl_coef=0.1, minibatches=2)
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
-    mesh: Any = SimpleNamespace(ulysses=one, ring=one, row_multiple=8)
+    mesh: Any = SimpleNamespace(ulysses=one, ring=one, row_multiple=8, document_multiple=1, cp_kernel="isoloss")
     samples = experience.samples
     weights = [sample.mask_T.double()[None] for sample in samples]
     offsets = [0, *itertools.accumulate(len(sample) for sample in samples)][:-1]

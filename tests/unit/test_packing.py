@@ -18,7 +18,9 @@ def mesh(ulysses: int = 1, rank: int = 0, tp: int = 1, ring: int = 1) -> Any:
     """As much of a mesh as packing looks at. rank: in ulysses x ring."""
     inner = SimpleNamespace(size=lambda: ulysses, rank=lambda: rank % ulysses)
     outer = SimpleNamespace(size=lambda: ring, rank=lambda: rank // ulysses)
-    return SimpleNamespace(ulysses=inner, ring=outer, row_multiple=ulysses * ring * tp)
+    return SimpleNamespace(
+        ulysses=inner, ring=outer, row_multiple=ulysses * ring * tp, document_multiple=1, cp_kernel="isoloss"
+    )
 
 
 def make_samples(lengths, seed=0):

@@ -1,4 +1,4 @@
-"""Runs that cannot be, and what is said of each: the rows that every rule of engine/legality.py is tested by.
+"""Runs that cannot be, and what is said of each: the rows that every rule of engine/legality is tested by.
 
 A row is a model, overrides on top of a run that works, and the words that the one line must have: the key with its
 value (the first override, unless `shown` says how it is written), the reason, and a value that would do.
@@ -135,6 +135,12 @@ PRECISION_AND_OPTIMIZER = (
     no("dense", "optim.schedule=step", "constant, linear, cosine", shown="optim.schedule='step'"),
 )
 
+# What else its rules refuse takes an installed one: tests/unit/test_transformer_engine.py.
+TRANSFORMER_ENGINE = (
+    no("dense", "model.transformer_engine=true", "does not import here", "model.transformer_engine=false"),
+    no("dense", "parallel.cp_kernel=p2p train.precision=bf16", "a kernel of Transformer Engine", "cp_kernel=isoloss"),
+)
+
 MEMORY = (
     no("dense", "memory.recompute=some", "none, selective, full", shown="memory.recompute='some'"),
     no("dense", "memory.recompute_modules=[mlp]", "memory.recompute=selective", shown="recompute_modules=('mlp',)"),
@@ -185,7 +191,10 @@ LOSS = (
     no("dense", "loss.norm_length=0 loss.aggregation=seq-mean-token-sum-norm", "positive"),
 )
 
-ROWS = (*LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *MEMORY, *LOSS)
+
+ROWS = (
+    *LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *TRANSFORMER_ENGINE, *MEMORY, *LOSS,
+)  # fmt: skip
 
 
 def write_models(folder: Path) -> None:

@@ -1,10 +1,10 @@
 """Load a checkpoint into Megatron-Core's model of its Transformer Engine spec, on a stand-in for Transformer Engine.
 
-    python te_names.py CHECKPOINT FOLDER
+    python -m worlds.te_names CHECKPOINT FOLDER
 
 CHECKPOINT was made from the Hugging Face folder FOLDER. Prints as JSON how many tensors and empty objects were loaded,
-and the keys of those that are not what the folder holds. A process of its own, because the stand-in has to be there
-before Megatron-Core is imported. Its modules have an `_extra_state`, as the real ones do.
+and the keys of those that are not what the folder holds. A process of its own, in `te_pool.environment`: the stand-in
+has to be there before Megatron-Core is imported.
 """
 
 import json
@@ -12,35 +12,18 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-sys.path[:0] = [str(Path(__file__).parents[1] / "oracles" / "mbridge"), str(Path(__file__).parents[1])]
-import te_stub  # noqa: E402
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
-
-class Linear(te_stub.Linear):
-    def __init__(self, *args, parallel_mode, **options):
-        super().__init__(*args, parallel_mode=parallel_mode, **options)
-        self.parallel_mode = parallel_mode
-
-
-te_stub.Linear = Linear
-te_stub.install()
-for module in (te_stub.RMSNorm, Linear, te_stub.LayerNormLinear, te_stub.GroupedLinear, te_stub.DotProductAttention):
-    module.get_extra_state = lambda self: None
-    module.set_extra_state = lambda self, state: None
-    module.fp8_meta, module.fp8, module.fp8_calibration = {"fp8_checkpoint": False}, False, False
-
-import torch  # noqa: E402
-from megatron.core import dist_checkpointing  # noqa: E402
-from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories  # noqa: E402
-
-from isoloss.models.checkpoint_hf import HFReader  # noqa: E402
-from isoloss.models.checkpoint_keys import native_style, places  # noqa: E402
-from isoloss.models.forms import padded_vocab_size  # noqa: E402
-from isoloss.models.registry import read_architecture  # noqa: E402
-from isoloss.models.weights import weight_map  # noqa: E402
-from isoloss.parallel import Layout, Mesh, launch  # noqa: E402
-from worlds import plain_megatron  # noqa: E402
+from isoloss.models.checkpoint_hf import HFReader
+from isoloss.models.checkpoint_keys import native_style, places
+from isoloss.models.forms import padded_vocab_size
+from isoloss.models.registry import read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel import Layout, Mesh, launch
+from worlds import plain_megatron
 
 
 def expected(folder: Path) -> dict[str, torch.Tensor]:

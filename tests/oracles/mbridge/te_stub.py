@@ -60,25 +60,26 @@ class DotProductAttention(nn.Module):
 
 def install() -> None:
     """Make `import transformer_engine` find this stub; before the first import of megatron."""
-    te = _package("transformer_engine", __version__=VERSION)
-    te.common = SimpleNamespace(recipe=SimpleNamespace(DelayedScaling=object))
-    te.pytorch = _package(
-        "transformer_engine.pytorch",
-        Linear=Linear,
-        LayerNormLinear=LayerNormLinear,
-        GroupedLinear=GroupedLinear,
-        RMSNorm=RMSNorm,
-        DotProductAttention=DotProductAttention,
-        distributed=SimpleNamespace(CudaRNGStatesTracker=object),
-    )
-    _package("transformer_engine.pytorch.fp8", FP8GlobalStateManager=None, fp8_autocast=None)
-    _package("transformer_engine.pytorch.float8_tensor", Float8Tensor=type("Float8Tensor", (), {}))
-    _package("transformer_engine.pytorch.cpp_extensions", cast_to_fp8=None)
+    package("transformer_engine", __version__=VERSION, **members(sys.modules[__name__]))
 
 
-def _package(name: str, **members) -> ModuleType:
+def members(classes: ModuleType) -> dict[str, object]:
+    """What `transformer_engine` has besides its version, with the layers of `classes`; registers its submodules."""
+    names = ("Linear", "LayerNormLinear", "GroupedLinear", "RMSNorm", "DotProductAttention")
+    distributed = SimpleNamespace(CudaRNGStatesTracker=object)
+    package("transformer_engine.pytorch.fp8", FP8GlobalStateManager=None, fp8_autocast=None)
+    package("transformer_engine.pytorch.float8_tensor", Float8Tensor=type("Float8Tensor", (), {}))
+    package("transformer_engine.pytorch.cpp_extensions", cast_to_fp8=None)
+    layers = {name: getattr(classes, name) for name in names}
+    return {
+        "common": SimpleNamespace(recipe=SimpleNamespace(DelayedScaling=object)),
+        "pytorch": package("transformer_engine.pytorch", **layers, distributed=distributed),
+    }
+
+
+def package(name: str, **contents) -> ModuleType:
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, loader=None)  # libraries look for it with importlib.util.find_spec
-    module.__dict__.update(members)
+    module.__dict__.update(contents)
     sys.modules[name] = module
     return module

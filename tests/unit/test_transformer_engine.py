@@ -1,0 +1,197 @@
+"""When Transformer Engine is used, what it is refused for, and how its attention wants rows. Nothing of it runs."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from packaging.version import Version
+
+from isoloss.engine import legality
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from isoloss.engine.legality.rule import Setup
+from isoloss.engine.packing import pack
+from isoloss.models import transformer_engine
+from isoloss.models.architecture import Architecture, Experts, Latent, Rope
+from isoloss.models.checkpoint_keys import local_name, native_style, places
+from isoloss.models.weights import weight_map
+from isoloss.parallel import Layout, Mesh, UserError
+
+DENSE = Architecture("llama", 4, 64, 8, 4, 8, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 8)
+SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True))
+
+
+def here(monkeypatch, version: str | None, gpu: bool = True) -> None:
+    monkeypatch.setattr(transformer_engine, "installed", lambda: Version(version) if version else None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "version", "gpu", "precision", "used"),
+    [
+        (None, "2.11", True, "bf16", True),
+        (None, "2.11", True, "fp32", False),
+        (None, "2.11", True, "fp64", False),
+        (None, "2.11", False, "bf16", False),
+        (None, "2.8", True, "bf16", False),
+        (None, None, True, "bf16", False),
+        (True, "2.11", False, "bf16", True),
+        (False, "2.11", True, "bf16", False),
+    ],
+)
+def test_used_where_it_can_run_unless_told(wanted, version, gpu, precision, used, monkeypatch):
+    here(monkeypatch, version, gpu)
+    assert transformer_engine.is_used(wanted, precision) == used
+    assert transformer_engine.description(used) == (f"Transformer Engine {version}" if used else "Megatron-Core")
+
+
+def config(precision: str, wanted: bool | None, **parallel) -> Config:
+    return Config(
+        ModelConfig("anywhere", transformer_engine=wanted),
+        parallel=ParallelConfig(**parallel),
+        train=TrainConfig(precision=precision),
+    )
+
+
+def check(settings: Config, arch: Architecture) -> None:
+    legality.check(settings, arch, settings.parallel.layout())
+
+
+@pytest.mark.parametrize(
+    ("version", "arch", "settings"),
+    [
+        (None, DENSE, config("bf16", None)),
+        ("2.8", DENSE, config("bf16", None)),
+        ("2.11", DENSE, config("fp64", None)),
+        ("2.11", replace(SPARSE, linear_bias=True, sinks=True, clamped_swiglu=True), config("fp32", True)),
+        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p")),
+        ("2.11", DENSE, config("bf16", None, cp_kernel="p2p", ring=8, tp=2)),
+        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="a2a", ulysses=4)),
+        ("2.18", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="all_gather", ring=4)),
+        ("2.19", DENSE, config("bf16", None, cp_kernel="a2a+p2p", ulysses=2, ring=3, tp=2)),
+        ("2.9", DENSE, config("bf16", None, cp_kernel="a2a+p2p")),  # one context rank: nothing to split
+    ],
+)
+def test_admits(version, arch, settings, monkeypatch):
+    here(monkeypatch, version)
+    check(settings, arch)
+
+
+REFUSED = [
+    (None, DENSE, config("bf16", True), "model.transformer_engine=true needs the package transformer_engine"),
+    ("2.8", DENSE, config("bf16", True), "model.transformer_engine=true needs Transformer Engine 2.9, and here is 2.8"),
+    ("2.11", DENSE, config("fp64", True), "model.transformer_engine=true does not work with train.precision=fp64"),
+    (None, DENSE, config("bf16", None, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
+    ("2.11", DENSE, config("bf16", False, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
+    ("2.11", DENSE, config("fp32", True, cp_kernel="p2p"), "cp_kernel=p2p does not work with train.precision=fp32"),
+    (
+        "2.9", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=2),
+        "cp_kernel=a2a splits packed rows from Transformer Engine 2.10 on, and here is 2.9; use p2p or isoloss",
+    ),
+    (
+        "2.11", DENSE, config("bf16", None, cp_kernel="all_gather", ring=2),
+        "all_gather splits packed rows from Transformer Engine 2.18 on, and here is 2.11; use p2p, a2a or isoloss",
+    ),
+    ("2.18", DENSE, config("bf16", None, cp_kernel="a2a+p2p", ring=2), "Transformer Engine 2.19 on, and here is 2.18"),
+    (
+        "2.11", replace(DENSE, latent=Latent(None, 20, 12, 8, 16)), config("bf16", None, cp_kernel="p2p"),
+        "cp_kernel=p2p does not attend for latent attention here; use parallel.cp_kernel=isoloss",
+    ),
+    ("2.11", replace(DENSE, sinks=True), config("bf16", None, cp_kernel="p2p"), "cp_kernel=p2p has no attention sinks"),
+    ("2.11", replace(DENSE, head_dim=20), config("bf16", None, cp_kernel="p2p"), "and the model's have 20"),
+    (
+        "2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="p2p", ring=2),
+        "cp_kernel=p2p has no attention windows; use parallel.cp_kernel=a2a, all_gather or isoloss",
+    ),
+    (
+        "2.11", DENSE, config("bf16", None, cp_kernel="p2p", ulysses=2, ring=2),
+        "parallel.ulysses=2 divides heads, and parallel.cp_kernel=p2p .* set it to 1, and parallel.ring to 4",
+    ),
+    (
+        "2.11", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=2, ring=2),
+        "parallel.ring=2 passes keys and values round, .*; set it to 1, and parallel.ulysses to 4",
+    ),
+    (
+        "2.11", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=4, tp=2),
+        "parallel.ulysses=4 does not divide the 2 key/value heads of a TP rank, which parallel.cp_kernel=a2a",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("version", "arch", "settings", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_refuses_by_name(version, arch, settings, message, monkeypatch):
+    here(monkeypatch, version)
+    with pytest.raises(UserError, match=message) as refusal:
+        check(settings, arch)
+    assert "\n" not in str(refusal.value)
+
+
+def test_every_rule_speaks(monkeypatch):
+    told = set()
+    for version, arch, settings, _ in REFUSED:
+        here(monkeypatch, version)
+        setup = Setup(settings, arch, settings.parallel.layout())
+        told.add(id(next(rule for rule in legality.RULES if rule.broken(setup))))
+    assert not [rule.key for rule in legality.TRANSFORMER_ENGINE if id(rule) not in told]
+
+
+@pytest.mark.parametrize(
+    "arch", [DENSE, replace(SPARSE, linear_bias=True), replace(DENSE, latent=Latent(5, 20, 12, 8, 16))]
+)
+def test_names_of_fused_modules_are_those_of_a_checkpoint(arch):
+    """A checkpoint's keys are what Transformer Engine's modules are called, but for the experts, which it stacks."""
+    style = native_style(arch)
+    for weight in weight_map(arch):
+        if weight.layer is None:
+            continue
+        (place,) = places(weight, arch, style)
+        name = place.key.removeprefix("decoder.layers.")
+        if weight.expert is not None:
+            name = name.replace("experts.experts.", "experts.") + str(weight.expert)
+        wanted = weight.name.removeprefix(f"decoder.layers.{weight.layer}.")
+        assert local_name(name, arch, weight.layer) == wanted
+        assert local_name(wanted, arch, weight.layer) == wanted
+
+
+def fake_mesh(context: int, rank: int, tp: int = 1) -> Any:
+    group: Any = SimpleNamespace(size=lambda: context, rank=lambda: rank)
+    layout = Layout(tp=tp, ring=context, sequence_parallel=tp > 1)
+    return Mesh(layout, *[group] * 12, cp_kernel="p2p")
+
+
+@pytest.mark.parametrize(
+    ("lengths", "context", "tp"), [([5, 1, 9], 2, 1), ([8, 16], 2, 2), ([3], 4, 8), ([7, 2], 1, 1)]
+)
+def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
+    """Each document is padded to 2P chunks of one size; rank r has chunks r and 2P - 1 - r of each, in that order."""
+    samples, start = [], 1
+    for length in lengths:
+        samples.append(Sample(torch.arange(start, start + length), torch.arange(length) > 0))
+        start += length
+    weights = [torch.ones((1, length), dtype=torch.float64) for length in lengths]
+    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+    rows = [
+        pack(samples, weights, offsets, fake_mesh(context, rank, tp), torch.device("cpu")) for rank in range(context)
+    ]
+    multiple = 2 * context if context > 1 else 1
+    expected: list[list[int]] = [[] for _ in range(context)]
+    for sample in samples:
+        padded = sample.tokens_T.tolist()
+        padded += [0] * (-len(padded) % multiple)
+        size = len(padded) // (2 * context)
+        for rank, tokens in enumerate(expected):
+            for chunk in (rank, 2 * context - 1 - rank) if context > 1 else ():
+                tokens += padded[chunk * size : (chunk + 1) * size]
+            tokens += padded if context == 1 else []
+    for row, tokens in zip(rows, expected):
+        assert len(row.tokens_R) * context == sum(row.lengths) and len(row.tokens_R) % tp == 0
+        assert all(length % multiple == 0 for length in row.lengths)
+        assert row.tokens_R[: len(tokens)].tolist() == tokens and not row.tokens_R[len(tokens) :].any()
+        padding = row.tokens_R == 0
+        assert (row.document_R == -1).equal(padding) and (row.origin_R == -1).equal(padding)
+        document, targets = row.document_R[row.labelled_N], row.targets_N
+        assert targets.equal(row.tokens_R[row.labelled_N] + 1) and not padding[row.labelled_N].any()
+        assert row.positions_R[row.labelled_N].equal(row.origin_R[row.labelled_N] - torch.tensor(offsets)[document])
+    assert sum(len(row.labelled_N) for row in rows) == sum(lengths) - len(lengths)
