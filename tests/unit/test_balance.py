@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.engine import balance, legality
-from isoloss.engine.config import Config, LossConfig, ModelConfig, MoeConfig
+from isoloss.engine import balance
+from isoloss.engine.config import LossConfig, MoeConfig
 from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.models.balance import RoutedTokens
 from isoloss.models.router import route, selection_margin
-from isoloss.parallel import Layout, UserError
+from isoloss.parallel import UserError
 from isoloss.parallel.normalizer import Aggregation
 
 EXPERTS = Experts(6, 2, 28, "softmax", True)
@@ -160,28 +160,3 @@ def test_values_that_are_refused(values, message):
     with pytest.raises(UserError, match=message) as refusal:
         MoeConfig(**values)
     assert "\n" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("arch", "moe", "message"),
-    [
-        (
-            DENSE,
-            MoeConfig("sequence", 0.1),
-            "moe.aux_loss=sequence is for mixture-of-experts .*; leave it at none",
-        ),
-        (
-            DENSE,
-            MoeConfig(z_loss_coef=0.1),
-            "moe.z_loss_coef=0.1 is for mixture-of-experts models and this one",
-        ),
-        (DENSE, MoeConfig(bias_update_rate=0.1), "moe.bias_update_rate=0.1 is for mixture-of-experts models"),
-        (SPARSE, MoeConfig(bias_update_rate=0.1), "0.1 moves selection biases, and models of the family mixtral have"),
-    ],
-)
-def test_what_a_model_cannot_have_is_refused(arch, moe, message):
-    config = Config(ModelConfig("anywhere"), moe=moe)
-    with pytest.raises(UserError, match=message) as refusal:
-        legality.check(config, arch, Layout())
-    assert "\n" not in str(refusal.value)
-    legality.check(config, BIASED, Layout())

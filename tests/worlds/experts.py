@@ -1,8 +1,6 @@
 """Tiny models with experts, and what their ranks run."""
 
-import dataclasses
 from collections.abc import Sequence
-from unittest import mock
 
 import torch
 
@@ -10,8 +8,7 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
-from isoloss.models import build
-from isoloss.tools.parity import Case, Measurement, measure, thaw
+from isoloss.tools.parity import thaw
 from isoloss.tools.plants import NONE, Plant
 
 VOCAB = 307
@@ -71,14 +68,6 @@ MODELS = {
     },
 }
 
-# What Megatron computes again in the backward, in the words of its configuration.
-RECOMPUTE = {
-    "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    "first-layers": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
-    "moe": {"recompute_granularity": "selective", "recompute_modules": ["moe"]},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
-}
-
 
 def selection_biases(config: Config, frozen: bytes, steps: int, plant: Plant = NONE) -> dict[str, list[float]]:
     """This rank's selection biases after some steps on the same samples, by weight name.
@@ -136,19 +125,6 @@ def biases_resumed(config: Config, frozen: bytes, folder: str, steps: int) -> tu
     for _ in range(steps):
         resumed.train_step(samples, loss)
     return biases_of(engine), biases_of(resumed)
-
-
-def measure_recomputed(
-    config: Config, frozen: bytes, cases: Sequence[Case], references: Sequence[str], recompute: str
-) -> list[Measurement]:
-    """`measure`, with activations that the backward computes again."""
-    original = build.transformer_config
-
-    def transformer_config(*args):
-        return dataclasses.replace(original(*args), **RECOMPUTE[recompute])
-
-    with mock.patch.object(build, "transformer_config", transformer_config):
-        return measure(config, frozen, cases, references)
 
 
 def loss_without_gradients(config: Config, frozen: bytes) -> tuple[float, float, float]:
