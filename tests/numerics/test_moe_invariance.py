@@ -198,6 +198,28 @@ def test_fewer_sequences_than_ranks(pool, folder, layout):
     Grid(pool, folder, "qwen3-moe", ROUTER_LOSSES, batch((67, 59))).check(layout, pairs)
 
 
+FASTER = OptimConfig(lr=1e-3, clip=1.0)
+FP32_RUNS = ("pp2+vpp2", "ep4+dp4", "tp2+ep2+etp2+dp2", "tp2+pp2+ulysses2+ep2", "ulysses2+ring2+ep2")
+
+
+@pytest.fixture(scope="module")
+def twenty_steps(pool, grids):
+    config = dataclasses.replace(grids("qwen3-moe").on("1", "fp32", 219), optim=FASTER)
+    return pool.run(1, invariance.losses, config, grids("qwen3-moe").frozen, 20)[0]
+
+
+@pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
+@pytest.mark.parametrize("layout", FP32_RUNS)
+def test_twenty_fp32_steps(pool, grids, twenty_steps, layout, distributed_optimizer):
+    config = grids("qwen3-moe").on(layout, "fp32", 110)
+    parallel = dataclasses.replace(config.parallel, distributed_optimizer=distributed_optimizer)
+    config = dataclasses.replace(config, parallel=parallel, optim=FASTER)
+    found = pool.run(Layout.parse(layout).world_size, invariance.losses, config, grids("qwen3-moe").frozen, 20)[0]
+    assert found[0] == pytest.approx(twenty_steps[0], rel=1e-6)
+    assert found[-1] == pytest.approx(twenty_steps[-1], rel=1e-4)
+    assert twenty_steps[-1] < 0.9 * twenty_steps[0]  # the weights did move
+
+
 RECOMPUTE = {
     "full": MemoryConfig("full"),
     "first-layers": MemoryConfig("full", recompute_layers=1),
