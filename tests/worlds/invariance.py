@@ -71,8 +71,8 @@ def with_batched_messages(config: Config, *rest) -> list[Measurement]:
     """`measure` where stages send as Megatron does by default."""
     original = build.transformer_config
 
-    def transformer_config(*args):
-        config = original(*args)
+    def transformer_config(*args, **options):
+        config = original(*args, **options)
         config.overlap_p2p_comm, config.batch_p2p_comm = False, True
         return config
 
