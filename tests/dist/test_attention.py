@@ -87,7 +87,7 @@ def rows(draw) -> tuple[Case, int, int]:
     return case, ulysses, ring
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(row=rows())
 def test_a_grid_of_ranks_equals_dense_attention(pool, row):
     compare(pool, *row)
