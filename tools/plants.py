@@ -123,17 +123,24 @@ def _counts_over_dp_and_sp() -> Iterator[None]:
         yield
 
 
-def _gradients_averaged_over_dp():
+def _patch_reduction(change: Callable) -> contextlib.AbstractContextManager:
+    """Patch the reduction of gradients: change(chunks, groups) follows it."""
     original = engine_module.finalize_model_grads
 
     def finalize_model_grads(chunks, **kwargs):
         original(chunks, **kwargs)
-        dp = kwargs["pg_collection"].dp.size()
-        for chunk in chunks:
-            for parameter in chunk.parameters():
-                parameter.main_grad.div_(dp)
+        change(chunks, kwargs["pg_collection"])
 
     return mock.patch.object(engine_module, "finalize_model_grads", finalize_model_grads)
+
+
+def _gradients_averaged_over_dp():
+    def change(chunks, groups):
+        for chunk in chunks:
+            for parameter in chunk.parameters():
+                parameter.main_grad.div_(groups.dp.size())
+
+    return _patch_reduction(change)
 
 
 def _rank_local_denominators():
@@ -209,17 +216,13 @@ def _second_term_by_micro_batch_means():
 
 
 def _expert_gradients_averaged():
-    original = engine_module.finalize_model_grads
-
-    def finalize_model_grads(chunks, **kwargs):
-        original(chunks, **kwargs)
-        ranks = kwargs["pg_collection"].expt_dp.size()
+    def change(chunks, groups):
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 if ".local_experts." in name:
-                    parameter.main_grad.div_(ranks)
+                    parameter.main_grad.div_(groups.expt_dp.size())
 
-    return mock.patch.object(engine_module, "finalize_model_grads", finalize_model_grads)
+    return _patch_reduction(change)
 
 
 @contextlib.contextmanager

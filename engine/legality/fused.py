@@ -38,7 +38,6 @@ def _kv_heads(s: Setup) -> int:
 
 _LOCAL, _OWN_KERNEL = "use model.transformer_engine=false", "use parallel.cp_kernel=isoloss"
 
-# What Transformer Engine's attention takes: docs/transformer_engine.md names its sources.
 TRANSFORMER_ENGINE = (
     Rule(
         "model.transformer_engine",

@@ -16,7 +16,8 @@ import torch
 from safetensors import safe_open
 from worlds import experts as world
 from worlds import invariance
-from worlds.experts import MODELS, VOCAB
+from worlds.experts import MODELS
+from worlds.invariance import VOCAB
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import (

@@ -10,23 +10,10 @@ from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
 from isoloss.tools.parity import thaw
 from isoloss.tools.plants import NONE, Plant
+from worlds.invariance import QWEN3
 
-VOCAB = 307
 STEP = 1e-8  # of a finite difference
-SIZES = {
-    "num_hidden_layers": 4,
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
+SIZES = QWEN3 | {"num_hidden_layers": 4}
 MODELS = {
     "qwen3-moe": SIZES
     | {
