@@ -12,6 +12,11 @@ BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
 RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $(NPROC)
 
+# The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
+SORT := runs/sft-sort
+# The folder of a run: the one that ARGS names, else the newest of its recipe.
+RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
+
 .PHONY: help install sft grpo dapo test test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
