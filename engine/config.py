@@ -23,12 +23,12 @@ def require(holds: bool, key: str, value: object, mend: str) -> None:
 class ModelConfig:
     """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
     take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed.
-    transformer_engine: its fused layers; null means where it imports, a GPU is there and the precision is bf16."""
+    transformer_engine: build the layers of its fused modules."""
 
     path: str = ""
     tokenizer: str | None = None
     from_scratch: bool = False
-    transformer_engine: bool | None = None
+    transformer_engine: bool = False
 
     def __post_init__(self):
         require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder or a checkpoint")
@@ -68,7 +68,9 @@ class ParallelConfig:
     stage_layers: layers of each of the pp x vpp stages, in the order of the model; empty means balanced by FLOPs, the
     output projection counted. cp_kernel: who exchanges tokens inside attention: isoloss (Ulysses and ring), or a kernel
     of Transformer Engine over ulysses x ring ranks. distributed_optimizer: null means on, except in fp64.
-    overlap_grad_reduce: reduce gradients during the backward of the last micro-batch (`Engine.train_step` only)."""
+    overlap_grad_reduce: reduce gradients during the backward of the last micro-batch (`Engine.train_step` only).
+    gradient_accumulation_fusion: matrix products add weight gradients to the fp32 buffer themselves, which needs a
+    kernel of NVIDIA's apex, or of Transformer Engine in its layers."""
 
     tp: int = 1
     pp: int = 1
@@ -82,6 +84,7 @@ class ParallelConfig:
     sequence_parallel: bool | None = None
     distributed_optimizer: bool | None = None
     overlap_grad_reduce: bool = False
+    gradient_accumulation_fusion: bool = False
 
     def __post_init__(self):
         self.layout()

@@ -19,9 +19,9 @@ from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
-from isoloss.models import manifest, transformer_engine
+from isoloss.models import manifest, nvidia_apex
 from isoloss.models.architecture import Architecture
-from isoloss.models.build import build_model
+from isoloss.models.build import accumulate_in_products, build_model
 from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.distcp import is_checkpoint
@@ -73,8 +73,11 @@ class Engine:
         if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
             checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
         self.stage_layers = stage_layers(self.arch, layout, config.parallel.stage_layers)
-        self.fused = transformer_engine.is_used(config.model.transformer_engine, config.train.precision)
-        chunks = build_model(self.arch, self.mesh, self.dtype, self.stage_layers, config.memory, fused=self.fused)
+        chunks = build_model(
+            self.arch, self.mesh, self.dtype, self.stage_layers, config.memory, fused=config.model.transformer_engine
+        )
+        if config.parallel.gradient_accumulation_fusion:
+            accumulate_in_products(chunks)
         load_weights(chunks, self.arch, source, self.mesh)
         self.chunks = wrap_ddp(chunks, config, self.mesh)
         self.optimizer = build_optimizer(self.chunks, config, self.dtype)
@@ -263,6 +266,7 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
 
     Raises UserError where they do not fit together. Enters no collective and needs no process group.
     """
+    nvidia_apex.check()
     arch = read_architecture(config.model.path)
     layout = config.parallel.layout().with_world(_world_size())
     legality.check(config, arch, layout)

@@ -30,8 +30,7 @@ def complete(part: DistributedOptimizer) -> None:
     """Close what Megatron leaves open in an optimizer just built, if a share of it is on the host.
 
     - Its groups carry its settings, classes among them, into checkpoints, which other machines cannot read.
-    - With Transformer Engine the device's share has another form of state than the host's: torch's AdamW does both.
-    - Without it, loading moves the device's share of the state to the host.
+    - Where torch's AdamW steps both shares, loading moves the device's share of the state to the host.
     - Without a GPU it offloads nothing, and then misses the copies that it did not make.
     - On a pipeline stage without experts that of the experts has nothing to step, and no state to describe.
     """
@@ -44,7 +43,6 @@ def complete(part: DistributedOptimizer) -> None:
     if not any(group["params"] for group in hybrid.param_groups):
         part.optimizer = torch.optim.AdamW(hybrid.param_groups)
         return
-    hybrid.gpu_optimizer_cls = hybrid.cpu_optimizer_cls
     hybrid._move_new_state_to_right_device = partial(_move_state, hybrid)
     if not torch.cuda.is_available():
         hybrid._get_sub_optimizer_param_groups = partial(_split, hybrid)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
+    distrib_optimizer,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
@@ -22,6 +24,13 @@ from isoloss.engine import host_optimizer
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.gpt import unwrap
 from isoloss.parallel import Mesh
+
+OPTIMIZER = "torch.optim.AdamW, fused"  # what run.json calls it
+# Megatron takes Transformer Engine's FusedAdam, else apex's, where one imports. Their states have other forms, so what
+# is installed would decide which checkpoints can be read.
+megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.AdamW, False
+distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
 def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
@@ -67,9 +76,8 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
         host_optimizer.complete(part)
     complete_state(optimizer)
     for part in parts:
-        if isinstance(part.optimizer, torch.optim.Adam | HybridDeviceOptimizer):
-            # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
-            part._set_main_param_and_optimizer_states = partial(_set_state, part)
+        # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
+        part._set_main_param_and_optimizer_states = partial(_set_state, part)
     return optimizer
 
 
@@ -90,23 +98,23 @@ def complete_state(optimizer: MegatronOptimizer) -> None:
     After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
     Megatron's distributed one asserts that it knows a step count. After loading: Megatron gives all parameters one
     tensor for a step count, which AdamW would increment once for each of them, or none if the count was 0. Both times
-    torch's fused kernel is chosen where there is one.
+    torch's fused kernel is chosen.
     """
     inners = [getattr(part, "optimizer", None) for part in optimizer.chained_optimizers]
     hybrids = [inner for inner in inners if isinstance(inner, HybridDeviceOptimizer)]
-    # Others: none on this rank, or a fused one that counts steps itself.
-    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]
+    adams = [inner for inner in inners if isinstance(inner, torch.optim.Adam)]  # no other: none on this rank
     for inner in (*adams, *hybrids):
         for group in inner.param_groups:
-            # On a CPU one pass over memory instead of six. A checkpoint brings the value of the machine that saved it.
-            group["fused"] = inner in hybrids or not torch.cuda.is_available() or None
+            group["fused"] = (
+                True  # one pass over memory instead of six; a checkpoint brings the value that it was saved with
+            )
     adams += [inner for hybrid in hybrids for inner in hybrid.sub_optimizers]
     for inner in adams:
         for group in inner.param_groups:
             for parameter in group["params"]:
                 state = inner.state[parameter]
-                device = parameter.device if group["fused"] else "cpu"
-                state["step"] = state["step"].clone() if "step" in state else torch.zeros((), device=device)
+                step = state["step"] if "step" in state else torch.zeros(())
+                state["step"] = step.to(parameter.device, copy=True)
                 for name in ("exp_avg", "exp_avg_sq"):
                     if name not in state:
                         state[name] = torch.zeros_like(parameter)

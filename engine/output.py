@@ -16,6 +16,7 @@ import yaml
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
+from isoloss.engine.optimizer import OPTIMIZER
 from isoloss.models import manifest, transformer_engine
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError
@@ -129,12 +130,12 @@ def _provenance(config: Config) -> dict:
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
     )
     layout = config.parallel.layout().with_world(dist.get_world_size())
-    fused = transformer_engine.is_used(config.model.transformer_engine, config.train.precision)
     return {
         "command": sys.argv,
         "layout": str(layout),
         "world_size": layout.world_size,
-        "layers": transformer_engine.description(fused),
+        "layers": transformer_engine.description(config.model.transformer_engine),
+        "optimizer": OPTIMIZER,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},

@@ -121,7 +121,7 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
     source = f"random weights (train.seed={config.train.seed})" if config.model.from_scratch else "its weights"
     lines = [
         f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}, layers of "
-        f"{transformer_engine.description(engine.fused)}",
+        f"{transformer_engine.description(config.model.transformer_engine)}",
         f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; "
         + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
         f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, "

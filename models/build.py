@@ -30,9 +30,10 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.checkpoint_keys import te_prefixes
 from isoloss.models.expert_layer import ExpertLayer, ExpertTransformerLayer
 from isoloss.models.forms import padded_vocab_size
-from isoloss.models.gpt import PackedGPT
+from isoloss.models.gpt import PackedGPT, unwrap
 from isoloss.models.latent_attention import LatentAttention
 from isoloss.models.norm import RMSNorm
+from isoloss.models.nvidia_apex import fuses_weight_gradients
 from isoloss.models.router import Router
 from isoloss.models.stages import pipeline_layout, stage_layers
 from isoloss.models.value_head import ValueHead
@@ -226,6 +227,21 @@ def build_model(
         _mark_parameters(chunk)
         chunks.append(_cast(chunk, dtype))
     return chunks
+
+
+def accumulate_in_products(chunks: Sequence[nn.Module]) -> None:
+    """Let the matrix products of the layers themselves add weight gradients to Megatron's buffer (`main_grad`).
+
+    Transformer Engine's have a kernel for it; Megatron's take that of NVIDIA's apex, where it is. Switched on in the
+    layers, and not in the configuration: with that, Megatron's output layer, whose product is the loss head's here,
+    asks for apex's kernel in any case.
+    """
+    flags = ("fuse_wgrad_accumulation", *(["gradient_accumulation_fusion"] if fuses_weight_gradients() else []))
+    for chunk in chunks:
+        for module in unwrap(chunk).decoder.modules():
+            for flag in flags:
+                if hasattr(module, flag):
+                    setattr(module, flag, True)
 
 
 def _mark_parameters(chunk: PackedGPT) -> None:

@@ -1,9 +1,8 @@
-"""Transformer Engine: whether a run uses it, and what its attention can do with packed rows.
+"""Transformer Engine: which one is here, and what its attention can do with packed rows.
 
 Read, not run: Megatron-Core 0.16.1's wrappers and Transformer Engine 2.9 to 2.19 (docs/transformer_engine.md).
 """
 
-import torch
 from megatron.core.utils import get_te_version
 from packaging.version import Version
 
@@ -21,18 +20,6 @@ SPLITS_PACKED_ROWS_SINCE = {
 def installed() -> Version | None:
     """The version that imports here, or None."""
     return get_te_version()
-
-
-def is_used(wanted: bool | None, precision: str) -> bool:
-    """Whether layers are made of Transformer Engine's modules: `model.transformer_engine`, and where it is null, in
-    bf16 wherever they can run. Not in fp32, which its matrix products round to TF32, whatever torch is told.
-
-    wanted=True is not doubted here: legality.py refuses what cannot be.
-    """
-    if wanted is not None:
-        return wanted
-    version = installed()
-    return version is not None and version >= OLDEST and precision == "bf16" and torch.cuda.is_available()
 
 
 def description(used: bool) -> str:

@@ -27,10 +27,6 @@ def _version() -> Version:
     return version
 
 
-def _forced(s: Setup) -> bool:
-    return s.config.model.transformer_engine is True
-
-
 def _kv_heads(s: Setup) -> int:
     """Key/value heads of a TP rank: tp ranks beyond their number share one."""
     return max(s.arch.num_kv_heads // s.layout.tp, 1)
@@ -41,19 +37,19 @@ _LOCAL, _OWN_KERNEL = "use model.transformer_engine=false", "use parallel.cp_ker
 TRANSFORMER_ENGINE = (
     Rule(
         "model.transformer_engine",
-        lambda s: _forced(s) and transformer_engine.installed() is None,
+        lambda s: s.uses_transformer_engine and transformer_engine.installed() is None,
         "needs the package transformer_engine, which does not import here",
         f"install it, or {_LOCAL}",
     ),
     Rule(
         "model.transformer_engine",
-        lambda s: _forced(s) and _version() < transformer_engine.OLDEST,
+        lambda s: s.uses_transformer_engine and _version() < transformer_engine.OLDEST,
         lambda s: f"needs Transformer Engine {transformer_engine.OLDEST}, and here is {_version()}",
         f"install a newer one, or {_LOCAL}",
     ),
     Rule(
         "model.transformer_engine",
-        lambda s: _forced(s) and s.config.train.precision == "fp64",
+        lambda s: s.uses_transformer_engine and s.config.train.precision == "fp64",
         "does not work with train.precision=fp64, which its kernels do not have",
         f"{_LOCAL}, or train.precision=fp32 or bf16",
     ),

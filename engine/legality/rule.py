@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ParallelConfig
-from isoloss.models import transformer_engine
 from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.stages import stage_layers
 from isoloss.parallel import Layout
@@ -66,7 +65,7 @@ class Setup:
 
     @property
     def uses_transformer_engine(self) -> bool:
-        return transformer_engine.is_used(self.config.model.transformer_engine, self.config.train.precision)
+        return self.config.model.transformer_engine
 
     @property
     def recompute_modules(self) -> tuple[str, ...]:

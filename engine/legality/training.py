@@ -1,6 +1,7 @@
 """Balance, precision, optimizer and memory: what they ask of model and layout."""
 
 from isoloss.engine.legality.rule import Rule
+from isoloss.models import nvidia_apex
 
 MOE = (
     *(
@@ -26,6 +27,22 @@ PRECISION_AND_OPTIMIZER = (
         lambda s: s.config.train.precision == "fp64" and bool(s.parallel.distributed_optimizer),
         "does not work with train.precision=fp64 (Megatron's distributed optimizer holds fp32 state)",
         "leave it at null",
+    ),
+    Rule(
+        "parallel.gradient_accumulation_fusion",
+        lambda s: s.parallel.gradient_accumulation_fusion and s.config.train.precision == "fp64",
+        "does not work with train.precision=fp64, whose gradients no fused kernel accumulates",
+        "leave it at false",
+    ),
+    Rule(
+        "parallel.gradient_accumulation_fusion",
+        lambda s: (
+            s.parallel.gradient_accumulation_fusion
+            and not s.uses_transformer_engine
+            and not nvidia_apex.fuses_weight_gradients()
+        ),
+        "needs NVIDIA's apex built with --cpp_ext and --cuda_ext, whose fused_weight_gradient_mlp_cuda is not here",
+        "leave it at false, or use model.transformer_engine=true, whose layers have a kernel of their own",
     ),
 )
 

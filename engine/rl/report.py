@@ -157,7 +157,7 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
     batch = config.batch.global_size * rollout.num_generations
     lines = [
         f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, layers of "
-        f"{transformer_engine.description(engine.fused)}",
+        f"{transformer_engine.description(config.model.transformer_engine)}",
         f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
         + (f", {data.train.dropped:,} dropped for their length" if data.train.dropped else "")
         + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval"),

@@ -28,26 +28,13 @@ def here(monkeypatch, version: str | None, gpu: bool = True) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
 
 
-@pytest.mark.parametrize(
-    ("wanted", "version", "gpu", "precision", "used"),
-    [
-        (None, "2.11", True, "bf16", True),
-        (None, "2.11", True, "fp32", False),
-        (None, "2.11", True, "fp64", False),
-        (None, "2.11", False, "bf16", False),
-        (None, "2.8", True, "bf16", False),
-        (None, None, True, "bf16", False),
-        (True, "2.11", False, "bf16", True),
-        (False, "2.11", True, "bf16", False),
-    ],
-)
-def test_used_where_it_can_run_unless_told(wanted, version, gpu, precision, used, monkeypatch):
-    here(monkeypatch, version, gpu)
-    assert transformer_engine.is_used(wanted, precision) == used
-    assert transformer_engine.description(used) == (f"Transformer Engine {version}" if used else "Megatron-Core")
+def test_it_is_off_until_asked_for(monkeypatch):
+    here(monkeypatch, "2.11")
+    assert not Setup(config("bf16", False), DENSE, Layout()).uses_transformer_engine
+    assert ModelConfig("anywhere") == ModelConfig("anywhere", transformer_engine=False)
 
 
-def config(precision: str, wanted: bool | None, **parallel) -> Config:
+def config(precision: str, wanted: bool, **parallel) -> Config:
     return Config(
         ModelConfig("anywhere", transformer_engine=wanted),
         parallel=ParallelConfig(**parallel),
@@ -62,16 +49,16 @@ def check(settings: Config, arch: Architecture) -> None:
 @pytest.mark.parametrize(
     ("version", "arch", "settings"),
     [
-        (None, DENSE, config("bf16", None)),
-        ("2.8", DENSE, config("bf16", None)),
-        ("2.11", DENSE, config("fp64", None)),
+        (None, DENSE, config("bf16", False)),
+        ("2.8", DENSE, config("bf16", False)),
+        ("2.11", DENSE, config("fp64", False)),
         ("2.11", replace(SPARSE, linear_bias=True, sinks=True, clamped_swiglu=True), config("fp32", True)),
         ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p")),
-        ("2.11", DENSE, config("bf16", None, cp_kernel="p2p", ring=8, tp=2)),
-        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="a2a", ulysses=4)),
-        ("2.18", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="all_gather", ring=4)),
-        ("2.19", DENSE, config("bf16", None, cp_kernel="a2a+p2p", ulysses=2, ring=3, tp=2)),
-        ("2.9", DENSE, config("bf16", None, cp_kernel="a2a+p2p")),  # one context rank: nothing to split
+        ("2.11", DENSE, config("bf16", True, cp_kernel="p2p", ring=8, tp=2)),
+        ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="a2a", ulysses=4)),
+        ("2.18", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="all_gather", ring=4)),
+        ("2.19", DENSE, config("bf16", True, cp_kernel="a2a+p2p", ulysses=2, ring=3, tp=2)),
+        ("2.9", DENSE, config("bf16", True, cp_kernel="a2a+p2p")),  # one context rank: nothing to split
     ],
 )
 def test_admits(version, arch, settings, monkeypatch):
@@ -83,38 +70,38 @@ REFUSED = [
     (None, DENSE, config("bf16", True), "model.transformer_engine=true needs the package transformer_engine"),
     ("2.8", DENSE, config("bf16", True), "model.transformer_engine=true needs Transformer Engine 2.9, and here is 2.8"),
     ("2.11", DENSE, config("fp64", True), "model.transformer_engine=true does not work with train.precision=fp64"),
-    (None, DENSE, config("bf16", None, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
+    (None, DENSE, config("bf16", False, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
     ("2.11", DENSE, config("bf16", False, cp_kernel="p2p"), "parallel.cp_kernel=p2p is a kernel of Transformer Engine"),
     ("2.11", DENSE, config("fp32", True, cp_kernel="p2p"), "cp_kernel=p2p does not work with train.precision=fp32"),
     (
-        "2.9", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=2),
+        "2.9", DENSE, config("bf16", True, cp_kernel="a2a", ulysses=2),
         "cp_kernel=a2a splits packed rows from Transformer Engine 2.10 on, and here is 2.9; use p2p or isoloss",
     ),
     (
-        "2.11", DENSE, config("bf16", None, cp_kernel="all_gather", ring=2),
+        "2.11", DENSE, config("bf16", True, cp_kernel="all_gather", ring=2),
         "all_gather splits packed rows from Transformer Engine 2.18 on, and here is 2.11; use p2p, a2a or isoloss",
     ),
-    ("2.18", DENSE, config("bf16", None, cp_kernel="a2a+p2p", ring=2), "Transformer Engine 2.19 on, and here is 2.18"),
+    ("2.18", DENSE, config("bf16", True, cp_kernel="a2a+p2p", ring=2), "Transformer Engine 2.19 on, and here is 2.18"),
     (
-        "2.11", replace(DENSE, latent=Latent(None, 20, 12, 8, 16)), config("bf16", None, cp_kernel="p2p"),
+        "2.11", replace(DENSE, latent=Latent(None, 20, 12, 8, 16)), config("bf16", True, cp_kernel="p2p"),
         "cp_kernel=p2p does not attend for latent attention here; use parallel.cp_kernel=isoloss",
     ),
-    ("2.11", replace(DENSE, sinks=True), config("bf16", None, cp_kernel="p2p"), "cp_kernel=p2p has no attention sinks"),
-    ("2.11", replace(DENSE, head_dim=20), config("bf16", None, cp_kernel="p2p"), "and the model's have 20"),
+    ("2.11", replace(DENSE, sinks=True), config("bf16", True, cp_kernel="p2p"), "cp_kernel=p2p has no attention sinks"),
+    ("2.11", replace(DENSE, head_dim=20), config("bf16", True, cp_kernel="p2p"), "and the model's have 20"),
     (
-        "2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", None, cp_kernel="p2p", ring=2),
+        "2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p", ring=2),
         "cp_kernel=p2p has no attention windows; use parallel.cp_kernel=a2a, all_gather or isoloss",
     ),
     (
-        "2.11", DENSE, config("bf16", None, cp_kernel="p2p", ulysses=2, ring=2),
+        "2.11", DENSE, config("bf16", True, cp_kernel="p2p", ulysses=2, ring=2),
         "parallel.ulysses=2 divides heads, and parallel.cp_kernel=p2p .* set it to 1, and parallel.ring to 4",
     ),
     (
-        "2.11", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=2, ring=2),
+        "2.11", DENSE, config("bf16", True, cp_kernel="a2a", ulysses=2, ring=2),
         "parallel.ring=2 passes keys and values round, .*; set it to 1, and parallel.ulysses to 4",
     ),
     (
-        "2.11", DENSE, config("bf16", None, cp_kernel="a2a", ulysses=4, tp=2),
+        "2.11", DENSE, config("bf16", True, cp_kernel="a2a", ulysses=4, tp=2),
         "parallel.ulysses=4 does not divide the 2 key/value heads of a TP rank, which parallel.cp_kernel=a2a",
     ),
 ]  # fmt: skip

@@ -129,6 +129,8 @@ BALANCE = (
 PRECISION_AND_OPTIMIZER = (
     no("dense", "train.precision=fp16", "fp32, bf16, fp64", shown="train.precision='fp16'"),
     no("moe", "parallel.distributed_optimizer=true train.precision=fp64", "train.precision=fp64", "leave it at null"),
+    no("dense", "parallel.gradient_accumulation_fusion=true", "NVIDIA's apex", "leave it at false"),
+    no("dense", "parallel.gradient_accumulation_fusion=true train.precision=fp64", "fp64", "leave it at false"),
     no("dense", "optim.min_lr=1e-3 optim.lr=1e-4", "between 0 and optim.lr=0.0001", shown="optim.min_lr=0.001"),
     no("dense", "optim.clip=-1", "0 switches clipping off", shown="optim.clip=-1.0"),
     no("dense", "optim.betas=[0.9,1]", "in [0, 1)", shown="optim.betas=(0.9, 1.0)"),

@@ -24,7 +24,8 @@ def make_engine(folder: Path, precision: str, from_scratch: bool = False, **para
             model=ModelConfig(path=str(folder), from_scratch=from_scratch),
             batch=BatchConfig(max_tokens=128),
             parallel=ParallelConfig(**parallel),
-            optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1),
+            # AdamW divides by a gradient's size: with a small eps it would make whole steps of rounding errors.
+            optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1, eps=1e-4),
             train=TrainConfig(precision=precision),
         )
     )
