@@ -26,7 +26,7 @@ help:
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the whole CPU test suite"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
-	@echo "make prove-all  the invariance grid with every mode and token budget on every layout (a quarter of an hour on two cores)"
+	@echo "make prove-all  the grids whole: every layout, mode and token budget (about half an hour on two cores)"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       ruff;  make types: pyright"
 
