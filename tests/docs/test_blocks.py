@@ -85,6 +85,7 @@ def test_every_block_is_found_and_has_a_language():
         text = page.read_text()
         assert text.count("```") == 2 * len(BLOCKS[page.name]), f"{page.name}: a fence that is indented or not closed"
         outside = BLOCK.sub("", text)
+        assert "<!--" not in outside, f"{page.name}: a comment that is not right before a block"
         assert not re.search(r"^\n {4}\S", outside, re.M), f"{page.name}: an indented block; give it fences"
     assert {block.where: block.language for block in ALL if block.language not in LANGUAGES} == {}
     assert {block.where: block.mark for block in ALL if block.mark and block.mark not in MARKS} == {}
