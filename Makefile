@@ -17,7 +17,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-sglang prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-docs test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the whole CPU test suite"
+	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  the grids whole: every layout, mode and token budget (about half an hour on two cores)"
 	@echo "make bench      side-by-side measurements"
@@ -51,6 +52,9 @@ grpo dapo: install
 
 test: install
 	$(BIN)/pytest $(ARGS)
+
+test-docs: install
+	$(BIN)/pytest -m docs $(ARGS)
 
 # A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own.
 test-sglang: install .sglang-venv/.ready
