@@ -1,95 +1,129 @@
 """Every knob of a run: frozen dataclasses, checked once, before any process group exists.
 
 Hydra selects presets and overrides keys (recipes/launch.py); `config_tree.build` turns the composed tree into these
-classes and refuses what it does not know, with the nearest name. Cross-field rules that need no model are in
-`__post_init__`.
+classes and refuses what it does not know, with the nearest name. A key's meaning and bounds stand beside it; rules
+between keys that need no model are in `__post_init__`.
 """
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from isoloss.models.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.activation_memory import ActivationMemory
-from isoloss.parallel import Layout, UserError
-from isoloss.parallel.normalizer import Aggregation
-
-
-def require(holds: bool, key: str, value: object, mend: str) -> None:
-    if not holds:
-        raise UserError(f"{key}={value!r} {mend}")
+from isoloss.parallel import Layout
+from isoloss.parallel.keys import Keys, key, require
+from isoloss.parallel.normalizer import MODES, Aggregation
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """path: a Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint. tokenizer: another folder to
-    take it from. from_scratch: random weights from config.json, the same for every layout for a given train.seed.
-    transformer_engine: build the layers of its fused modules."""
+class ModelConfig(Keys, group="model"):
+    """The model that is trained."""
 
-    path: str = ""
-    tokenizer: str | None = None
-    from_scratch: bool = False
-    transformer_engine: bool = False
-
-    def __post_init__(self):
-        require(bool(self.path), "model.path", self.path, "must name a Hugging Face folder or a checkpoint")
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    """train, eval: JSONL or Parquet files. max_length: tokens; overlong: what happens to a longer row.
-    cache_dir: where tokenized rows are kept; default `.cache` beside output_dir."""
-
-    train: tuple[str, ...] = ()
-    eval: tuple[str, ...] = ()
-    max_length: int = 2048
-    overlong: Literal["error", "drop", "truncate"] = "error"
-    cache_dir: str | None = None
-
-    def __post_init__(self):
-        require(self.max_length >= 2, "data.max_length", self.max_length, "must be at least 2 tokens")
+    path: str = key(
+        "",
+        "A Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint of isoloss.",
+        required=True,
+        refusal="must name a Hugging Face folder or a checkpoint",
+    )
+    tokenizer: str | None = key(None, "Another folder to take the tokenizer from; null: that of model.path.")
+    from_scratch: bool = key(
+        False,
+        "Start from random weights instead of those of model.path, of which only config.json is read then. The same "
+        "train.seed gives the same weights on every layout.",
+    )
+    transformer_engine: bool = key(
+        False, "Build the layers of Transformer Engine's fused modules (docs/transformer_engine.md); bf16 on a GPU."
+    )
 
 
 @dataclass(frozen=True)
-class BatchConfig:
-    """global_size: sequences in an optimizer step. max_tokens: token budget of a micro-batch on one model replica,
-    before it is sharded over ulysses x ring."""
+class DataConfig(Keys, group="data"):
+    """The rows to train on and to evaluate."""
 
-    global_size: int = 32
-    max_tokens: int = 8192
-
-    def __post_init__(self):
-        require(self.global_size >= 1, "batch.global_size", self.global_size, "must be at least 1")
-        require(self.max_tokens >= 2, "batch.max_tokens", self.max_tokens, "must be at least 2")
+    train: tuple[str, ...] = key((), "JSONL or Parquet files to train on; a recipe needs at least one.")
+    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: none.")
+    max_length: int = key(
+        2048,
+        "Tokens that a row may have; in reinforcement learning prompt and completion together.",
+        at_least=2,
+        refusal="must be at least 2 tokens",
+    )
+    overlong: Literal["error", "drop", "truncate"] = key(
+        "error",
+        "What happens to a longer row: the run stops and names it, it is left out, or its end is cut off. Prompts are "
+        "never truncated.",
+    )
+    cache_dir: str | None = key(
+        None, "Folder where tokenized rows are kept for the next run; null: .cache beside output_dir."
+    )
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
-    """Degrees; what is left of the world is data parallelism. sequence_parallel: null means on with tp > 1.
-    stage_layers: layers of each of the pp x vpp stages, in the order of the model; empty means balanced by FLOPs, the
-    output projection counted. cp_kernel: who exchanges tokens inside attention: isoloss (Ulysses and ring), or a kernel
-    of Transformer Engine over ulysses x ring ranks. distributed_optimizer: null means on, except in fp64.
-    overlap_grad_reduce: reduce gradients during the backward of the last micro-batch (`Engine.train_step` only).
-    gradient_accumulation_fusion: matrix products add weight gradients to the fp32 buffer themselves, which needs a
-    kernel of NVIDIA's apex, or of Transformer Engine in its layers."""
+class BatchConfig(Keys, group="batch"):
+    """How much goes into a step. Only global_size changes what is learned."""
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ulysses: int = 1
-    ring: int = 1
-    ep: int = 1
-    etp: int = 1
-    stage_layers: tuple[int, ...] = ()
-    cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = "isoloss"
-    sequence_parallel: bool | None = None
-    distributed_optimizer: bool | None = None
-    overlap_grad_reduce: bool = False
-    gradient_accumulation_fusion: bool = False
+    global_size: int = key(
+        32,
+        "Sequences in an optimizer step, over all ranks; in reinforcement learning prompts that are drawn.",
+        at_least=1,
+    )
+    max_tokens: int = key(
+        8192,
+        "Most tokens in a micro-batch of one model replica (shared by its ulysses x ring ranks). Lower it when memory "
+        "runs out: micro-batches and gradient accumulation follow from it.",
+        at_least=2,
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Keys, group="parallel"):
+    """How many ranks share what (docs/parallelism.md). What is left of the world is data parallelism. None of these
+    changes the loss.
+    """
+
+    tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
+    pp: int = key(1, "Pipeline parallelism: ranks that share the layers.", at_least=1)
+    vpp: int = key(1, "Pipeline stages on each rank, run interleaved; above 1 it needs pp > 1.", at_least=1)
+    ulysses: int = key(
+        1,
+        "Context parallelism by Ulysses: ranks that share the tokens of a row, and the heads inside attention.",
+        at_least=1,
+    )
+    ring: int = key(
+        1,
+        "Context parallelism by ring attention: ranks that share the tokens of a row, for any number of heads.",
+        at_least=1,
+    )
+    ep: int = key(1, "Expert parallelism: ranks that share the experts of a layer.", at_least=1)
+    etp: int = key(1, "Tensor parallelism inside each expert.", at_least=1)
+    stage_layers: tuple[int, ...] = key(
+        (),
+        "Layers of each of the pp x vpp stages, in the order of the model; []: balanced by FLOPs, the output "
+        "projection counted.",
+        at_least=1,
+        refusal="must give each at least 1 layer",
+    )
+    cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = key(
+        "isoloss",
+        "Who exchanges tokens inside attention over ulysses x ring ranks: isoloss, or a kernel of Transformer Engine "
+        "(docs/transformer_engine.md).",
+    )
+    sequence_parallel: bool | None = key(
+        None, "Megatron's sequence parallelism: activations between the matrices are split over tp; null: with tp > 1."
+    )
+    distributed_optimizer: bool | None = key(
+        None, "The optimizer's state is split over data-parallel ranks (ZeRO-1); null: unless train.precision is fp64."
+    )
+    overlap_grad_reduce: bool = key(False, "Reduce gradients during the backward of the last micro-batch.")
+    gradient_accumulation_fusion: bool = key(
+        False,
+        "Matrix products add weight gradients to the fp32 buffer themselves; needs a kernel of NVIDIA's apex, or "
+        "model.transformer_engine.",
+    )
 
     def __post_init__(self):
+        super().__post_init__()
         self.layout()
-        stages = self.stage_layers
-        require(all(count >= 1 for count in stages), "parallel.stage_layers", stages, "must give each at least 1 layer")
 
     def layout(self) -> Layout:
         """The layout of one model replica (dp = 1)."""
@@ -106,28 +140,28 @@ class ParallelConfig:
         )
 
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
-
-
 @dataclass(frozen=True)
 class MemoryConfig(ActivationMemory):
-    """What is computed again or kept elsewhere to save memory of the device; all of it Megatron-Core's own mechanisms.
+    """What is computed again or kept elsewhere to save memory of the device (docs/memory.md). None of these changes the
+    loss.
 
-    For activations see ActivationMemory. offload_optimizer: the share of the optimizer's state (moments and fp32
-    weights) that lives, and is stepped, in host memory."""
+    All of it is Megatron-Core's own; the keys of activations are in ActivationMemory."""
 
-    offload_optimizer: float = 0.0
+    offload_optimizer: float = key(
+        0.0,
+        "Share of the optimizer's state (moments and fp32 weights) that lives, and is stepped, in host memory. Needs "
+        "train.precision=bf16.",
+        at_least=0,
+        at_most=1,
+        refusal="must be between 0 (none of it) and 1 (all of it)",
+    )
 
     def __post_init__(self):
-        modules, layers, share = self.recompute_modules, self.recompute_layers, self.offload_optimizer
-        known = set(modules) <= set(RECOMPUTE_MODULES)
-        require(known, "memory.recompute_modules", modules, f"may only name {', '.join(RECOMPUTE_MODULES)}")
+        super().__post_init__()
+        modules, layers = self.recompute_modules, self.recompute_layers
         selective, full = self.recompute == "selective", self.recompute == "full"
         require(selective or not modules, "memory.recompute_modules", modules, "needs memory.recompute=selective")
         require(full or layers is None, "memory.recompute_layers", layers, "needs memory.recompute=full")
-        require(layers is None or layers >= 1, "memory.recompute_layers", layers, "must be at least 1, or null for all")
-        require(0 <= share <= 1, "memory.offload_optimizer", share, "must be between 0 (none of it) and 1 (all of it)")
-        require(self.offload_layers >= 0, "memory.offload_layers", self.offload_layers, "must not be negative")
 
 
 AUX_LOSSES = ("none", "sequence")
@@ -141,25 +175,34 @@ REFUSED_AUX_LOSSES = {
 
 
 @dataclass(frozen=True)
-class MoeConfig:
-    """Balancing the load of a mixture of experts (docs/moe.md tells which ways keep the promise, and why).
+class MoeConfig(Keys, group="moe"):
+    """Balancing the load of a mixture of experts (docs/moe.md tells which ways keep the promise, and why)."""
 
-    aux_loss: `sequence` is DeepSeek-V3's loss over each document, weighed by aux_loss_coef. z_loss_coef: of the squared
-    log-sum-exp of the router's logits (ST-MoE). bias_update_rate: how far an expert's selection bias moves in a step
-    towards balance (aux-loss-free balancing)."""
-
-    aux_loss: str = "none"
-    aux_loss_coef: float = 0.0
-    z_loss_coef: float = 0.0
-    bias_update_rate: float = 0.0
+    aux_loss: str = key(
+        "none", "Balance loss: none, or DeepSeek-V3's over each sequence, times aux_loss_coef.", choices=AUX_LOSSES
+    )
+    aux_loss_coef: float = key(
+        0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0, refusal="must be a number of at least 0"
+    )
+    z_loss_coef: float = key(
+        0.0,
+        "Weight of the squared log-sum-exp of the router's logits, which keeps them small (ST-MoE: 1e-3); 0: none.",
+        at_least=0,
+        refusal="must be a number of at least 0",
+    )
+    bias_update_rate: float = key(
+        0.0,
+        "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), for models that have "
+        "such biases; 0: not at all.",
+        at_least=0,
+        refusal="must be a number of at least 0",
+    )
 
     def __post_init__(self):
-        valid = f"use one of {', '.join(AUX_LOSSES)}"
         why = REFUSED_AUX_LOSSES.get(self.aux_loss, "is unknown")
-        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, f"{why}; {valid}")
-        for key in ("aux_loss_coef", "z_loss_coef", "bias_update_rate"):
-            value = getattr(self, key)
-            require(0 <= value < math.inf, f"moe.{key}", value, "must be a number of at least 0")
+        mend = f"{why}; use one of {', '.join(AUX_LOSSES)}"
+        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, mend)
+        super().__post_init__()
         if self.aux_loss == "none":
             mend = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
             require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
@@ -169,14 +212,24 @@ class MoeConfig:
 
 
 @dataclass(frozen=True)
-class LossConfig:
-    """How the loss of a step is aggregated (docs/normalization.md)."""
+class LossConfig(Keys, group="loss"):
+    """How the losses of tokens become the loss of a step (docs/normalization.md)."""
 
-    aggregation: str = "token-mean"
-    norm_length: int | None = None
-    count_fully_masked: bool = False
+    aggregation: str = key(
+        "token-mean",
+        "The mean over all tokens of the step, over sequences of their tokens' means, and so on. The step is what it "
+        "is taken over, never a micro-batch or a rank.",
+        choices=MODES,
+    )
+    norm_length: int | None = key(
+        None, "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others."
+    )
+    count_fully_masked: bool = key(
+        False, "Whether means over sequences or prompts count one that has no token to learn from."
+    )
 
     def __post_init__(self):
+        super().__post_init__()
         self.weighting()
 
     def weighting(self) -> Aggregation:
@@ -185,64 +238,79 @@ class LossConfig:
 
 
 @dataclass(frozen=True)
-class OptimConfig:
-    """AdamW. schedule runs from lr (after warmup_steps of linear warm-up) to min_lr at train.steps.
-    clip: global gradient norm; 0 switches clipping off."""
+class OptimConfig(Keys, group="optim"):
+    """AdamW and its learning rate, which rises to lr, then falls to min_lr at the last step."""
 
-    lr: float = 1e-5
-    min_lr: float = 0.0
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    clip: float = 1.0
+    lr: float = key(1e-5, "Peak learning rate.", at_least=0)
+    min_lr: float = key(0.0, "Learning rate that linear and cosine end at; at most lr.", at_least=0)
+    warmup_steps: int = key(0, "Optimizer steps in which the learning rate rises linearly to lr; 0: none.", at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("cosine", "How the learning rate falls after the warm-up.")
+    weight_decay: float = key(0.0, "AdamW's weight decay; a step takes lr x weight_decay off the weights.", at_least=0)
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "AdamW's decay rates of the mean and of the mean square of gradients.",
+        at_least=0,
+        below=1,
+        refusal="must both be in [0, 1)",
+    )
+    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the mean square.", above=0)
+    clip: float = key(
+        1.0,
+        "Largest norm of the whole gradient; a larger one is scaled down to it. 0 switches clipping off.",
+        at_least=0,
+        refusal="must not be negative (0 switches clipping off)",
+    )
 
     def __post_init__(self):
-        require(self.lr >= 0, "optim.lr", self.lr, "must not be negative")
-        require(0 <= self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
-        require(self.warmup_steps >= 0, "optim.warmup_steps", self.warmup_steps, "must not be negative")
-        require(self.weight_decay >= 0, "optim.weight_decay", self.weight_decay, "must not be negative")
-        require(self.eps > 0, "optim.eps", self.eps, "must be positive")
-        require(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas, "must both be in [0, 1)")
-        require(self.clip >= 0, "optim.clip", self.clip, "must not be negative (0 switches clipping off)")
+        super().__post_init__()
+        require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
 
 
 @dataclass(frozen=True)
-class TrainConfig:
-    """steps wins over epochs and goes round the data, reshuffled by (seed, epoch).
-    eval_every: steps between evaluations, besides one before the first step and one after the last (0: only those).
-    max_bad_steps: consecutive steps with a non-finite loss or gradient (never applied) after which the run ends."""
+class TrainConfig(Keys, group="train"):
+    """How long, in what precision, and from which random numbers."""
 
-    steps: int | None = None
-    epochs: int = 1
-    seed: int = 0
-    precision: Literal["fp32", "bf16", "fp64"] = "fp32"
-    deterministic: bool = False
-    eval_every: int = 0
-    max_bad_steps: int = 3
-
-    def __post_init__(self):
-        require(self.steps is None or self.steps >= 1, "train.steps", self.steps, "must be at least 1, or null")
-        require(self.seed >= 0, "train.seed", self.seed, "must not be negative")
-        require(self.epochs >= 1, "train.epochs", self.epochs, "must be at least 1")
-        require(self.eval_every >= 0, "train.eval_every", self.eval_every, "must not be negative (0 switches it off)")
-        require(self.max_bad_steps >= 1, "train.max_bad_steps", self.max_bad_steps, "must be at least 1")
+    steps: int | None = key(
+        None,
+        "Optimizer steps of the whole run, going round the data; null: as many as train.epochs make.",
+        at_least=1,
+        refusal="must be at least 1, or null",
+    )
+    epochs: int = key(1, "Times through data.train, in a new order each, where train.steps is null.", at_least=1)
+    seed: int = key(0, "Decides the order of the data, random weights, and what is sampled.", at_least=0)
+    precision: Literal["fp32", "bf16", "fp64"] = key(
+        "fp32",
+        "Of weights and activations; bf16 keeps fp32 weights in the optimizer and fp32 gradients. fp64 is for proofs.",
+    )
+    deterministic: bool = key(False, "Refuse or replace operations of a GPU that give other bits on every run.")
+    eval_every: int = key(
+        0,
+        "Optimizer steps between evaluations on data.eval, besides one before the first step and one after the last; "
+        "0: only those.",
+        at_least=0,
+        refusal="must not be negative (0 switches it off)",
+    )
+    max_bad_steps: int = key(
+        3,
+        "Consecutive steps with a loss or gradient that is not finite (they are never applied) after which the run "
+        "ends.",
+        at_least=1,
+    )
 
 
 @dataclass(frozen=True)
-class CheckpointConfig:
-    """every: steps between checkpoints, besides one after the last step (0: only that one). keep: how many stay.
-    resume: go on from the newest checkpoint of output_dir. export_hf: leave a Hugging Face folder at the end."""
+class CheckpointConfig(Keys, group="checkpoint"):
+    """What a run leaves in output_dir, and how it goes on (docs/checkpoints.md)."""
 
-    every: int = 0
-    keep: int = 2
-    resume: bool = False
-    export_hf: bool = True
-
-    def __post_init__(self):
-        require(self.every >= 0, "checkpoint.every", self.every, "must not be negative (0: only after the last step)")
-        require(self.keep >= 1, "checkpoint.keep", self.keep, "must be at least 1")
+    every: int = key(
+        0,
+        "Optimizer steps between checkpoints, besides one after the last step; 0: only that one.",
+        at_least=0,
+        refusal="must not be negative (0: only after the last step)",
+    )
+    keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
+    resume: bool = key(False, "Go on after the newest checkpoint of output_dir, on any layout.")
+    export_hf: bool = key(True, "Leave a Hugging Face folder, hf, in output_dir at the end.")
 
 
 @dataclass(frozen=True)
@@ -259,7 +327,9 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    output_dir: str | None = None
+    output_dir: str | None = key(
+        None, "Folder of the run; null: runs/RECIPE-PRESET, numbered if that holds a run already."
+    )
 
     @property
     def distributed_optimizer(self) -> bool:

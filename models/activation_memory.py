@@ -4,16 +4,34 @@ offloading, switched on (docs/memory.md)."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from isoloss.parallel.keys import Keys, key
+
+RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
+
 
 @dataclass(frozen=True)
-class ActivationMemory:
-    """recompute: nothing; selective: the insides of `recompute_modules` (none named: core_attn); full: whole layers, or
-    only the first `recompute_layers` of each stage. offload_layers: so many layers' activations wait in host memory."""
+class ActivationMemory(Keys, group="memory"):
+    """The keys of activations; those of the rest are in isoloss.engine.config.MemoryConfig."""
 
-    recompute: Literal["none", "selective", "full"] = "none"
-    recompute_modules: tuple[str, ...] = ()
-    recompute_layers: int | None = None
-    offload_layers: int = 0
+    recompute: Literal["none", "selective", "full"] = key(
+        "none",
+        "Activations that the backward computes again instead of keeping them: none, those inside recompute_modules, "
+        "or those of whole layers (least memory, a third more work).",
+    )
+    recompute_modules: tuple[str, ...] = key(
+        (),
+        "Modules to compute again, with recompute=selective; []: core_attn (the attention product).",
+        choices=RECOMPUTE_MODULES,
+    )
+    recompute_layers: int | None = key(
+        None,
+        "With recompute=full: only so many first layers of each pipeline stage; null: all.",
+        at_least=1,
+        refusal="must be at least 1, or null for all",
+    )
+    offload_layers: int = key(
+        0, "So many layers' activations wait in host memory until the backward (needs Transformer Engine).", at_least=0
+    )
 
     def settings(self) -> dict[str, Any]:
         """The fields of Megatron's TransformerConfig that say so. Saved activations stay whole on every TP rank

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from isoloss.engine.config_tree import build, defaults, known_keys, unknown_key
+from isoloss.engine.key_help import terminal_help
 from isoloss.parallel import UserError, launch
 
 CONF = Path(__file__).parent / "conf"
@@ -43,14 +45,22 @@ def main(
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
-        epilog=f"presets: {', '.join(presets(recipe))}. keys: {', '.join(known_keys(config_class))}",
+        epilog=f"presets: {', '.join(presets(recipe))}",
+        add_help=False,
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="preset=NAME, and any key of the configuration"
     )
+    parser.add_argument(
+        "-h", "--help", nargs="?", const="", metavar="GROUP", help="tell about every key, or those of a group, and stop"
+    )
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
     arguments = parser.parse_args(argv)
     try:
+        if arguments.help is not None:
+            told = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
+            print(told if arguments.help else f"{parser.format_help()}\n{told}", end="")
+            return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
         if arguments.cfg:
             print(yaml.safe_dump(values, sort_keys=False), end="")

@@ -3,185 +3,188 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from isoloss.engine.config import Config, require
+from isoloss.engine.config import Config
 from isoloss.parallel import UserError
+from isoloss.parallel.keys import Keys, key, require
 from isoloss.parallel.normalizer import MODES
 
 
 @dataclass(frozen=True)
-class RolloutConfig:
-    """How completions are generated.
+class RolloutConfig(Keys, group="rollout"):
+    """How completions are generated (docs/rollout.md)."""
 
-    backend: `transformers` runs in the training processes, `sglang` on the servers of rollout.servers.
-    num_generations: completions of each prompt. max_new_tokens: of a completion. eval_temperature: of evaluations;
-    null means temperature. concurrency: completions under way at a time, of each rank (transformers) or in all
-    (sglang). bucket_mb: weights travel to the backend in buckets of this size.
-
-    For sglang only: servers: base URLs, such as http://node1:30000. router: base URL of a router that spreads
-    generation over them. weight_sync: `broadcast` through a process group with the servers (NCCL, or gloo on CPU),
-    `tensor` by handles to memory of the same machine, `disk` through sync_dir. timeout: seconds to wait for a server.
-    server_command: starts and restarts a server for each of `servers` here, such as "python -m sglang.launch_server
-    --model-path {model} --host {host} --port {port}"; null: somebody else does. colocated: servers share the trainer's
-    GPUs and give their memory back while it trains.
-    """
-
-    backend: Literal["transformers", "sglang"] = "transformers"
-    num_generations: int = 8
-    max_new_tokens: int = 1024
-    temperature: float = 1.0
-    top_p: float = 1.0
-    eval_temperature: float | None = None
-    concurrency: int = 256
-    bucket_mb: int = 512
-    servers: tuple[str, ...] = ()
-    router: str | None = None
-    weight_sync: Literal["broadcast", "tensor", "disk"] = "broadcast"
-    sync_dir: str | None = None
-    timeout: float = 600.0
-    server_command: str | None = None
-    colocated: bool = False
+    backend: Literal["transformers", "sglang"] = key(
+        "transformers",
+        "Who generates: a transformers model inside the training processes, or the SGLang servers of rollout.servers.",
+    )
+    num_generations: int = key(8, "Completions of each prompt, a group.", at_least=1)
+    max_new_tokens: int = key(1024, "Most tokens of a completion.", at_least=1)
+    temperature: float = key(
+        1.0,
+        "Sampling temperature; the trainer's log-probabilities are taken at it too.",
+        above=0,
+        refusal="must be above 0: greedy completions are all alike and teach nothing",
+    )
+    top_p: float = key(1.0, "Sample among the likeliest tokens of this total probability; 1: all.", above=0, at_most=1)
+    eval_temperature: float | None = key(
+        None,
+        "Temperature of evaluations; 0: greedy, null: rollout.temperature.",
+        at_least=0,
+        refusal="must not be negative (0 is greedy, null the temperature of training)",
+    )
+    concurrency: int = key(
+        256, "Completions under way at a time: of each rank (transformers), or on all servers (sglang).", at_least=1
+    )
+    bucket_mb: int = key(512, "Weights travel to the backend in buckets of so many MiB.", at_least=1)
+    servers: tuple[str, ...] = key((), "sglang: base URLs of the servers, such as http://node1:30000.")
+    router: str | None = key(
+        None, "sglang: base URL of a router that spreads generation over the servers; null: rank 0 spreads it."
+    )
+    weight_sync: Literal["broadcast", "tensor", "disk"] = key(
+        "broadcast",
+        "sglang: how weights travel: through a process group with the servers (NCCL, gloo on CPUs), by handles to "
+        "memory of the same machine, or through sync_dir.",
+    )
+    sync_dir: str | None = key(None, "sglang: folder for weight_sync=disk, which trainer and servers both see.")
+    timeout: float = key(600.0, "sglang: seconds to wait for a server.", above=0, refusal="must be positive seconds")
+    server_command: str | None = key(
+        None,
+        'sglang: command that starts, and restarts, each of the servers on this machine, such as "python -m '
+        'sglang.launch_server --model-path {model} --host {host} --port {port}"; null: somebody else runs them.',
+    )
+    colocated: bool = key(
+        False, "sglang: servers share the trainer's GPUs, and give their memory back while it trains."
+    )
 
     def __post_init__(self):
-        require(self.num_generations >= 1, "rollout.num_generations", self.num_generations, "must be at least 1")
-        require(self.max_new_tokens >= 1, "rollout.max_new_tokens", self.max_new_tokens, "must be at least 1")
-        require(
-            self.temperature > 0,
-            "rollout.temperature",
-            self.temperature,
-            "must be above 0: greedy completions are all alike and teach nothing",
-        )
-        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be above 0 and at most 1")
-        require(
-            self.eval_temperature is None or self.eval_temperature >= 0,
-            "rollout.eval_temperature",
-            self.eval_temperature,
-            "must not be negative (0 is greedy, null the temperature of training)",
-        )
-        require(self.concurrency >= 1, "rollout.concurrency", self.concurrency, "must be at least 1")
-        require(self.bucket_mb >= 1, "rollout.bucket_mb", self.bucket_mb, "must be at least 1")
-        require(self.timeout > 0, "rollout.timeout", self.timeout, "must be positive seconds")
+        super().__post_init__()
         if self.backend == "sglang" and not self.servers:
             raise UserError(
                 "rollout.servers=[] must name at least one server, such as http://localhost:30000, with "
                 "rollout.backend=sglang"
             )
         urls = [("rollout.servers", url) for url in self.servers]
-        for key, url in [*urls, ("rollout.router", self.router)]:
+        for name, url in [*urls, ("rollout.router", self.router)]:
             is_url = url is None or url.startswith(("http://", "https://"))
-            require(is_url, key, url, "is not a URL; it must begin with http:// or https://")
+            require(is_url, name, url, "is not a URL; it must begin with http:// or https://")
 
 
 @dataclass(frozen=True)
-class RewardConfig:
-    """function: `package.module:function`, `file.py:function`, or one of the built-in names `exact_match`, `math`,
-    `format`; several, with weights, as function=[math, mine.py:style] weights=[1, 0.2]. timeout: seconds for a
-    call of a function, after which its worker process is killed (a call is for one completion; in TRL's convention for
-    all). workers: processes."""
+class RewardConfig(Keys, group="reward"):
+    """What a completion earns (docs/rewards.md)."""
 
-    function: tuple[str, ...] = ("exact_match",)
-    weights: tuple[float, ...] = ()
-    timeout: float = 30.0
-    workers: int = 2
+    function: tuple[str, ...] = key(
+        ("exact_match",),
+        "One function or several: exact_match, math, format, file.py:function or package.module:function. The reward "
+        "is their weighted sum.",
+        required=True,
+        refusal="must name at least one function",
+    )
+    weights: tuple[float, ...] = key((), "A weight for each function; []: 1 for all.")
+    timeout: float = key(
+        30.0,
+        "Seconds for a call, after which its worker process is killed. A call is for one completion; in TRL's "
+        "convention for all of a batch.",
+        above=0,
+        refusal="must be positive seconds",
+    )
+    workers: int = key(2, "Processes that call the functions.", at_least=1)
 
     def __post_init__(self):
-        require(len(self.function) >= 1, "reward.function", list(self.function), "must name at least one function")
+        super().__post_init__()
         require(
             not self.weights or len(self.weights) == len(self.function),
             "reward.weights",
             list(self.weights),
             f"must be as many as the {len(self.function)} of reward.function, or none",
         )
-        require(self.timeout > 0, "reward.timeout", self.timeout, "must be positive seconds")
-        require(self.workers >= 1, "reward.workers", self.workers, "must be at least 1")
 
 
 @dataclass(frozen=True)
-class AlgorithmConfig:
-    """What is learned from the rewards.
+class AlgorithmConfig(Keys, group="algorithm"):
+    """What is learned from the rewards (docs/rl.md has the formulas)."""
 
-    advantage: `grpo` (group mean and standard deviation), `dr-grpo` (group mean), `rloo` (mean of the others),
-    `reinforce++` (return with KL in the reward, whitened over the batch), `reinforce++-baseline` (group mean, whitened
-    over the batch), `gae` (with a critic). loss: `clip` (PPO), `gspo`, `cispo`, `reinforce`.
-    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]. dual_clip: bound of ratio x advantage
-    where the advantage is negative; null: none.
-
-    kl_coef: weight of the KL divergence from the initial policy, 0: none. kl_in: as a term of the loss or taken off
-    the reward. kl_estimator: k1, k2 or k3. kl_aggregation, entropy_aggregation: null means loss.aggregation
-    (seq-mean-token-sum-norm, where that is another, divides by rollout.max_new_tokens). entropy_coef: weight of the
-    entropy bonus. reference_offload: the initial policy's weights wait in CPU memory.
-
-    old_logprobs: the policy that the ratio starts from: `train` (computed before the first mini-batch) or `rollout` (as
-    the backend told). importance: correction for the difference of the two, `token` or `sequence`, truncated at
-    importance_cap.
-
-    minibatches, epochs: optimizer steps of a generated batch are minibatches x epochs.
-    dynamic_sampling: groups whose rewards are all alike are dropped and others drawn, for at most max_draws rounds;
-    on_shortage: then an `error`, or go on with a `smaller` batch.
-    mask_truncated: completions that met max_new_tokens teach nothing. overlong_buffer, overlong_penalty: the last
-    overlong_buffer tokens before max_new_tokens cost a linearly growing part of the penalty.
-    gamma, gae_lambda: of returns and advantages over tokens. value_clip: of the critic's change; null: none.
-    critic_lr: the critic's learning rate; the rest of its optimizer is the policy's.
-    """
-
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = "grpo"
-    loss: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    dual_clip: float | None = None
-    kl_coef: float = 0.0
-    kl_in: Literal["loss", "reward"] = "loss"
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    kl_aggregation: str | None = None
-    entropy_coef: float = 0.0
-    entropy_aggregation: str | None = None
-    reference_offload: bool = False
-    old_logprobs: Literal["train", "rollout"] = "train"
-    importance: Literal["none", "token", "sequence"] = "none"
-    importance_cap: float = 2.0
-    minibatches: int = 1
-    epochs: int = 1
-    dynamic_sampling: bool = False
-    max_draws: int = 10
-    on_shortage: Literal["error", "smaller"] = "error"
-    mask_truncated: bool = False
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    gamma: float = 1.0
-    gae_lambda: float = 1.0
-    value_clip: float | None = 0.2
-    critic_lr: float = 1e-5
+    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = key(
+        "grpo",
+        "How rewards become advantages: by mean and standard deviation of the group (grpo), its mean (dr-grpo), the "
+        "mean of the others (rloo), returns whitened over the batch (reinforce++), the group's mean, whitened over the "
+        "batch (reinforce++-baseline), or a critic (gae: PPO).",
+    )
+    loss: Literal["clip", "gspo", "cispo", "reinforce"] = key(
+        "clip",
+        "Loss of the policy: PPO's clipped ratio of each token (clip), or of the sequence (gspo), the clipped ratio as "
+        "a constant weight (cispo), no ratio (reinforce).",
+    )
+    clip_low: float = key(0.2, "The ratio is clipped from below to 1 - clip_low.", at_least=0)
+    clip_high: float = key(0.2, "The ratio is clipped from above to 1 + clip_high (DAPO: 0.28).", at_least=0)
+    dual_clip: float | None = key(
+        None,
+        "With loss=clip: where the advantage is negative, a ratio counts for at most this; null: without limit.",
+        above=1,
+        refusal="must be above 1 (null switches it off)",
+    )
+    kl_coef: float = key(
+        0.0, "Weight of the KL divergence from the initial policy; 0: none, and no reference model.", at_least=0
+    )
+    kl_in: Literal["loss", "reward"] = key("loss", "The KL divergence is a term of the loss, or taken off the reward.")
+    kl_estimator: Literal["k1", "k2", "k3"] = key(
+        "k3", "Its estimate from a token with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d."
+    )
+    kl_aggregation: str | None = key(None, "As loss.aggregation, for the KL term; null: the same.", choices=MODES)
+    entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss; 0: none.", at_least=0)
+    entropy_aggregation: str | None = key(
+        None, "As loss.aggregation, for the entropy bonus; null: the same.", choices=MODES
+    )
+    reference_offload: bool = key(False, "The initial policy's weights wait in CPU memory while they are not needed.")
+    old_logprobs: Literal["train", "rollout"] = key(
+        "train",
+        "The probabilities that the ratio starts from: of the policy that generated, as the trainer computes them, or "
+        "as the rollout backend told them.",
+    )
+    importance: Literal["none", "token", "sequence"] = key(
+        "none",
+        "Weigh the loss by the trainer's over the backend's probability, of each token or of the whole sequence, at "
+        "most importance_cap. With old_logprobs=rollout only for loss=reinforce.",
+    )
+    importance_cap: float = key(2.0, "Largest importance weight.", above=0)
+    minibatches: int = key(1, "Optimizer steps that a generated batch is split into, in one epoch.", at_least=1)
+    epochs: int = key(1, "Times that a generated batch is gone through.", at_least=1)
+    dynamic_sampling: bool = key(
+        False, "Drop groups whose rewards are all alike, and draw other prompts for them (DAPO)."
+    )
+    max_draws: int = key(10, "Most rounds of drawing for a batch, with dynamic_sampling.", at_least=1)
+    on_shortage: Literal["error", "smaller"] = key(
+        "error", "If these rounds do not fill the batch: stop, or go on with a smaller one."
+    )
+    mask_truncated: bool = key(False, "Completions that met rollout.max_new_tokens teach nothing.")
+    overlong_buffer: int = key(
+        0,
+        "Tokens: over so many before rollout.max_new_tokens the reward falls linearly, by overlong_penalty in the end; "
+        "0: none.",
+        at_least=0,
+    )
+    overlong_penalty: float = key(1.0, "Taken off the reward of a completion of full length.", at_least=0)
+    gamma: float = key(1.0, "Discount of returns per token, for reinforce++ and gae.", at_least=0, at_most=1)
+    gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation.", at_least=0, at_most=1)
+    value_clip: float | None = key(
+        0.2,
+        "With gae: how far the critic's value may move from the old one; null: without limit.",
+        above=0,
+        refusal="must be positive (null switches it off)",
+    )
+    critic_lr: float = key(
+        1e-5, "With gae: the critic's learning rate, constant; the rest of its optimizer is as in optim.", at_least=0
+    )
 
     def __post_init__(self):
-        for name in ("clip_low", "clip_high", "kl_coef", "entropy_coef", "overlong_buffer", "overlong_penalty"):
-            require(getattr(self, name) >= 0, f"algorithm.{name}", getattr(self, name), "must not be negative")
-        for name in ("minibatches", "epochs", "max_draws"):
-            require(getattr(self, name) >= 1, f"algorithm.{name}", getattr(self, name), "must be at least 1")
-        for name in ("gamma", "gae_lambda"):
-            require(0 <= getattr(self, name) <= 1, f"algorithm.{name}", getattr(self, name), "must be in [0, 1]")
+        super().__post_init__()
         require(self.clip_low < 1 or self.loss == "cispo", "algorithm.clip_low", self.clip_low, "must be below 1")
-        require(
-            self.dual_clip is None or self.dual_clip > 1,
-            "algorithm.dual_clip",
-            self.dual_clip,
-            "must be above 1 (null switches it off)",
-        )
         require(
             self.dual_clip is None or self.loss == "clip",
             "algorithm.dual_clip",
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
         )
-        require(self.importance_cap > 0, "algorithm.importance_cap", self.importance_cap, "must be positive")
-        require(
-            self.value_clip is None or self.value_clip > 0,
-            "algorithm.value_clip",
-            self.value_clip,
-            "must be positive (null switches it off)",
-        )
-        require(self.critic_lr >= 0, "algorithm.critic_lr", self.critic_lr, "must not be negative")
-        for name in ("kl_aggregation", "entropy_aggregation"):
-            mode = getattr(self, name)
-            require(mode is None or mode in MODES, f"algorithm.{name}", mode, f"is not one of {', '.join(MODES)}")
         if self.importance != "none" and self.old_logprobs == "rollout" and self.loss != "reinforce":
             raise UserError(
                 f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the "

@@ -153,7 +153,7 @@ def test_nothing_is_balanced_unless_asked():
         ({"aux_loss_coef": 0.1}, "moe.aux_loss_coef=0.1 weighs no loss: set moe.aux_loss=sequence"),
         ({"aux_loss": "sequence"}, "moe.aux_loss_coef=0.0 leaves moe.aux_loss=sequence without effect"),
         ({"z_loss_coef": -0.1}, "moe.z_loss_coef=-0.1 must be a number of at least 0"),
-        ({"bias_update_rate": float("nan")}, "moe.bias_update_rate=nan must be a number of at least 0"),
+        ({"bias_update_rate": float("nan")}, "moe.bias_update_rate=nan must be a finite number"),
     ],
 )
 def test_values_that_are_refused(values, message):

@@ -1,0 +1,115 @@
+"""What a user reads about the keys of a configuration, made from the dataclasses: `--help`, docs/configuration.md."""
+
+import dataclasses
+import difflib
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+from isoloss.parallel import UserError
+from isoloss.parallel.keys import choices_of
+
+READING = (
+    "Each key is shown as key=default, then what it takes. Presets change some defaults: --cfg shows what a run would "
+    "get. A list is written as [a,b], and null stands for no value."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyHelp:
+    """name: dotted. default: as it is written on a command line; None where the key is required."""
+
+    name: str
+    takes: str
+    default: str | None
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """name: "" for the keys without a group. text: the first paragraph of the docstring of its class."""
+
+    name: str
+    text: str
+    keys: tuple[KeyHelp, ...]
+
+
+def groups(cls: Any) -> Iterator[Group]:
+    """The groups of a configuration class in its order, then its keys without a group."""
+    loose = []
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            text = " ".join((field.type.__doc__ or "").split("\n\n")[0].split())
+            keys = tuple(_key(f"{field.name}.", each) for each in dataclasses.fields(field.type))
+            yield Group(field.name, text, keys)
+        else:
+            loose.append(_key("", field))
+    yield Group("", "Keys without a group.", tuple(loose))
+
+
+def terminal_help(cls: Any, topic: str, columns: int) -> str:
+    """All groups, or with a `topic` one group or one key, in lines of at most `columns`. Raises UserError for a topic
+    that does not exist."""
+    shown = list(groups(cls))
+    if topic:
+        shown = [group for group in (_only(group, topic) for group in shown) if group.keys]
+    if not shown:
+        names = [group.name for group in groups(cls) if group.name]
+        near = difflib.get_close_matches(topic, [*names, *(k.name for g in groups(cls) for k in g.keys)], 1, 0.5)
+        guess = f"did you mean {near[0]!r}?" if near else f"groups: {', '.join(names)}"
+        raise UserError(f"--help {topic}: there is no such group or key; {guess}")
+    width = max(40, min(columns, 120))
+    lines = textwrap.wrap(READING, width)
+    for group in shown:
+        lines += ["", *textwrap.wrap(f"{group.name}: {group.text}" if group.name else group.text, width)]
+        for key in group.keys:
+            head = key.name if key.default is None else f"{key.name}={key.default}"
+            note = key.takes if key.default is not None else f"{key.takes}; required"
+            lines += _wrapped(f"{head}  ({note})", width, "  ", " " * 6)
+            lines += _wrapped(key.text, width, " " * 6, " " * 6)
+    return "\n".join(lines) + "\n"
+
+
+def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _only(group: Group, topic: str) -> Group:
+    keys = group.keys if group.name == topic else tuple(key for key in group.keys if key.name == topic)
+    return dataclasses.replace(group, keys=keys)
+
+
+def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
+    meaning = field.metadata["key"]
+    default = None if meaning.required and not field.default else _written(field.default)
+    return KeyHelp(f"{prefix}{field.name}", _takes(field), default, meaning.text)
+
+
+def _written(value: Any) -> str:
+    """A value as it is written on a command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
+
+
+def _takes(field: "dataclasses.Field[Any]") -> str:
+    """Such as "integer >= 1 or null", "grpo | gae", "list of 2 numbers >= 0 and < 1"."""
+    kind, choices = field.type, " | ".join(choices_of(field))
+    null = types.NoneType in typing.get_args(kind)
+    if null:
+        kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
+    if typing.get_origin(kind) is tuple:
+        items = typing.get_args(kind)
+        plural = {int: "integers", float: "numbers"}.get(items[0], "texts")
+        words = f"list of {choices or (plural if items[-1] is Ellipsis else f'{len(items)} {plural}')}"
+    else:
+        words = choices or {int: "integer", float: "number", bool: "true | false"}.get(kind, "text")
+    bounds = " and ".join(f"{sign} {bound}" for sign, bound in field.metadata["key"].bounds())
+    ending = "" if not null else " | null" if "|" in words else " or null"
+    return " ".join(part for part in (words, bounds) if part) + ending

@@ -1,0 +1,127 @@
+"""A key of the configuration: its default, meaning and bounds, written once, beside the field of its dataclass.
+
+`key` makes such a field, and `Keys` is the base that holds every value against its bounds, whoever builds the object.
+isoloss.engine.key_help tells a user what is written here.
+"""
+
+import dataclasses
+import math
+import typing
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from isoloss.parallel.errors import UserError
+
+
+def require(holds: bool, key: str, value: object, mend: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value!r} {mend}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Meaning:
+    """What is known of a key besides its name, type and default; the arguments of `key`."""
+
+    text: str
+    required: bool = False
+    choices: tuple[str, ...] = ()
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    refusal: str | None = None
+
+    def bounds(self) -> list[tuple[str, float]]:
+        """Such as [(">=", 0), ("<", 1)]."""
+        each = ((">=", self.at_least), (">", self.above), ("<=", self.at_most), ("<", self.below))
+        return [(sign, bound) for sign, bound in each if bound is not None]
+
+    def within(self, number: float) -> bool:
+        holds = {">=": number.__ge__, ">": number.__gt__, "<=": number.__le__, "<": number.__lt__}
+        return all(holds[sign](bound) for sign, bound in self.bounds())
+
+    def must(self, each: str) -> str:
+        """What a refused number is told: "must not be negative". each: "" or, of a list, "each "."""
+        if self.refusal is not None:
+            return self.refusal
+        match self.bounds():
+            case [(">=", 0)] if not each:
+                return "must not be negative"
+            case [(">", 0)] if not each:
+                return "must be positive"
+            case [(">=", low), ("<=" | "<" as sign, high)]:
+                return f"must {each}be in [{low}, {high}{']' if sign == '<=' else ')'}"
+            case several:
+                words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+                return f"must {each}be {' and '.join(f'{words[sign]} {bound}' for sign, bound in several)}"
+
+
+def key(
+    default: Any,
+    text: str,
+    *,
+    required: bool = False,
+    choices: Sequence[str] = (),
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+    refusal: str | None = None,
+) -> Any:
+    """A field of a `Keys` class.
+
+    text: its meaning, for `--help` and docs/configuration.md: units, what null means. required: the default, something
+    empty, is refused. choices: the valid names, where its type, a Literal, does not tell them. Bounds and choices hold
+    for each item of a list, and not for null. refusal: what follows `key=value` where it is out of bounds, instead of
+    words made from these.
+    """
+    meaning = Meaning(text, required, tuple(choices), at_least, above, at_most, below, refusal)
+    return dataclasses.field(default=default, metadata={"key": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Base of a group of keys: `class OptimConfig(Keys, group="optim")`. Raises UserError for a value out of bounds.
+
+    A class with a `__post_init__` of its own, for rules between keys, calls this one's in it.
+    """
+
+    _group = ""
+
+    def __init_subclass__(cls, group: str | None = None, **others: Any):
+        super().__init_subclass__(**others)
+        if group is not None:
+            cls._group = group
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _check(f"{self._group}.{field.name}", field, getattr(self, field.name))
+
+
+def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The valid names of a key, or of the items of its list; none where any value will do."""
+    return field.metadata["key"].choices or _literals(field.type)
+
+
+def _literals(kind: Any) -> tuple[str, ...]:
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    return next((names for part in typing.get_args(kind) if (names := _literals(part))), ())
+
+
+def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
+    meaning, choices = field.metadata["key"], choices_of(field)
+    is_list = isinstance(value, tuple)
+    if meaning.required:
+        require(bool(value), name, list(value) if is_list else value, meaning.must(""))
+    if value is None:
+        return
+    items = value if is_list else (value,)
+    if choices:
+        verb = "may only name" if is_list else "is not one of"
+        require(all(item in choices for item in items), name, value, f"{verb} {', '.join(choices)}")
+    for item in items:
+        if isinstance(item, float):
+            require(math.isfinite(item), name, value, "must be a finite number")
+        if isinstance(item, (int, float)):
+            require(meaning.within(item), name, value, meaning.must("each " if is_list else ""))
