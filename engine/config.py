@@ -208,12 +208,14 @@ class OptimConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     """steps wins over epochs and goes round the data, reshuffled by (seed, epoch).
+    device: auto is the GPU where torch sees one, else the CPU unless nvidia-smi sees a GPU, which is refused.
     eval_every: steps between evaluations, besides one before the first step and one after the last (0: only those).
     max_bad_steps: consecutive steps with a non-finite loss or gradient (never applied) after which the run ends."""
 
     steps: int | None = None
     epochs: int = 1
     seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     precision: Literal["fp32", "bf16", "fp64"] = "fp32"
     deterministic: bool = False
     eval_every: int = 0
