@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from isoloss.engine.checkpoint_writer import SaveInProcess
 from isoloss.engine.optimizer import complete_state
 from isoloss.models import checkpoint_hf, manifest
 from isoloss.models.architecture import Architecture
@@ -49,7 +50,7 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial))
+    dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial), SaveInProcess())
     dist.barrier()
     if dist.get_rank() == 0:
         checkpoint_hf.copy_sidecars(huggingface, partial / HUGGINGFACE, arch)

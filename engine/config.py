@@ -278,6 +278,11 @@ class TrainConfig(Keys, group="train"):
     )
     epochs: int = key(1, "Times through data.train, in a new order each, where train.steps is null.", at_least=1)
     seed: int = key(0, "Decides the order of the data, random weights, and what is sampled.", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto",
+        "What to run on. auto: the GPU where torch sees one, else the CPU; where nvidia-smi sees a GPU that torch does "
+        "not see, it is refused.",
+    )
     precision: Literal["fp32", "bf16", "fp64"] = key(
         "fp32",
         "Of weights and activations; bf16 keeps fp32 weights in the optimizer and fp32 gradients. fp64 is for proofs.",

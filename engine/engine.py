@@ -31,7 +31,7 @@ from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.stages import stage_layers
 from isoloss.models.value_head import CriticWeights
 from isoloss.models.weight_stream import Receives, stream_weights
-from isoloss.parallel import Layout, Mesh, UserError, launch
+from isoloss.parallel import Layout, Mesh, UserError, device, launch
 from isoloss.parallel.normalizer import Aggregation
 
 TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
@@ -267,6 +267,7 @@ def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
     Raises UserError where they do not fit together. Enters no collective and needs no process group.
     """
     nvidia_apex.check()
+    device.check(config.train.device)
     arch = read_architecture(config.model.path)
     layout = config.parallel.layout().with_world(_world_size())
     legality.check(config, arch, layout)

@@ -10,7 +10,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import yaml
 
@@ -19,7 +18,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
 from isoloss.models import manifest, transformer_engine
 from isoloss.models.registry import read_architecture
-from isoloss.parallel import UserError
+from isoloss.parallel import UserError, device
 
 
 def check_output(config: Config, run_name: str) -> None:
@@ -136,7 +135,7 @@ def _provenance(config: Config) -> dict:
         "world_size": layout.world_size,
         "layers": transformer_engine.description(config.model.transformer_engine),
         "optimizer": OPTIMIZER,
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu",
+        "device": device.describe(layout.world_size),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
         "git_revision": git.stdout.strip() or None,

@@ -18,7 +18,7 @@ from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resum
 from isoloss.models import transformer_engine
 from isoloss.models.registry import hf_folder, read_architecture
 from isoloss.models.weights import num_parameters
-from isoloss.parallel import UserError
+from isoloss.parallel import UserError, device
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
 EVAL_LOSS = Loss.of(negative_log_likelihood)
@@ -53,6 +53,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     Raises UserError for what the user can mend; nothing has been written by then unless training had started.
     """
     # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
+    device.check_fallback(config.train.device)
     check_model(config)
     check_output(config, run_name)
     data = load_data(config)
@@ -120,12 +121,12 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
     """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later."""
     source = f"random weights (train.seed={config.train.seed})" if config.model.from_scratch else "its weights"
     lines = [
+        f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
         f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, {source}, layers of "
         f"{transformer_engine.description(config.model.transformer_engine)}",
         f"data: {len(data.train):,} rows of {', '.join(config.data.train)}; "
         + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
-        f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {config.train.precision}, "
-        f"{spread(engine)}, into {output_dir}",
+        f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {spread(engine)}, into {output_dir}",
     ]
     return [*lines, *resumed(config, output_dir, step, data.total_steps)]
 

@@ -21,6 +21,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def visible_gpus() -> str | None:
+    """The GPUs that the environment leaves this process, as CUDA reads it; None: all of them."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def use_deterministic_algorithms() -> None:
     """Bit-equal repetitions: torch raises where it has no deterministic kernel. Before the first CUDA call."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic

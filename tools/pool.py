@@ -7,9 +7,11 @@ Importing Megatron costs seconds a process; re-creating a process group costs te
 import contextlib
 import gc
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -19,7 +21,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from isoloss.parallel import UserError, mesh
+from isoloss.parallel import UserError, mesh, processes
 
 # A worker with more threads is replaced: Megatron's distributed optimizer sits in a reference cycle through C++, which
 # Python cannot collect, so each one that was built keeps its process groups, and every gloo group its threads.
@@ -32,6 +34,15 @@ class WorkerError(RuntimeError):
     """A rank failed; the message is its traceback. The pool has been restarted."""
 
 
+@dataclass(frozen=True)
+class Worker:
+    """lifeline: our end of the pipe with which it ends (`isoloss.parallel.processes`)."""
+
+    process: Any
+    connection: Connection
+    lifeline: Connection
+
+
 class WorkerPool:
     """`size` worker processes; rank i of every world is worker i. Use as a context manager."""
 
@@ -42,7 +53,7 @@ class WorkerPool:
         self._context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if self._context.get_start_method() == "forkserver":
             self._context.set_forkserver_preload(PRELOAD)
-        self._workers: list[tuple[Any, Connection]] = []
+        self._workers: list[Worker] = []
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -61,10 +72,10 @@ class WorkerPool:
         for index in range(world):
             if index == len(self._workers):
                 self._workers.append(self._start_worker(index))
-            elif _worn_out(self._workers[index][0]):
-                self._stop_worker(*self._workers[index])
+            elif _worn_out(self._workers[index].process):
+                self._stop_worker(self._workers[index])
                 self._workers[index] = self._start_worker(index)
-        connections = [connection for _, connection in self._workers[:world]]
+        connections = [worker.connection for worker in self._workers[:world]]
         results: dict[Connection, Any] = {}
         with tempfile.TemporaryDirectory(prefix="isoloss-world-") as folder:
             for rank, connection in enumerate(connections):
@@ -77,27 +88,24 @@ class WorkerPool:
 
     def close(self) -> None:
         for worker in self._workers:
-            self._stop_worker(*worker)
+            self._stop_worker(worker)
         self._workers.clear()
 
     @staticmethod
-    def _stop_worker(process: Any, connection: Connection) -> None:
-        # Before it hears the end and exits: a process that is gone has no children to be asked for.
-        family = psutil.Process(process.pid).children(recursive=True) if process.is_alive() else []
-        connection.close()
-        process.kill()
-        process.join()
-        for child in family:  # Megatron's checkpoint writer keeps a process that would outlive its parent
-            with contextlib.suppress(psutil.NoSuchProcess):
-                child.kill()
+    def _stop_worker(worker: Worker) -> None:
+        worker.connection.close()
+        worker.process.kill()
+        worker.process.join()
+        worker.lifeline.close()
 
-    def _start_worker(self, index: int) -> tuple[Any, Connection]:
+    def _start_worker(self, index: int) -> Worker:
         here, there = self._context.Pipe()
-        # Not a daemon: Megatron's checkpoint writer starts processes of its own.
-        process = self._context.Process(target=_serve, args=(there, index))
+        theirs, ours = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_serve, args=(there, theirs, index))
         process.start()
         there.close()
-        return process, here
+        theirs.close()
+        return Worker(process, here, ours)
 
     def _receive(self, connection: Connection) -> Any:
         try:
@@ -114,8 +122,12 @@ def _worn_out(process: Any) -> bool:
     return not process.is_alive() or psutil.Process(process.pid).num_threads() > MAX_THREADS
 
 
-def _serve(connection: Connection, index: int) -> None:
-    """A worker's life: join a world, run, leave it, until the parent hangs up."""
+def _serve(connection: Connection, lifeline: Connection, index: int) -> None:
+    """A worker's life: join a world, run, leave it, until the parent hangs up. It ends with the parent, also within a
+    collective; the fork server and multiprocessing's tracker, which wait for nothing else, then do as well."""
+    processes.tie(lifeline.fileno(), os.getpid())
+    if lifeline.poll():  # the parent ended before
+        return
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(index)

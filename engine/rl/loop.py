@@ -24,6 +24,7 @@ from isoloss.engine.rl.report import RolloutLog, batch_stats, opening, rollout_s
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, save, step_folder
+from isoloss.parallel import device
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ def train_rl(config: RLConfig, run_name: str) -> RLResult:
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
     Raises UserError for what the user can mend; nothing has been written by then unless training had started.
     """
+    device.check_fallback(config.train.device)
     check_model(config)
     check_output(config, run_name)
     data = load_data(config)

@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch.distributed as dist
+
 from isoloss.engine.engine import Engine
 from isoloss.engine.metrics import MetricsLog, open_after
 from isoloss.engine.rl.config import RLConfig
@@ -15,6 +17,7 @@ from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run import resumed, spread
 from isoloss.models import transformer_engine
 from isoloss.models.weights import num_parameters
+from isoloss.parallel import device
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
@@ -156,6 +159,7 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
     lines = [
+        f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
         f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, layers of "
         f"{transformer_engine.description(config.model.transformer_engine)}",
         f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
@@ -164,7 +168,6 @@ def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, st
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs",
-        f"run: {data.total_steps} optimizer steps, {config.train.precision}, {spread(engine)}, rollouts by "
-        f"{rollout.backend}, into {output_dir}",
+        f"run: {data.total_steps} optimizer steps, {spread(engine)}, rollouts by {rollout.backend}, into {output_dir}",
     ]
     return [*lines, *resumed(config, output_dir, step, data.total_steps)]

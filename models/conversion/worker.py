@@ -236,16 +236,14 @@ def _checksum(algorithm: str, sources: Sources, path: str, nbytes: int, report: 
     return sha256.hexdigest() if algorithm == "sha256" else f"{crc32:08x}"
 
 
-def serve(connection: Connection, parent: int) -> None:
-    """A worker's life: do the jobs that come, until the parent hangs up or is gone.
+def serve(connection: Connection) -> None:
+    """A worker's life: do the jobs that come, until the parent hangs up.
 
     Answers: ("bytes", n) on the way; then ("done", size, checksum, kept), ("failed", errno, text), ("source", message)
     or ("crash", traceback).
     """
 
     def report(nbytes: int) -> None:
-        if os.getppid() != parent:  # killed: its successor may start at any time
-            os._exit(1)
         connection.send(("bytes", nbytes))
 
     sources = Sources()

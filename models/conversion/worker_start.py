@@ -1,4 +1,4 @@
-"""The script that a worker of `transfer` starts as, run by its path: python worker_start.py CONNECTION PARENT
+"""The script that a worker of `transfer` starts as, run by its path: python worker_start.py CONNECTION
 
 Importing `isoloss.models` brings torch and Megatron-Core with it: hundreds of megabytes and seconds for each worker. So
 modules of that package are imported here without the package's own code, and what they need beyond the standard library
@@ -6,7 +6,6 @@ they import when they use it.
 """
 
 import contextlib
-import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,7 +15,6 @@ PACKAGE = "isoloss.models.conversion"
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its workers
     for name in ("isoloss", "isoloss.models", PACKAGE):
         package = sys.modules[name] = ModuleType(name)
         package.__path__ = [str(Path(__file__).parent)] if name == PACKAGE else []
@@ -25,7 +23,7 @@ def main() -> None:
     connection = Connection(int(sys.argv[1]))
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # the parent may be gone
         sys.path[:] = connection.recv()
-        worker.serve(connection, int(sys.argv[2]))
+        worker.serve(connection)
 
 
 if __name__ == "__main__":

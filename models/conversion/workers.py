@@ -1,8 +1,6 @@
 """The worker processes of `transfer`, seen from the process that has the plan."""
 
 import contextlib
-import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
@@ -12,6 +10,7 @@ from typing import TypeVar
 from isoloss.models.conversion import worker_start
 from isoloss.models.conversion.worker import CheckFile, WriteFile
 from isoloss.parallel.errors import UserError
+from isoloss.parallel.processes import Helper
 
 T = TypeVar("T")
 
@@ -25,8 +24,8 @@ class Workers:
         self._processes = {}
         for _ in range(count):
             here, there = Pipe()
-            command = [sys.executable, "-IS", worker_start.__file__, str(there.fileno()), str(os.getpid())]
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=(there.fileno(), lock))
+            command = [sys.executable, "-IS", worker_start.__file__, str(there.fileno())]
+            process = Helper(command, pass_fds=(there.fileno(), lock))
             there.close()
             self._processes[here] = process
 
@@ -38,10 +37,8 @@ class Workers:
 
     def kill(self) -> None:
         """End them: they wait for a job, or their work is not wanted any more."""
-        for process in self._processes.values():
-            process.kill()
         for connection, process in self._processes.items():
-            process.wait()
+            process.kill()
             connection.close()
         self._processes.clear()
 

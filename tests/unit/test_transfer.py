@@ -324,7 +324,7 @@ def test_a_killed_worker_is_told_in_one_line_and_the_next_run_goes_on(tmp_path, 
 
     def struck_down(self, jobs, progress):
         for process in self._processes.values():
-            process.send_signal(signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
             process.wait()
         return answers(self, jobs, progress)
 

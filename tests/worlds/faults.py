@@ -58,18 +58,19 @@ class _Forked:
     """In place of the subprocess of a worker: a fork, which inherits the counting."""
 
     def __init__(self, command, **_):
-        descriptor, parent = int(command[-2]), os.getpid()
+        descriptor = int(command[-1])
         self._pid = os.fork()
         if not self._pid:
             try:
                 connection = Connection(os.dup(descriptor))
                 connection.recv()
-                worker.serve(connection, parent)
+                worker.serve(connection)
             finally:
                 os._exit(0)
 
-    def kill(self) -> None:
+    def kill(self) -> int:
         os.kill(self._pid, signal.SIGKILL)
+        return self.wait()
 
     def wait(self) -> int:
         return -(os.waitpid(self._pid, 0)[1] & 0x7F)
@@ -85,7 +86,7 @@ def struck(work: Callable[[], object], at: int | None, fault: str | int = "kill"
         text = "done"
         try:
             os.setpgid(0, 0)
-            with operations, mock.patch.object(workers.subprocess, "Popen", _Forked):
+            with operations, mock.patch.object(workers, "Helper", _Forked):
                 work()
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else traceback.format_exc()

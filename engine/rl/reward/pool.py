@@ -3,7 +3,6 @@
 import contextlib
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.parallel.errors import UserError
+from isoloss.parallel.processes import Helper
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 300.0  # for importing the functions, whatever they import
@@ -37,9 +37,8 @@ class Worker:
     """call: the number of the one under way; None while the functions are imported, and when idle.
     deadline: when it is killed, in seconds of time.monotonic; infinity when idle."""
 
-    process: subprocess.Popen
+    process: Helper
     connection: Connection
-    lifeline: int
     starting: bool = True
     call: int | None = None
     deadline: float = math.inf
@@ -54,11 +53,8 @@ class Worker:
 
     def kill(self) -> int:
         """End it and everything that it started; returns its exit status."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing is left of the group
-            os.killpg(self.process.pid, signal.SIGKILL)
         self.connection.close()
-        os.close(self.lifeline)
-        return self.process.wait()
+        return self.process.kill()
 
 
 class RewardPool:
@@ -109,20 +105,13 @@ class RewardPool:
 
     def _start(self) -> None:
         here, there = Pipe()
-        theirs, ours = os.pipe()
-        # A session of its own: kill() reaches what a function started, and Ctrl-C is for the parent to handle.
-        # What functions print goes to standard error.
-        process = subprocess.Popen(
-            [sys.executable, str(WORKER), str(there.fileno()), str(theirs)],
-            stdin=subprocess.DEVNULL,
-            stdout=2,
-            pass_fds=(there.fileno(), theirs),
-            start_new_session=True,
+        process = Helper(  # what functions print goes to standard error
+            [sys.executable, str(WORKER), str(there.fileno())],
+            pass_fds=[there.fileno()],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         there.close()
-        os.close(theirs)
-        self._workers.append(Worker(process, here, ours, deadline=time.monotonic() + START_SECONDS))
+        self._workers.append(Worker(process, here, deadline=time.monotonic() + START_SECONDS))
         self._workers[-1].send(([os.getcwd(), *sys.path], self._functions))
 
     def _receive(self, results: list[Any]) -> int:

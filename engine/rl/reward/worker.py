@@ -1,4 +1,4 @@
-"""The script that calls reward functions, run by its path: python worker.py CONNECTION LIFELINE
+"""The script that calls reward functions, run by its path: python worker.py CONNECTION
 
 It imports the standard library alone, and what the functions import: importing `isoloss.engine` would bring torch and
 Megatron-Core with it, hundreds of megabytes and seconds for each worker.
@@ -11,14 +11,12 @@ number or, as text, what was wrong; a batched one by a list of those and None, o
 import asyncio
 import contextlib
 import difflib
-import fcntl
 import functools
 import importlib
 import importlib.util
 import inspect
 import math
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Mapping
@@ -128,22 +126,9 @@ def reason(error: BaseException) -> str:
     return f"{text} ({own[-1].filename}:{own[-1].lineno})" if own else text
 
 
-def end_with_parent(lifeline: int) -> None:
-    """Have the system end this process, and those that it starts, as soon as the parent is gone.
-
-    The parent holds the other end of the pipe and writes nothing. When it closes, the signal comes, whose default is
-    to end a process; no Python needs to run for it, which a function that does not return would not let.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-
-
 def main() -> None:
-    descriptor, lifeline = map(int, sys.argv[1:])
+    descriptor = int(sys.argv[1])
     os.set_inheritable(descriptor, False)
-    os.set_inheritable(lifeline, False)
-    end_with_parent(lifeline)
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent may be gone
         sys.path[:], names = connection.recv()

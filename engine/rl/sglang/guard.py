@@ -1,26 +1,21 @@
-"""Runs a command and kills it, with all its descendants, when the process that asked for it ends in whatever way.
+"""Runs a command and, when it ends, kills what it left behind.
 
-    python guard.py PID COMMAND...     PID: of the process that asks, our parent
+    python guard.py COMMAND...
 
-It runs by its path, as the leader of a process group of its own, and imports nothing of isoloss: a guard is small.
+It leads the process group that ends with its owner (`isoloss.parallel.processes`). A command may close every descriptor
+that it was given, as ssh does, and its children may outlive it: the guard keeps the lifeline open until all are gone.
+It imports nothing of isoloss: a guard is small.
 """
 
 import os
 import signal
 import subprocess
 import sys
-import time
-
-LOOK_SECONDS = 0.2
 
 
 def main() -> None:
-    parent, command = int(sys.argv[1]), sys.argv[2:]
-    child = subprocess.Popen(command)
-    # Not PR_SET_PDEATHSIG: that fires when the thread that started us ends, and spares grandchildren.
-    while child.poll() is None and os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
-    print(f"the command ended with status {child.poll()}", flush=True)
+    status = subprocess.call(sys.argv[1:])
+    print(f"the command ended with status {status}", flush=True)
     os.killpg(0, signal.SIGKILL)  # what it left behind, and this process
 
 

@@ -1,10 +1,6 @@
 """A server process that belongs to this run: started, watched, started again, and never left behind."""
 
-import contextlib
-import os
 import shlex
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from isoloss.parallel import UserError, launch
+from isoloss.parallel.processes import Helper
 
 POLL_SECONDS = 0.2
 LOG_LINES = 5
@@ -39,7 +36,7 @@ class ServerProcess:
             ) from None
         self.url = url
         self.log = log_folder / f"server-{where.port}.log"
-        self._process: subprocess.Popen | None = None
+        self._process: Helper | None = None
 
     @property
     def running(self) -> bool:
@@ -52,14 +49,8 @@ class ServerProcess:
         with self.log.open("ab") as log:
             log.write(f"$ {shlex.join(self._command)}\n".encode())
             log.flush()
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", str(GUARD), str(os.getpid()), *self._command],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,  # a group of its own: that is what gets killed
-                env=launch.environment_without_torchrun(),
-            )
+            command = [sys.executable, "-IS", GUARD, *self._command]
+            self._process = Helper(command, stdout=log.fileno(), env=launch.environment_without_torchrun())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
         """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long."""
@@ -77,9 +68,7 @@ class ServerProcess:
     def stop(self) -> None:
         """Kill the command and its descendants."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):  # the guard has seen to it
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._process.kill()
             self._process = None
 
     def _told(self) -> str:
