@@ -13,9 +13,10 @@ class RolloutConfig:
     """How completions are generated.
 
     backend: `transformers` runs in the training processes, `sglang` on the servers of rollout.servers.
-    num_generations: completions of each prompt. max_new_tokens: of a completion. eval_temperature: of evaluations;
-    null means temperature. concurrency: completions under way at a time, of each rank (transformers) or in all
-    (sglang). bucket_mb: weights travel to the backend in buckets of this size.
+    num_generations: completions of each prompt. max_new_tokens: of a completion. top_p: 1, as training needs it.
+    eval_temperature: of evaluations; null means temperature. eval_top_p: nucleus of evaluations. concurrency:
+    completions under way at a time, of each rank (transformers) or in all (sglang). bucket_mb: weights travel to the
+    backend in buckets of this size.
 
     For sglang only: servers: base URLs, such as http://node1:30000. router: base URL of a router that spreads
     generation over them. weight_sync: `broadcast` through a process group with the servers (NCCL, or gloo on CPU),
@@ -31,6 +32,7 @@ class RolloutConfig:
     temperature: float = 1.0
     top_p: float = 1.0
     eval_temperature: float | None = None
+    eval_top_p: float = 1.0
     concurrency: int = 256
     bucket_mb: int = 512
     servers: tuple[str, ...] = ()
@@ -50,7 +52,14 @@ class RolloutConfig:
             self.temperature,
             "must be above 0: greedy completions are all alike and teach nothing",
         )
-        require(0 < self.top_p <= 1, "rollout.top_p", self.top_p, "must be above 0 and at most 1")
+        require(
+            self.top_p == 1,
+            "rollout.top_p",
+            self.top_p,
+            "must be 1: tokens would come from the nucleus while ratio, KL and gradient are of the whole vocabulary, "
+            "which is biased; rollout.eval_top_p is for evaluations",
+        )
+        require(0 < self.eval_top_p <= 1, "rollout.eval_top_p", self.eval_top_p, "must be above 0 and at most 1")
         require(
             self.eval_temperature is None or self.eval_temperature >= 0,
             "rollout.eval_temperature",
@@ -103,12 +112,12 @@ class AlgorithmConfig:
     `reinforce++` (return with KL in the reward, whitened over the batch), `reinforce++-baseline` (group mean, whitened
     over the batch), `gae` (with a critic). loss: `clip` (PPO), `gspo`, `cispo`, `reinforce`.
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high]. dual_clip: bound of ratio x advantage
-    where the advantage is negative; null: none.
+    where the advantage is negative, of loss=clip; null: none.
 
     kl_coef: weight of the KL divergence from the initial policy, 0: none. kl_in: as a term of the loss or taken off
-    the reward. kl_estimator: k1, k2 or k3. kl_aggregation, entropy_aggregation: null means loss.aggregation
-    (seq-mean-token-sum-norm, where that is another, divides by rollout.max_new_tokens). entropy_coef: weight of the
-    entropy bonus. reference_offload: the initial policy's weights wait in CPU memory.
+    the reward. kl_estimator: k1, k2 or k3 (at most 10 per token). kl_aggregation, entropy_aggregation: null means
+    loss.aggregation (seq-mean-token-sum-norm, where that is another, divides by rollout.max_new_tokens). entropy_coef:
+    weight of the entropy bonus. reference_offload: the initial policy's weights wait in CPU memory.
 
     old_logprobs: the policy that the ratio starts from: `train` (computed before the first mini-batch) or `rollout` (as
     the backend told). importance: correction for the difference of the two, `token` or `sequence`, truncated at
@@ -116,7 +125,7 @@ class AlgorithmConfig:
 
     minibatches, epochs: optimizer steps of a generated batch are minibatches x epochs.
     dynamic_sampling: groups whose rewards are all alike are dropped and others drawn, for at most max_draws rounds;
-    on_shortage: then an `error`, or go on with a `smaller` batch.
+    on_shortage: then an `error`, or go on with a `smaller` batch (in as many equal mini-batches as it can be cut into).
     mask_truncated: completions that met max_new_tokens teach nothing. overlong_buffer, overlong_penalty: the last
     overlong_buffer tokens before max_new_tokens cost a linearly growing part of the penalty.
     gamma, gae_lambda: of returns and advantages over tokens. value_clip: of the critic's change; null: none.
@@ -127,7 +136,7 @@ class AlgorithmConfig:
     loss: Literal["clip", "gspo", "cispo", "reinforce"] = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
-    dual_clip: float | None = None
+    dual_clip: float | None = 3.0
     kl_coef: float = 0.0
     kl_in: Literal["loss", "reward"] = "loss"
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
@@ -166,7 +175,7 @@ class AlgorithmConfig:
             "must be above 1 (null switches it off)",
         )
         require(
-            self.dual_clip is None or self.loss == "clip",
+            self.dual_clip in (None, 3.0) or self.loss == "clip",  # the default, which the other losses do not read
             "algorithm.dual_clip",
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
@@ -229,6 +238,13 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer,
             f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
         )
+        require(
+            self.algorithm.loss != "gspo" or self.loss.aggregation == "seq-mean-token-mean",
+            "loss.aggregation",
+            self.loss.aggregation,
+            "is not GSPO's: its ratio is one number a sequence, which other aggregations count once a token; set "
+            "loss.aggregation=seq-mean-token-mean (algorithm.loss=gspo)",
+        )
         if self.data.overlong == "truncate":
             raise UserError("data.overlong='truncate' would ask another question; choose error or drop")
 
@@ -250,7 +266,6 @@ class RLConfig(Config):
             "rollout.num_generations": rollout.num_generations,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,
-            "rollout.top_p": rollout.top_p,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

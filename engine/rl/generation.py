@@ -199,16 +199,17 @@ def exponentials(keys_B: Sequence[int], num: int, device: torch.device) -> Tenso
     """
     keys_B1 = torch.tensor(keys_B, dtype=torch.int64, device=device)[:, None]
     bits = keys_B1 + torch.arange(1, num + 1, device=device) * _signed(0x9E3779B97F4A7C15)
-    bits.bitwise_xor_(_shifted(bits, 30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    bits.bitwise_xor_(_shifted(bits, 27)).mul_(_signed(0x94D049BB133111EB))
-    bits.bitwise_xor_(_shifted(bits, 31))
+    scratch = torch.empty_like(bits)
+
+    def shifted(by: int) -> Tensor:
+        """bits to the right as unsigned integers: zeros come in from the left. Valid until the next call."""
+        return torch.bitwise_right_shift(bits, by, out=scratch).bitwise_and_((1 << (64 - by)) - 1)
+
+    bits.bitwise_xor_(shifted(30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    bits.bitwise_xor_(shifted(27)).mul_(_signed(0x94D049BB133111EB))
+    bits.bitwise_xor_(shifted(31))
     # Of 2^52 equal parts of (0, 1) the middle of one: exact in fp64, and neither 0 nor 1.
-    return _shifted(bits, 12).double().add_(0.5).mul_(-(2.0**-52)).log1p_().neg_()
-
-
-def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Shifted to the right as unsigned integers are: zeros come in from the left."""
-    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
+    return shifted(12).double().add_(0.5).mul_(-(2.0**-52)).log1p_().neg_()
 
 
 def _signed(unsigned: int) -> int:
