@@ -67,7 +67,7 @@ class StepMetrics:
     was added up to it, which its rounding error is relative to. weight_sum: of the first term's weights, as consumed.
 
     terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
-    observed: means over the valid tokens.
+    observed: means over the valid tokens, and what else the loss asked for of them.
     valid_tokens: targets; total_tokens: tokens without padding; micro_batches: of each rank.
     """
 
@@ -124,8 +124,8 @@ def run_step(
 
     balance: what the routers add to the loss (`engine.balance.start`).
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
-    Collectives: the model's and the loss's; one all-reduce over dp x context and one over pp of a few numbers, and
-    another such pair with router losses.
+    Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
+    pair of all-reduces with router losses.
     """
     modes = loss.aggregations
 
@@ -141,18 +141,17 @@ def run_step(
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
         with torch.no_grad():
             observed = [of_token(inputs).sum(dtype=torch.float64) for of_token in loss.observed.values()]
-        consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed]
+            for pair in loss.correlated.values():
+                observed += _moments(*pair(inputs))
+            largest = [_largest(of_token(inputs)) for of_token in loss.largest.values()]
+        consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
     forward = partial(_forward, mesh, arch, balance)
     consumed = run_schedule(mesh, chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only)
-    size = len(modes) + len(loss.terms) + 1 + len(loss.observed)
-    totals = sum(consumed, torch.zeros(size, dtype=torch.float64, device=torch.cuda.current_device()))
-    dist.all_reduce(totals, group=mesh.dp_context)
-    dist.all_reduce(totals, group=mesh.pp)  # only the last stage has something to add
-    weight_sums, sums, (magnitude, *observed) = (
-        part.tolist() for part in totals.split([len(modes), len(loss.terms), 1 + len(loss.observed)])
-    )
+    sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
+    totals = _totals(consumed, sum(sizes[:-1]), sizes[-1], mesh)
+    weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.split(sizes))
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, chunks)
     tokens = batch.counts[0].tokens
@@ -167,8 +166,51 @@ def run_step(
         sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
-        observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)},
+        observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)}
+        | {name: _correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
+        | dict(zip(loss.largest, largest)),
     )
+
+
+def _totals(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -> Tensor:
+    """Over micro-batches and ranks: the sums of the first `sums` numbers, and the largest of each of the others.
+
+    Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add.
+    """
+    zeros = torch.zeros(sums + largest, dtype=torch.float64, device=torch.cuda.current_device())
+
+    def reduced(of_parts: Sequence[Tensor]) -> Tensor:
+        found = torch.stack(of_parts)
+        return torch.cat([found[:, :sums].sum(0), found[:, sums:].amax(0)])
+
+    totals = reduced([zeros, *consumed])
+    for group in (mesh.dp_context, mesh.pp):
+        of_ranks = [torch.empty_like(totals) for _ in range(group.size())]
+        dist.all_gather(of_ranks, totals, group=group)
+        totals = reduced(of_ranks)
+    return totals
+
+
+def _largest(values_N: Tensor) -> Tensor:
+    """The largest of values none of which is negative, fp64; 0 where there is none."""
+    return values_N.amax().double() if len(values_N) else values_N.new_zeros((), dtype=torch.float64)
+
+
+MOMENTS = 5
+
+
+def _moments(x_N: Tensor, y_N: Tensor) -> list[Tensor]:
+    """Sums of x, y, x^2, y^2 and xy, in fp64."""
+    x_N, y_N = x_N.double(), y_N.double()
+    return [values_N.sum() for values_N in (x_N, y_N, x_N.square(), y_N.square(), x_N * y_N)]
+
+
+def _correlation(moments: Sequence[float], count: int) -> float:
+    """Pearson's, of the sums that `_moments` gives; 1 where one of the two does not vary, as nothing tells them
+    apart."""
+    x, y, xx, yy, xy = (moment / max(count, 1) for moment in moments[:MOMENTS])
+    spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
+    return (xy - x * y) / spread**0.5 if spread > 0 else 1.0
 
 
 def _router_losses(

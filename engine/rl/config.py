@@ -25,12 +25,26 @@ class RolloutConfig(Keys, group="rollout"):
         above=0,
         refusal="must be above 0: greedy completions are all alike and teach nothing",
     )
-    top_p: float = key(1.0, "Sample among the likeliest tokens of this total probability; 1: all.", above=0, at_most=1)
+    top_p: float = key(
+        1.0,
+        "Training samples from the whole vocabulary: 1 is the only value; eval_top_p is for evaluations.",
+        at_least=1,
+        at_most=1,
+        refusal="must be 1: tokens would come from the nucleus while ratio, KL and gradient are of the whole "
+        "vocabulary, which is biased; rollout.eval_top_p is for evaluations",
+    )
     eval_temperature: float | None = key(
         None,
         "Temperature of evaluations; 0: greedy, null: rollout.temperature.",
         at_least=0,
         refusal="must not be negative (0 is greedy, null the temperature of training)",
+    )
+    eval_top_p: float = key(
+        1.0,
+        "Evaluations sample among the likeliest tokens of this total probability; 1: all.",
+        above=0,
+        at_most=1,
+        refusal="must be above 0 and at most 1",
     )
     concurrency: int = key(
         256, "Completions under way at a time: of each rank (transformers), or on all servers (sglang).", at_least=1
@@ -118,7 +132,7 @@ class AlgorithmConfig(Keys, group="algorithm"):
     clip_low: float = key(0.2, "The ratio is clipped from below to 1 - clip_low.", at_least=0)
     clip_high: float = key(0.2, "The ratio is clipped from above to 1 + clip_high (DAPO: 0.28).", at_least=0)
     dual_clip: float | None = key(
-        None,
+        3.0,
         "With loss=clip: where the advantage is negative, a ratio counts for at most this; null: without limit.",
         above=1,
         refusal="must be above 1 (null switches it off)",
@@ -128,7 +142,8 @@ class AlgorithmConfig(Keys, group="algorithm"):
     )
     kl_in: Literal["loss", "reward"] = key("loss", "The KL divergence is a term of the loss, or taken off the reward.")
     kl_estimator: Literal["k1", "k2", "k3"] = key(
-        "k3", "Its estimate from a token with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d."
+        "k3",
+        "Its estimate from a token with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d, at most 10.",
     )
     kl_aggregation: str | None = key(None, "As loss.aggregation, for the KL term; null: the same.", choices=MODES)
     entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss; 0: none.", at_least=0)
@@ -154,7 +169,9 @@ class AlgorithmConfig(Keys, group="algorithm"):
     )
     max_draws: int = key(10, "Most rounds of drawing for a batch, with dynamic_sampling.", at_least=1)
     on_shortage: Literal["error", "smaller"] = key(
-        "error", "If these rounds do not fill the batch: stop, or go on with a smaller one."
+        "error",
+        "If these rounds do not fill the batch: stop, or go on with a smaller one, in as many equal mini-batches as it "
+        "can be cut into.",
     )
     mask_truncated: bool = key(False, "Completions that met rollout.max_new_tokens teach nothing.")
     overlong_buffer: int = key(
@@ -180,7 +197,7 @@ class AlgorithmConfig(Keys, group="algorithm"):
         super().__post_init__()
         require(self.clip_low < 1 or self.loss == "cispo", "algorithm.clip_low", self.clip_low, "must be below 1")
         require(
-            self.dual_clip is None or self.loss == "clip",
+            self.dual_clip in (None, 3.0) or self.loss == "clip",  # the default, which the other losses do not read
             "algorithm.dual_clip",
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
@@ -232,6 +249,13 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer,
             f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
         )
+        require(
+            self.algorithm.loss != "gspo" or self.loss.aggregation == "seq-mean-token-mean",
+            "loss.aggregation",
+            self.loss.aggregation,
+            "is not GSPO's: its ratio is one number a sequence, which other aggregations count once a token; set "
+            "loss.aggregation=seq-mean-token-mean (algorithm.loss=gspo)",
+        )
         if self.data.overlong == "truncate":
             raise UserError("data.overlong='truncate' would ask another question; choose error or drop")
 
@@ -253,7 +277,6 @@ class RLConfig(Config):
             "rollout.num_generations": rollout.num_generations,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,
-            "rollout.top_p": rollout.top_p,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

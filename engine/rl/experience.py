@@ -80,6 +80,9 @@ def prepare(
 
     Collective over the world, through `models`. A log-probability of the policy is only asked for where the first
     optimizer step will not compute the same number anyway.
+
+    A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
+    so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
     """
     algorithm = config.algorithm
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
@@ -90,17 +93,22 @@ def prepare(
         for sample, t in zip(plain, trajectories)
     ]
 
+    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    compared = [to_sample(t, 0, replace(algorithm, mask_truncated=False)) for t in trajectories]
+    asked = compared if kl_in_reward else plain
+
     def ask(name: str, model: OfSamples | None) -> None:
-        for of_sample, found_T in zip(fields, model(plain) if model else []):
+        for of_sample, found_T in zip(fields, model(asked) if model else []):
             of_sample[name] = found_T.cpu()
 
-    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
     if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
         ask("train_logprobs", models.policy)
     ask("ref_logprobs", models.reference)
     ask("old_values", models.critic)
     punished_S = shaped_rewards(trajectories, config)
     penalty = [kl_penalty(of_sample, algorithm) if kl_in_reward else None for of_sample in fields]
+    for of_sample, sample in zip(fields, plain):
+        of_sample |= {name: of_sample[name] * sample.mask_T for name in of_sample.keys() - {"rollout_logprobs"}}
     for of_sample, estimated in zip(
         fields, estimate(plain, trajectories, punished_S, group_S, penalty, fields, config)
     ):
@@ -195,10 +203,11 @@ def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...
     """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
 
     Shuffled by (seed, first step, epoch): completions of a prompt are spread over the parts, and none of them holds
-    only easy prompts. Equal parts where the batch is whole; a batch that dynamic sampling left smaller is cut as evenly
-    as it goes, and into fewer parts where it has fewer completions.
+    only easy prompts. A batch that dynamic sampling left smaller is cut into the most parts, up to
+    algorithm.minibatches, that are of one size: every step is a mean, so a completion of a smaller part would weigh
+    more.
     """
-    steps, parts = [], min(config.algorithm.minibatches, count)
+    steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if count % n == 0)
     for epoch in range(config.algorithm.epochs):
         order = np.random.default_rng([config.train.seed, step, epoch]).permutation(count)
         steps += [tuple(part.tolist()) for part in np.array_split(order, parts)]

@@ -3,7 +3,7 @@
 Rows of one batch differ in length, so they are padded on the left: the newest token is in the last column of every row.
 The padding is masked out and positions are counted without it, so what a row computes does not depend on its
 neighbours, beyond rounding. What it draws does not at all: its random numbers are a function of (seed, request id,
-position).
+position, token).
 
 Shape suffixes: B rows, L columns of the batch (the longest row), V vocabulary.
 """
@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -28,18 +27,17 @@ MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a 
 
 @dataclass
 class Row:
-    """A request under way: its place among the requests, the random numbers of its positions, what it has so far."""
+    """A request under way: its place among the requests, and what it has so far."""
 
     index: int
     request: Request
-    uniforms: np.ndarray
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     @classmethod
-    def start(cls, index: int, request: Request, sampling: Sampling) -> "Row":
-        row = cls(index, request, uniforms(sampling, request.id))
+    def start(cls, index: int, request: Request) -> "Row":
+        row = cls(index, request)
         if request.partial:
             row.tokens += request.partial.tokens
             row.logprobs += request.partial.logprobs
@@ -108,7 +106,7 @@ def generate(
     version: of the weights, noted with every new token. proceed: asked before every forward; False ends all requests
     with what they have (finish="abort").
     """
-    rows = [Row.start(index, request, sampling) for index, request in enumerate(requests)]
+    rows = [Row.start(index, request) for index, request in enumerate(requests)]
     waiting = deque(row for row in rows if row.finish(sampling) is None)
     running = Batch([], DynamicCache())
     with torch.inference_mode():
@@ -177,8 +175,8 @@ def _forward(model: PreTrainedModel, tokens_BL: Tensor, lengths_B: Tensor, cache
 
 def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -> Batch:
     """Give every row its next token; the rows that go on."""
-    uniforms_B = [row.uniforms[len(row.tokens)] for row in batch.rows]
-    tokens_B, logprobs_B = choose(logits_BV, uniforms_B, sampling)
+    keys_B = [noise_key(sampling.seed, row.request.id, len(row.tokens)) for row in batch.rows]
+    tokens_B, logprobs_B = choose(logits_BV, keys_B, sampling)
     for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
         row.tokens.append(token)
         row.logprobs.append(logprob)
@@ -186,28 +184,54 @@ def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -
     return batch.select([k for k, row in enumerate(batch.rows) if row.finish(sampling) is None])
 
 
-def uniforms(sampling: Sampling, request_id: str) -> np.ndarray:
-    """A number of [0, 1) for each position of a completion, [max_new_tokens] fp64."""
-    key = hashlib.blake2b(f"{sampling.seed}/{request_id}".encode(), digest_size=16).digest()
-    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key, "little")))
-    return generator.random(sampling.max_new_tokens)
+def noise_key(seed: int, request_id: str, position: int) -> int:
+    """Which random numbers one token of a completion is drawn with: 64 bits, as a signed integer."""
+    digest = hashlib.blake2b(f"{seed}/{request_id}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def choose(logits_BV: Tensor, uniforms_B: Sequence[float], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """The tokens that the uniform numbers pick, [B], and their log-probabilities, [B] fp64.
+def exponentials(keys_B: Sequence[int], num: int, device: torch.device) -> Tensor:
+    """Standard exponential random numbers of each key, [B, num] fp64: the same on every device up to rounding.
 
-    Inverse of the cumulative distribution in the order of the vocabulary, in fp64; with top_p over the nucleus
-    (arXiv:1904.09751): the fewest tokens whose probabilities reach top_p, of equal ones the earlier in the vocabulary.
-    Temperature 0 picks the largest logit.
+    Number v is made of output v of SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom number
+    generators") that starts from the key: a function of (key, v), so nothing is kept between tokens. int64 arithmetic
+    wraps around like that of unsigned integers.
+    """
+    keys_B1 = torch.tensor(keys_B, dtype=torch.int64, device=device)[:, None]
+    bits = keys_B1 + torch.arange(1, num + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+    scratch = torch.empty_like(bits)
+
+    def shifted(by: int) -> Tensor:
+        """bits to the right as unsigned integers: zeros come in from the left. Valid until the next call."""
+        return torch.bitwise_right_shift(bits, by, out=scratch).bitwise_and_((1 << (64 - by)) - 1)
+
+    bits.bitwise_xor_(shifted(30)).mul_(_signed(0xBF58476D1CE4E5B9))
+    bits.bitwise_xor_(shifted(27)).mul_(_signed(0x94D049BB133111EB))
+    bits.bitwise_xor_(shifted(31))
+    # Of 2^52 equal parts of (0, 1) the middle of one: exact in fp64, and neither 0 nor 1.
+    return shifted(12).double().add_(0.5).mul_(-(2.0**-52)).log1p_().neg_()
+
+
+def _signed(unsigned: int) -> int:
+    return unsigned - (1 << 64)
+
+
+def choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """The tokens that the random numbers of the keys (`noise_key`) pick, [B], and their log-probabilities, [B] fp64.
+
+    The largest of probability / exponential, which is the Gumbel-max trick without its logarithms (Maddison et al.
+    2014, arXiv 1411.0030), in fp64. Every token has a number of its own, so logits that differ a little pick another
+    token about as rarely as their distributions differ; an inverse cumulative distribution would move the borders of
+    all tokens behind the one that changed. With top_p over the nucleus (arXiv:1904.09751): the fewest tokens whose
+    probabilities reach top_p, of equal ones the earlier in the vocabulary. Temperature 0 picks the largest logit.
     """
     logprobs_BV = torch.log_softmax(logits_BV.double() / (sampling.temperature or 1.0), -1)
     if sampling.temperature == 0:
         tokens_B1 = logits_BV.argmax(-1, keepdim=True)
     else:
-        cumulative_BV = _nucleus(logprobs_BV.exp(), sampling.top_p).cumsum(-1)
-        # At most 1 - 2^-53 times the total, which always rounds to below the total: some column exceeds it.
-        target_B1 = torch.tensor(uniforms_B, dtype=torch.float64)[:, None].to(cumulative_BV.device)
-        tokens_B1 = torch.searchsorted(cumulative_BV, target_B1 * cumulative_BV[:, -1:], right=True)
+        race_BV = _nucleus(logprobs_BV.exp(), sampling.top_p)
+        race_BV /= exponentials(keys_B, race_BV.shape[1], race_BV.device)
+        tokens_B1 = race_BV.argmax(-1, keepdim=True)
     return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
 
 

@@ -126,7 +126,7 @@ def evaluate(rollout: Rollout, data: RLData, config: RLConfig, rollout_log: Roll
     if data.eval is None:
         return {}
     rollout.sync(step)
-    trajectories = rollout.evaluate(data.eval, config.eval_temperature)
+    trajectories = rollout.evaluate(data.eval)
     rollout.take_seconds()
     stats = rollout_stats(trajectories)
     rollout_log.evaluation(step, trajectories, stats)

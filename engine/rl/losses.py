@@ -21,6 +21,8 @@ from isoloss.parallel.normalizer import Aggregation
 
 # exp of it is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.
 LARGEST_LOG_RATIO = 20.0
+LARGEST_K3 = 10.0  # of k3 as a penalty, per token; as verl and NeMo-RL
+OUTLIER = 0.5  # nats between the trainer's and the backend's log-probability of a token
 
 
 def policy_loss(config: RLConfig) -> Loss:
@@ -39,7 +41,14 @@ def policy_loss(config: RLConfig) -> Loss:
         terms.append(Term(of_reference, weighting(algorithm.kl_aggregation), algorithm.kl_coef, "kl_loss"))
     if algorithm.entropy_coef > 0:
         terms.append(Term(entropy, weighting(algorithm.entropy_aggregation), -algorithm.entropy_coef, "entropy_term"))
-    return Loss(tuple(terms), needs_entropy=True, temperature=config.rollout.temperature, observed=observed(algorithm))
+    return Loss(
+        tuple(terms),
+        needs_entropy=True,
+        temperature=config.rollout.temperature,
+        observed=observed(algorithm),
+        largest={"train_rollout_logprob_diff_max": rollout_difference},
+        correlated={"train_rollout_correlation": rollout_probabilities},
+    )
 
 
 # ---- policy ---------------------------------------------------------------------------------------------------------
@@ -158,14 +167,20 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    log_ratio = log_ratio.clamp(max=LARGEST_LOG_RATIO)
+    log_ratio = log_ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
     return torch.expm1(log_ratio) - log_ratio
+
+
+def bounded_k3(log_ratio: Tensor) -> Tensor:
+    """At most LARGEST_K3, which 2.6 nats up or 11 down reach: one token cannot own the gradient, which is at most 12.6
+    and beyond the bound 0, where k1 and k2 still pull back."""
+    return k3(log_ratio).clamp(max=LARGEST_K3)
 
 
 # Estimators of KL(policy || reference) from tokens of the policy, given log(reference / policy): Schulman 2020,
 # "Approximating KL divergence". As a term of the loss, k2's gradient is that of the KL divergence; k1's is 0 in
 # expectation, and k3's that of the reverse one.
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": bounded_k3}
 
 
 def kl_from_reference(inputs: TokenInputs, estimator: Callable[[Tensor], Tensor]) -> Tensor:
@@ -203,7 +218,9 @@ def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
 
     clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight). kl: k3 estimate of the
     divergence from the initial policy if there is a reference, else from the policy that generated. entropy: in nats.
-    train_rollout_logprob_diff: |trainer's - backend's log-probability| under the weights that generated.
+    Of the trainer's and the backend's log-probabilities under the weights that generated: train_rollout_logprob_diff,
+    their absolute difference; train_rollout_kl, k3 of the backend's policy from the trainer's; train_rollout_outliers,
+    the share of tokens that are more than half a nat apart. Metrics show a tail, so their k3 has no LARGEST_K3.
     """
 
     def clip_fraction(inputs: TokenInputs) -> Tensor:
@@ -219,12 +236,27 @@ def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
     def kl(inputs: TokenInputs) -> Tensor:
         return kl_from_reference(inputs, k3) if "ref_logprobs" in inputs.fields else k3(log_ratio(inputs, algorithm))
 
-    def difference(inputs: TokenInputs) -> Tensor:
-        return (train_logprobs(inputs) - inputs.fields["rollout_logprobs"]).abs()
+    def rollout_kl(inputs: TokenInputs) -> Tensor:
+        return k3(train_logprobs(inputs) - inputs.fields["rollout_logprobs"])
+
+    def outliers(inputs: TokenInputs) -> Tensor:
+        difference = rollout_difference(inputs)
+        return (difference > OUTLIER).to(difference.dtype)
 
     return {
         "clip_fraction": clip_fraction,
         "kl": kl,
         "entropy": entropy,
-        "train_rollout_logprob_diff": difference,
+        "train_rollout_logprob_diff": rollout_difference,
+        "train_rollout_kl": rollout_kl,
+        "train_rollout_outliers": outliers,
     }
+
+
+def rollout_difference(inputs: TokenInputs) -> Tensor:
+    return (train_logprobs(inputs) - inputs.fields["rollout_logprobs"]).abs()
+
+
+def rollout_probabilities(inputs: TokenInputs) -> tuple[Tensor, Tensor]:
+    """The trainer's and the backend's, whose correlation MiniMax-M1 (arXiv 2506.13585, section 3.2) and verl watch."""
+    return train_logprobs(inputs).exp(), inputs.fields["rollout_logprobs"].exp()

@@ -40,9 +40,11 @@ class Rollout:
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
             config.rollout.temperature,
-            config.rollout.top_p,
-            stop_token_ids,
-            config.train.seed,
+            stop_token_ids=stop_token_ids,
+            seed=config.train.seed,
+        )
+        self._eval_sampling = replace(
+            self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p
         )
         self.version = -1
         self.calls = 0
@@ -87,13 +89,13 @@ class Rollout:
             for index, prompt in enumerate(prompts)
         ]
 
-    def evaluate(self, prompts: Sequence[Prompt], temperature: float) -> list[Trajectory]:
+    def evaluate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """One rewarded completion of each prompt, with the same randomness every time. Collective over the world.
 
         Raises UserError where none could be rewarded.
         """
         ids = [f"{prompt.id}/eval" for prompt in prompts]
-        trajectories = self._trajectories(prompts, ids, 1, replace(self.sampling, temperature=temperature))
+        trajectories = self._trajectories(prompts, ids, 1, self._eval_sampling)
         check_rewarded(trajectories, self._reward)
         return trajectories
 

@@ -49,6 +49,9 @@ def test_weights_that_are_not_sent_are_seen(watch, layout):
     first, *later = rows_of(config)
     assert first["train_rollout_logprob_diff"] <= 1e-5 and seen.worst[0] <= 1e-5
     assert all(row["train_rollout_logprob_diff"] > 1e-3 for row in later) and min(seen.worst[1:]) > 1e-2
+    for row, worst in zip(later, seen.worst[1:], strict=True):
+        assert row["train_rollout_logprob_diff_max"] == pytest.approx(worst, rel=1e-3)
+        assert row["train_rollout_correlation"] < first["train_rollout_correlation"]
 
 
 @pytest.fixture(scope="module")

@@ -101,7 +101,7 @@ class Grid:
         self.references: dict[tuple[str, str], Measurement] = {}
 
     def case(self, name: str, mode: str, budget: int) -> Case:
-        policy = dataclasses.replace(self.config, algorithm=LOSSES.get(name, PLAIN))
+        policy = dataclasses.replace(self.config, algorithm=LOSSES.get(name, PLAIN), loss=loss_of(mode))
         return Case(budget, loss_of(mode), policy, self.critic)
 
     def run(self, layout: Layout, triples, plant=NONE, write: bool = False) -> list[Measurement]:
@@ -137,14 +137,17 @@ def grid(pool, folder) -> Grid:
     return Grid(pool, folder)
 
 
-PAIRS = list(itertools.product(LOSSES, MODES))
+GSPO = [name for name in LOSSES if name.startswith("gspo")]  # has one aggregation, others are refused
+PAIRS = [pair for pair in itertools.product(LOSSES, MODES) if pair[0] not in GSPO or pair[1] == "seq-mean-token-mean"]
 CASES = [(name, mode, budget) for name, mode in PAIRS for budget in BUDGETS]
 
 
 def covering(index: int) -> list[tuple[str, str, int]]:
     """The cases of layout number `index`: of the 18 of every loss two, others for the next loss, so that the
-    layouts together see them all."""
-    return [case for n, case in enumerate(CASES) if (n + n // 18) % len(LAYOUTS) == index]
+    layouts together see them all; of GSPO one."""
+    others = [case for case in CASES if case[0] not in GSPO]
+    of_gspo = [(name, "seq-mean-token-mean", BUDGETS[index % len(BUDGETS)]) for name in GSPO]
+    return [case for n, case in enumerate(others) if (n + n // 18) % len(LAYOUTS) == index] + of_gspo
 
 
 def test_the_covering_array_covers():
@@ -193,6 +196,9 @@ def test_the_batch_reaches_every_branch(grid):
         assert (0.01 < clipped < 0.99) or name.startswith("reinforce"), (name, mode, clipped)
         assert abs(reference.loss) < reference.magnitude
         assert reference.details["entropy"] > 1 and reference.details["kl"] > 1e-3
+        assert reference.details["train_rollout_logprob_diff_max"] > 2 * reference.details["train_rollout_logprob_diff"]
+        assert 0 < reference.details["train_rollout_outliers"] < 1 and reference.details["train_rollout_kl"] > 1e-3
+        assert abs(reference.details["train_rollout_correlation"]) < 0.999
     token_mean = grid.references["clip+k2-by-sequence", "token-mean"].details
     by_sequence = grid.references["clip+k2-by-sequence", "seq-mean-token-mean"].details
     assert token_mean["kl_loss"] == pytest.approx(by_sequence["kl_loss"], rel=1e-14)  # its own aggregation, always

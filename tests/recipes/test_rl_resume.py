@@ -102,7 +102,6 @@ def test_a_kill_between_the_checkpoints_of_critic_and_policy(check, keep):
         ("rollout.num_generations=2", ("rollout.num_generations=2", "differs from the 4")),
         ("rollout.max_new_tokens=11", ("rollout.max_new_tokens=11", "differs from the 12")),
         ("rollout.temperature=0.9", ("rollout.temperature=0.9", "differs from the 1.0")),
-        ("rollout.top_p=0.9", ("rollout.top_p=0.9", "differs from the 1.0")),
         ("reward.function=exact_match", ("reward.function=['exact_match']", "differs from", "rewards.py:quarters")),
         ("reward.weights=[2]", ("reward.weights=[2.0]", "differs from the []")),
         ("batch.global_size=4", ("batch.global_size=4", "differs from the 2")),

@@ -189,7 +189,8 @@ def reference_advantages(groups, algorithm):
             count = len(tokens) if valid and not cut else 0
             learned.append(count)
             values.append(values_of(tokens).numpy()[:count])
-            estimated = formulas.kl(policy_of(tokens), reference_of(tokens), algorithm.kl_estimator)[:count]
+            # Of all tokens of what is compared, also where it was cut and teaches nothing.
+            estimated = formulas.kl(policy_of(tokens), reference_of(tokens), algorithm.kl_estimator)
             kl.append(estimated * algorithm.kl_coef * (algorithm.kl_in == "reward"))
             punishment = formulas.overlong(len(tokens), LONGEST, BUFFER) if algorithm.overlong_buffer else 0.0
             rewards.append(trajectory.reward + algorithm.overlong_penalty * punishment if valid else None)
@@ -204,7 +205,7 @@ def reference_advantages(groups, algorithm):
         return [np.full(count, a) for count, a in zip(learned, found)]
 
     def reward_at_the_end(index):
-        rewards_T = -kl[index]
+        rewards_T = -kl[index][: learned[index]]
         if learned[index]:
             rewards_T[-1] += rewards[index]
         return rewards_T
@@ -298,6 +299,19 @@ def test_truncated_completions_are_masked_but_compared_with():
     assert not cut.mask_T.any() and not cut.fields["advantages"].any()
 
 
+@pytest.mark.parametrize("advantage", ["grpo", "dr-grpo", "rloo"])
+def test_truncated_completions_pay_for_their_kl_too(advantage):
+    """Equal rewards and an equal divergence, 3 x 0.2 and 6 x 0.1 nats, are equally good: nobody has an advantage."""
+    batch = [(2, [(3, 1.0), (LONGEST, 1.0)])]  # tokens 3 to 5, and 6 to 11
+    of_reference = lambda tokens: torch.where(tokens < 6, -0.2, -0.1).double()
+    shape = {"kl_coef": 1.0, "kl_in": "reward", "kl_estimator": "k1", "mask_truncated": True}
+    asked = Models(Model(torch.zeros_like), Model(of_reference), None)
+    stopped, cut = prepared(batch, asked=asked, advantage=advantage, **shape).samples
+    assert stopped.fields["advantages"][stopped.mask_T].tolist() == pytest.approx([0.0] * 3, abs=1e-9)
+    assert not cut.mask_T.any() and not any(cut.fields[name].any() for name in ("advantages", "ref_logprobs"))
+    assert (asked.policy.asked, asked.reference.asked) == (1, 1)
+
+
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
@@ -326,9 +340,12 @@ def test_the_order_depends_on_seed_step_and_epoch_alone():
     assert minibatches(20, 7, config_of(minibatches=4, epochs=3, seed=1)) != steps
 
 
-@pytest.mark.parametrize(("count", "sizes"), [(11, [3, 3, 3, 2]), (4, [1, 1, 1, 1]), (3, [1, 1, 1])])
-def test_a_smaller_batch_is_cut_evenly_and_no_step_is_empty(count, sizes):
-    steps = minibatches(count, 0, config_of(minibatches=4))
+@pytest.mark.parametrize(
+    ("count", "parts", "sizes"),
+    [(9, 5, [3, 3, 3]), (10, 4, [5, 5]), (11, 4, [11]), (12, 5, [3, 3, 3, 3]), (4, 4, [1] * 4), (3, 4, [1] * 3)],
+)
+def test_a_smaller_batch_is_cut_into_equal_parts_and_none_is_empty(count, parts, sizes):
+    steps = minibatches(count, 0, config_of(minibatches=parts))
     assert [len(step) for step in steps] == sizes
     assert sorted(itertools.chain(*steps)) == [*range(count)]
 

@@ -34,8 +34,8 @@ def test_everything_can_be_set():
     """Each key of the three groups takes another value, from the plain types that YAML has."""
     changes = {
         "rollout": {
-            "backend": "sglang", "num_generations": 4, "max_new_tokens": 16, "temperature": "7e-1", "top_p": 0.9,
-            "eval_temperature": 0, "concurrency": 3, "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
+            "backend": "sglang", "num_generations": 4, "max_new_tokens": 16, "temperature": "7e-1",
+            "eval_temperature": 0, "eval_top_p": 0.9, "concurrency": 3, "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
             "router": "http://c:3", "weight_sync": "disk", "sync_dir": "shared", "timeout": 5,
             "server_command": "serve {model}", "colocated": True,
         },
@@ -54,14 +54,16 @@ def test_everything_can_be_set():
         built, default = getattr(config, group), type(getattr(config, group))()
         unchanged = {f.name for f in dataclasses.fields(built)} - keys.keys()
         # These refuse another value of the ones above; they are set in the tests below.
-        assert unchanged <= {"dual_clip", "importance"}
+        assert unchanged <= {"top_p", "dual_clip", "importance"}
         for name in keys:
             assert getattr(built, name) != getattr(default, name), name
     assert config.rollout.temperature == 0.7 and config.rollout.servers == ("http://a:1", "https://b:2")
     assert config.eval_temperature == 0 and config.steps_per_batch == 8
     assert config.algorithm.uses_critic and config.algorithm.uses_reference
     assert build(("rollout.temperature", 0.5)).eval_temperature == 0.5
-    assert build(("algorithm.dual_clip", 3), ("algorithm.importance", "sequence")).algorithm.dual_clip == 3.0
+    assert build(("algorithm.dual_clip", 4), ("algorithm.importance", "sequence")).algorithm.dual_clip == 4.0
+    gspo = build(("algorithm.loss", "gspo"), ("loss.aggregation", "seq-mean-token-mean"))
+    assert gspo.algorithm.dual_clip == 3.0  # the default, which only loss=clip reads
     correct = build(
         ("algorithm.loss", "reinforce"), ("algorithm.importance", "token"), ("algorithm.old_logprobs", "rollout")
     )
@@ -78,8 +80,12 @@ SERVERS = ("rollout.servers", ["http://a:1"])
         ([("rollout.max_new_tokens", 0)], "rollout.max_new_tokens=0 must be at least 1"),
         ([("rollout.temperature", 0)], "rollout.temperature=0.0 must be above 0: greedy completions are all alike"),
         ([("rollout.temperature", -1)], "rollout.temperature=-1.0 must be above 0"),
-        ([("rollout.top_p", 0)], "rollout.top_p=0.0 must be above 0 and at most 1"),
-        ([("rollout.top_p", 1.1)], "rollout.top_p=1.1 must be above 0 and at most 1"),
+        (
+            [("rollout.top_p", 0.9)],
+            "rollout.top_p=0.9 must be 1: tokens would come from the nucleus while ratio, KL and",
+        ),
+        ([("rollout.eval_top_p", 0)], "rollout.eval_top_p=0.0 must be above 0 and at most 1"),
+        ([("rollout.eval_top_p", 1.1)], "rollout.eval_top_p=1.1 must be above 0 and at most 1"),
         ([("rollout.eval_temperature", -0.1)], "rollout.eval_temperature=-0.1 must not be negative (0 is greedy"),
         ([("rollout.concurrency", 0)], "rollout.concurrency=0 must be at least 1"),
         ([("rollout.bucket_mb", 0)], "rollout.bucket_mb=0 must be at least 1"),
@@ -116,8 +122,16 @@ SERVERS = ("rollout.servers", ["http://a:1"])
         ([("algorithm.gae_lambda", -0.01)], "algorithm.gae_lambda=-0.01 must be in [0, 1]"),
         ([("algorithm.dual_clip", 1)], "algorithm.dual_clip=1.0 must be above 1 (null switches it off)"),
         (
-            [("algorithm.dual_clip", 3), ("algorithm.loss", "gspo")],
-            "algorithm.dual_clip=3.0 goes with algorithm.loss=clip (it is gspo); set it to null",
+            [("algorithm.dual_clip", 4), ("algorithm.loss", "cispo")],
+            "algorithm.dual_clip=4.0 goes with algorithm.loss=clip (it is cispo); set it to null",
+        ),
+        (
+            [("algorithm.loss", "gspo")],
+            "loss.aggregation='token-mean' is not GSPO's: its ratio is one number a sequence",
+        ),
+        (
+            [("algorithm.loss", "gspo"), ("loss.aggregation", "prompt-mean-token-mean")],
+            "loss.aggregation='prompt-mean-token-mean' is not GSPO's",
         ),
         ([("algorithm.importance_cap", 0)], "algorithm.importance_cap=0.0 must be positive"),
         ([("algorithm.value_clip", 0)], "algorithm.value_clip=0.0 must be positive (null switches it off)"),

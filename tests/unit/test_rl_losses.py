@@ -12,6 +12,7 @@ import torch
 from oracles.rl import formulas
 from worlds.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
 
+from isoloss.engine import step
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.rl import losses
@@ -230,16 +231,29 @@ def test_kl_terms_and_their_gradients(estimator, one_rank):
 
 @pytest.mark.parametrize(
     ("estimator", "value", "gradient"),
-    [("k1", [-60, 60], [1, 1]), ("k2", [1800, 1800], [-60, 60]), ("k3", [np.expm1(20) - 20, 59], [0, 1])],
+    [("k1", [-60, 60], [1, 1]), ("k2", [1800, 1800], [-60, 60]), ("k3", [10, 10], [0, 0])],
 )
 def test_kl_far_from_the_reference(estimator, value, gradient, one_rank):
-    """60 nats either way: only k3 needs a bound to stay finite; the others still pull back."""
+    """60 nats either way: k3 ends at its bound, the others still pull back."""
     logprobs_N = np.array([-70.0, -5.0])
     batch = Batch(logprobs_N, np.ones(2), np.arange(2), {"ref_logprobs": logprobs_N + [60, -60]})
     inputs = batch.inputs(one_rank)
     terms_N = losses.kl_from_reference(inputs, losses.KL_ESTIMATORS[estimator])
     (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
     assert terms_N.tolist() == pytest.approx(value, rel=1e-6) and gradient_N.tolist() == pytest.approx(gradient)
+
+
+def test_k3_is_bounded_as_verl_does(one_rank):
+    """low_var_kl of verl.trainer.ppo.core_algos: both clamps, written here in numpy; no gradient is above 12.6."""
+    difference_N = np.linspace(-25, 25, 1001)
+    clipped_N = np.clip(difference_N, -20, 20)
+    logprobs_N = np.full(1001, -26.0)
+    batch = Batch(logprobs_N, np.ones(1001), np.arange(1001), {"ref_logprobs": logprobs_N + difference_N})
+    inputs = batch.inputs(one_rank)
+    terms_N = losses.kl_from_reference(inputs, losses.KL_ESTIMATORS["k3"])
+    (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
+    assert terms_N.tolist() == pytest.approx(np.clip(np.exp(clipped_N) - clipped_N - 1, -10, 10).tolist(), rel=1e-12)
+    assert 12 < gradient_N.abs().max() < 12.7
 
 
 def test_kl_in_expectation(one_rank):
@@ -320,12 +334,35 @@ def test_observed(algorithm, one_rank):
             "kl": pytest.approx(formulas.kl(batch.logprobs, fields["ref_logprobs"], "k3").tolist()),
             "entropy": batch.entropy.tolist(),
             "train_rollout_logprob_diff": pytest.approx(difference_N.tolist()),
+            "train_rollout_kl": pytest.approx(
+                formulas.kl(fields["rollout_logprobs"], fields["train_logprobs"], "k3").tolist()
+            ),
+            "train_rollout_outliers": (difference_N > 0.5).astype(float).tolist(),
         }
+        assert 0 < (difference_N > 0.5).sum() < len(difference_N)
         without = replace(batch, fields={k: v for k, v in fields.items() if k != "ref_logprobs"})
         # Samples come from the old policy: k3 with the present one as its reference.
         wanted_N = formulas.kl(fields[old], batch.logprobs, "k3")
         got_N = losses.observed(algorithm)["kl"](without.inputs(one_rank)).detach()
         assert got_N.tolist() == pytest.approx(wanted_N.tolist())
+
+
+def test_the_tail_of_trainer_against_rollout(one_rank):
+    """The largest difference and numpy's correlation of the probabilities, from sums over parts of the tokens."""
+    batch = Batch.random(5)
+    loss = losses.policy_loss(config_of("token-mean", AlgorithmConfig()))
+    inputs = batch.inputs(one_rank)
+    (of_token,), (pair,) = loss.largest.values(), loss.correlated.values()
+    train_N, rollout_N = batch.fields["train_logprobs"], batch.fields["rollout_logprobs"]
+    assert float(step._largest(of_token(inputs))) == pytest.approx(abs(train_N - rollout_N).max(), rel=1e-14)
+    parts = [torch.stack(step._moments(*(of[at] for of in pair(inputs)))) for at in (slice(0, 7), slice(7, 20))]
+    correlation = step._correlation(sum(parts).tolist(), len(train_N))
+    assert correlation == pytest.approx(np.corrcoef(np.exp(train_N), np.exp(rollout_N))[0, 1], rel=1e-12)
+    assert {*loss.largest, *loss.correlated} == {"train_rollout_logprob_diff_max", "train_rollout_correlation"}
+    nothing = torch.zeros(0)
+    assert (
+        float(step._largest(nothing)) == 0 and step._correlation(torch.stack(step._moments(nothing, nothing)), 0) == 1
+    )
 
 
 def test_observed_without_logprobs_of_the_trainer(one_rank):
@@ -366,6 +403,8 @@ def test_the_whole_loss_is_a_mean_of_means_of_every_term(mode, kl_mode, count_fu
     lengths = [int(mask.sum()) for mask in masks]
     entropy_mode = MODES[MODES.index(kl_mode) - 1] if kl_mode else None
     for policy in POLICIES:
+        if policy.loss == "gspo" and mode != "seq-mean-token-mean":
+            continue  # refused
         algorithm = replace(
             policy,
             kl_coef=0.3,

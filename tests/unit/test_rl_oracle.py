@@ -1,6 +1,7 @@
 """Advantages and losses against independent code: what verl and TRL make of one batch (tests/oracles/rl)."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,11 @@ import torch
 from oracles.rl import formulas
 
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
-from isoloss.engine.losses import Loss, TokenInputs
+from isoloss.engine.losses import Loss, Term, TokenInputs
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.losses import KL_ESTIMATORS, kl_from_reference, policy_loss, value_loss
-from isoloss.parallel.normalizer import take_census, weigh
+from isoloss.parallel.normalizer import Aggregation, take_census, weigh
 
 ORACLE = json.loads((Path(formulas.__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 VERL, TRL, LENGTHS = ORACLE["verl"], ORACLE["trl"], ORACLE["lengths"]
@@ -86,16 +87,23 @@ def weighting(mode: str, count_fully_masked: bool = False) -> LossConfig:
 
 
 def policy(aggregated: LossConfig, **algorithm) -> Loss:
-    """clip_low is 0.1, as in every golden."""
-    return policy_loss(
+    """clip_low is 0.1, as in every golden. The configuration gives GSPO one aggregation only, its formula is compared
+    under all of them."""
+    gspo = algorithm.get("loss") == "gspo"
+    loss = policy_loss(
         RLConfig(
             ModelConfig("somewhere"),
             batch=BatchConfig(global_size=len(LENGTHS)),
-            loss=aggregated,
+            loss=LossConfig("seq-mean-token-mean") if gspo else aggregated,
             rollout=RolloutConfig(num_generations=2),
             algorithm=AlgorithmConfig(**{"clip_low": 0.1, "clip_high": 0.25, **algorithm}),
         )
     )
+    return replace(loss, terms=tuple(replace(t, aggregation=told(t, aggregated)) for t in loss.terms)) if gspo else loss
+
+
+def told(term: Term, aggregated: LossConfig) -> Aggregation:
+    return aggregated.weighting() if term.name in ("policy_loss", "kl_loss") else term.aggregation
 
 
 def check(got: dict[str, object], wanted: dict[str, object]) -> None:
