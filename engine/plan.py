@@ -92,14 +92,16 @@ def make_plan(
     up to `multiple_of` (interleaved pipelines: the pipeline size), and spread their samples over all of them.
 
     Depends on the multiset of lengths alone: permuting the samples permutes the indices, up to swaps of equal lengths.
-    UserError where a sample is longer than max_tokens (no sample is ever split); ValueError on other bad arguments.
+    A micro-batch holds at least one sample, whatever its length: one longer than max_tokens runs alone, never split.
+    UserError where max_tokens holds no token; ValueError on other bad arguments.
     """
     lengths_S = _checked_lengths(lengths_S, max_tokens)
     if dp_size < 1 or multiple_of < 1:
         raise ValueError(f"dp_size and multiple_of must be at least 1, not {dp_size} and {multiple_of}")
     # Stable, so equal lengths are taken by index. Cost grows with length: one order serves both.
     order_S = np.argsort(-lengths_S, kind="stable").tolist()
-    costs, lengths = cost_model.cost(lengths_S).tolist(), lengths_S.tolist()
+    costs = cost_model.cost(lengths_S).tolist()
+    lengths = np.minimum(lengths_S, max_tokens).tolist()  # a sample that fills a micro-batch is alone in it
 
     ranks = assign_ranks(order_S, costs, dp_size)
     packed = [_pack(rank, lengths, max_tokens) for rank in ranks]
@@ -139,7 +141,7 @@ def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
 
 
 def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
-    """int64 vector of the lengths, each within 1..max_tokens."""
+    """int64 vector of the lengths, each at least 1."""
     lengths_S = np.asarray(lengths_S)
     if lengths_S.size == 0:
         lengths_S = lengths_S.astype(np.int64)
@@ -147,13 +149,6 @@ def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> 
         raise ValueError(f"lengths must be a vector of integers of at least 1, got {lengths_S.dtype} {lengths_S.shape}")
     if max_tokens < 1:
         raise UserError(f"batch.max_tokens={max_tokens} holds no token: set it to at least data.max_length")
-    if lengths_S.size and lengths_S.max() > max_tokens:
-        longest = int(lengths_S.max())
-        raise UserError(
-            f"batch.max_tokens={max_tokens} is less than the {longest} tokens of sample "
-            f"{int(lengths_S.argmax())} of the step: set batch.max_tokens to at least {longest}, or "
-            "shorten samples by data.max_length with data.overlong=truncate or drop"
-        )
     return lengths_S.astype(np.int64)
 
 

@@ -20,16 +20,18 @@ from torch import Tensor
 
 from isoloss.engine import step as step_module
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.config import Config, LossConfig, MoeConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
 from isoloss.models.parameters import load_weights
 from isoloss.models.random_weights import RandomWeights
-from isoloss.tools.plants import NONE, Plant
+from isoloss.parallel import Layout
+from isoloss.tools.plants import NONE, Plant, Run
 from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults
 
 
@@ -62,6 +64,26 @@ class Case:
             return cross_entropy(self.loss)
         config = dataclasses.replace(self.policy, loss=self.loss)
         return value_loss(config.algorithm, config.loss) if self.critic else policy_loss(config)
+
+    @property
+    def name(self) -> str:
+        if self.policy is None:
+            return "cross-entropy"
+        return "value" if self.critic else self.policy.algorithm.loss
+
+    def run(self, layout: Layout, plan: Plan, lengths: Sequence[int], moe: MoeConfig | None = None) -> Run:
+        """The case as a plant sees it. moe: of a model with experts."""
+        mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
+        policy = None if self.policy is None or self.critic else self.policy.algorithm
+        shards = layout.context * (layout.tp if layout.sequence_parallel else 1)
+        rows = [sum(lengths[i] for i in m) for of_rank in plan.micro_batches for m in of_rank]
+        padded = any(tokens % shards for tokens in rows)
+        return Run(layout, plan.num_micro_batches, mode, tuple(others), policy, moe, padded)
+
+    def plan(self, layout: Layout, lengths: Sequence[int], costs: CostModel) -> Plan:
+        """What an engine with this budget does with samples of these lengths."""
+        budget = self.max_tokens or sum(lengths)
+        return make_plan(lengths, layout.dp, budget, costs, layout.pp if layout.vpp > 1 else 1)
 
 
 @dataclass(frozen=True)
@@ -193,8 +215,8 @@ class Comparison:
 
 
 def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
-    """Whether loss, every parameter's gradient and every choice of experts agree. With some gradient 0 it proves
-    nothing."""
+    """Whether loss, every parameter's gradient, their norm and every choice of experts agree. With some gradient 0 it
+    proves nothing."""
     loss_error = _relative(found.loss, reference.loss, reference.magnitude)
     worse = [k for k, v in reference.details.items() if not abs(found.details[k] - v) <= tolerance.gradient * _size(v)]
     norm_error = _relative(found.grad_norm, reference.grad_norm, reference.grad_norm)
@@ -218,6 +240,8 @@ def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) ->
         reasons.append(f"{worse[0]} is {found.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
         reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
+    if not norm_error <= tolerance.gradient:
+        reasons.append(f"gradient norm off by {norm_error:.1e}")
     routing = (found.flips, found.smallest_margin)
     return Comparison(loss_error, norm_error, errors[worst], worst, *routing, not reasons, "; ".join(reasons))
 

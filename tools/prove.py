@@ -2,65 +2,76 @@
 
     python -m isoloss.tools.prove --layouts "tp2,pp2,ulysses2,ulysses8,tp2+pp2+ulysses2"
     python -m isoloss.tools.prove --layouts dp2,tp2 model.path=DIR data.train=FILE batch.global_size=64
+    python -m isoloss.tools.prove --layouts dp2,ring2 --loss clip algorithm.kl_coef=0.1
 
-One global batch runs under the reference layout (one rank, one micro-batch) and under every asked layout and token
-budget. Loss, gradient norm and every parameter's gradient must agree up to rounding; the certificate is proof.json,
-a table and a picture. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
-Exit status: 0 proved, 1 not (so it must be with a plant), 2 a mistake in the arguments, the configuration or the data.
+One global batch runs under the reference layout (one rank, one micro-batch) and under every asked layout, in one
+micro-batch a rank, in about three, and one sample at a time. Loss, gradient norm and every parameter's gradient must
+agree up to rounding; the certificate is proof.json, a table and a picture, and says of every claim which runs exercised
+it. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
+Exit status: 0 every claim proved, 1 not (so it must be with a plant), 2 a mistake in the arguments, the configuration
+or the data.
 """
 
 import argparse
+import contextlib
 import dataclasses
-import json
 import sys
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from isoloss.engine import legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
+from isoloss.engine.plan import CostModel, Plan
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.losses import POLICY_LOSSES
 from isoloss.engine.trainer import load_data
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config, tell_once
-from isoloss.tools.parity import (
-    TOLERANCE,
-    Case,
-    Comparison,
-    Measurement,
-    Tolerance,
-    compare,
-    freeze,
-    measure,
-    merge,
-    reference_file,
-)
-from isoloss.tools.plants import NONE, PLANTS, Plant, Run
+from isoloss.tools.certificate import Row, line, report
+from isoloss.tools.fabricated import older_logprobs, rollout_fields
+from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
+from isoloss.tools.plants import EVERY_PLANT, NONE, Plant
 from isoloss.tools.pool import WorkerPool
 
-
-@dataclass(frozen=True)
-class Row:
-    """One line of the certificate."""
-
-    layout: str
-    case: Case
-    found: Measurement
-    against: Comparison
-    spoiled: bool  # whether the planted bug has to show here
-
-    @property
-    def as_expected(self) -> bool:
-        return self.against.passed != self.spoiled
+Runs = Mapping[Layout, Sequence[Case]]
+MIN_BUDGET = 2  # what batch.max_tokens admits: a sample of at least two tokens is alone in its micro-batch
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> int:
+    """pool: runs the ranks; default one of its own."""
+    arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
+    plant = EVERY_PLANT[arguments.plant] if arguments.plant else NONE
+    try:
+        layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
+        config = configuration(arguments.loss, arguments.overrides)
+        for layout in layouts:
+            legality.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
+        modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
+        budgets = [int(b) for b in arguments.budgets.split(",")] if arguments.budgets else None
+        policy = config if isinstance(config, RLConfig) else None
+        losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
+        samples = first_batch(config, plant)
+        runs = choose_runs(config, samples, layouts, losses, budgets)
+        with ranks_for(layouts, pool) as ranks:
+            if policy is not None:
+                samples = with_rollout(policy, samples, arguments.precision, ranks)
+            rows = prove(config, samples, runs, arguments.precision, plant, ranks)
+    except UserError as error:
+        tell_once(str(error))
+        return 2
+    out = arguments.out or Path("runs/proof" if plant is NONE else f"runs/proof-{plant.name}")
+    return report(rows, samples, out, config, TOLERANCE[arguments.precision], arguments.precision, plant)
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m isoloss.tools.prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -68,30 +79,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ulysses2", help="layouts, separated by commas"
     )
     parser.add_argument(
-        "--budgets", default=None, help="token budgets of a micro-batch; default batch.max_tokens and 0 (all in one)"
+        "--budgets",
+        help="token budgets of a micro-batch, 0: all in one; default, from the data: one micro-batch, about three, one "
+        "sample each",
     )
-    parser.add_argument("--aggregations", default=None, help="aggregation modes; default loss.aggregation")
+    parser.add_argument("--aggregations", help="aggregation modes; default loss.aggregation")
+    parser.add_argument(
+        "--loss",
+        choices=sorted(POLICY_LOSSES),
+        help="a policy loss instead of cross-entropy, with made-up advantages and log-probabilities of older policies; "
+        "the keys algorithm.* go with it",
+    )
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
-    parser.add_argument("--plant", choices=sorted(PLANTS), help="a known bug to plant")
+    parser.add_argument("--plant", choices=sorted(EVERY_PLANT), help="a known bug to plant")
     parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
-    arguments = parser.parse_args(argv)
-    try:
-        layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
-        config, _, _ = compose_config("sft", Config, arguments.overrides)
-        plant = PLANTS[arguments.plant] if arguments.plant else NONE
-        budgets = [int(b) for b in arguments.budgets.split(",")] if arguments.budgets else [config.batch.max_tokens, 0]
-        modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
-        losses = [loss_config(mode, config) for mode in modes]
-        samples = first_batch(config, plant)
-        rows = prove(
-            config, samples, layouts, [Case(b, loss) for loss in losses for b in budgets], arguments.precision, plant
-        )
-    except UserError as error:
-        tell_once(str(error))
-        return 2
-    out = arguments.out or Path("runs/proof" if plant is NONE else f"runs/proof-{plant.name}")
-    return report(rows, out, config, TOLERANCE[arguments.precision], arguments.precision, plant)
+    return parser
+
+
+def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
+    """Of the sft recipe; for a policy loss with the keys of reinforcement learning."""
+    if loss is None:
+        return compose_config("sft", Config, overrides)[0]
+    fitting = ["loss.aggregation=seq-mean-token-mean"] if loss == "gspo" else []
+    return compose_config("sft", RLConfig, [f"algorithm.loss={loss}", *fitting, *overrides])[0]
 
 
 def loss_config(mode: str, config: Config) -> LossConfig:
@@ -102,9 +113,17 @@ def loss_config(mode: str, config: Config) -> LossConfig:
 
 def first_batch(config: Config, plant: Plant) -> list[Sample]:
     """The samples of optimizer step 0. With a plant, every token is a target (so that one at the border between two
-    shards is) and a fully masked copy of a sample is added: some bugs show only there."""
+    shards is) and a fully masked copy of a sample is added: some bugs show only there.
+
+    UserError where they are not at least two different rows.
+    """
     data = load_data(config)
     rows = step_indices(len(data.train), 0, config.batch.global_size, config.train.seed)
+    if len(set(rows.tolist())) < 2:
+        raise UserError(
+            f"batch.global_size={config.batch.global_size} of the {len(data.train)} rows of data.train is one row over "
+            "and over: a proof about micro-batches and means needs at least two rows in the batch"
+        )
     samples = [dataclasses.replace(data.train[int(row)], group=index // 2) for index, row in enumerate(rows)]
     if plant is NONE:
         return samples
@@ -113,38 +132,97 @@ def first_batch(config: Config, plant: Plant) -> list[Sample]:
     return [*everything, masked]
 
 
-def prove(
+def choose_runs(
     config: Config,
     samples: Sequence[Sample],
     layouts: Sequence[Layout],
-    cases: Sequence[Case],
+    losses: Sequence[Case],
+    budgets: Sequence[int] | None = None,
+) -> Runs:
+    """Every loss with every budget that gives micro-batches of its own, by layout. budgets: None chooses them from the
+    lengths of the samples: one micro-batch a rank, about three, and one sample each."""
+    costs, lengths = CostModel.of(read_architecture(config.model.path)), [len(sample) for sample in samples]
+
+    def plan(layout: Layout, budget: int) -> Plan:
+        return dataclasses.replace(losses[0], max_tokens=budget).plan(layout, lengths, costs)
+
+    def about_three(layout: Layout) -> int:
+        multiple = layout.pp if layout.vpp > 1 else 1
+        few = -(-3 // multiple) * multiple
+        budgets = range(MIN_BUDGET, sum(lengths))
+        return MIN_BUDGET + bisect_left(budgets, True, key=lambda b: plan(layout, b).num_micro_batches <= few)
+
+    runs = {}
+    for layout in layouts:
+        of_plans: dict[Plan, int] = {}
+        for budget in budgets or (0, about_three(layout), MIN_BUDGET):
+            of_plans.setdefault(plan(layout, budget), budget)
+        runs[layout] = [dataclasses.replace(loss, max_tokens=b) for loss in losses for b in of_plans.values()]
+    return runs
+
+
+def with_rollout(config: RLConfig, samples: Sequence[Sample], precision: str, pool: WorkerPool) -> list[Sample]:
+    """The samples with all that a policy loss reads, near the log-probabilities of the model itself."""
+    rng = np.random.default_rng(config.train.seed)
+    one_rank = on_layout(config, Layout(), precision)
+    near = pool.run(1, older_logprobs, one_rank, freeze(samples), config.train.seed)[0]
+    return [
+        dataclasses.replace(sample, fields=rollout_fields(near_T, sample.mask_T, rng))
+        for sample, near_T in zip(samples, near, strict=True)
+    ]
+
+
+def prove(
+    config: Config,
+    samples: Sequence[Sample],
+    runs: Runs,
     precision: str,
     plant: Plant = NONE,
+    pool: WorkerPool | None = None,
 ) -> list[Row]:
-    """Run every case on every layout, against one rank with everything in one micro-batch, without the plant."""
+    """Run the cases of every layout, against one rank with everything in one micro-batch, without the plant.
+
+    pool: runs the ranks; default one of its own. UserError for a plant that shows in none of the runs.
+    """
     arch = read_architecture(config.model.path)
-    for layout in layouts:
-        legality.check(on_layout(config, layout, precision), arch, layout)
+    moe = config.moe if arch.experts else None
+    lengths, costs = [len(sample) for sample in samples], CostModel.of(arch)
+    plans = {layout: [case.plan(layout, lengths, costs) for case in cases] for layout, cases in runs.items()}
+    spoiled = {
+        layout: [plant.spoils(case.run(layout, plan, lengths, moe)) for case, plan in zip(cases, plans[layout])]
+        for layout, cases in runs.items()
+    }
+    if plant is not NONE and not any(map(any, spoiled.values())):
+        raise UserError(f"--plant {plant.name} shows in none of these runs: it needs {plant.needs}")
     frozen = freeze(samples)
     rows = []
-    world = max(layout.world_size for layout in layouts)
-    with tempfile.TemporaryDirectory(prefix="isoloss-proof-") as folder, WorkerPool(world) as pool:
-        losses = list(dict.fromkeys(case.loss for case in cases))
-        files = {loss: reference_file(folder, index) for index, loss in enumerate(losses)}
-        whole = [Case(0, loss) for loss in losses]
-        run = pool.run(
-            1, measure, on_layout(config, Layout(), precision), frozen, whole, list(files.values()), NONE, True
+    with tempfile.TemporaryDirectory(prefix="isoloss-proof-") as folder, ranks_for(runs, pool) as ranks:
+        losses = list(
+            dict.fromkeys(dataclasses.replace(case, max_tokens=0) for cases in runs.values() for case in cases)
         )
-        references = dict(zip(losses, merge(run)))
-        for layout in layouts:
+        files = {case.loss: reference_file(folder, index) for index, case in enumerate(losses)}
+        run = ranks.run(
+            1, measure, on_layout(config, Layout(), precision), frozen, losses, list(files.values()), NONE, True
+        )
+        references = dict(zip(files, merge(run)))
+        for layout, cases in runs.items():
             spread = on_layout(config, layout, precision)
-            run = pool.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], plant)
-            for case, found in zip(cases, merge(run)):
+            run = ranks.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], plant)
+            for case, found, plan, shows in zip(cases, merge(run), plans[layout], spoiled[layout]):
                 against = compare(found, references[case.loss], TOLERANCE[precision])
-                spoiled = plant.spoils(Run(layout, found.micro_batches, case.loss.aggregation))
-                rows.append(Row(str(layout), case, found, against, spoiled))
+                rows.append(Row(layout, case, found, against, with_target(plan, samples), shows))
                 print(line(rows[-1]), flush=True)
     return rows
+
+
+def with_target(plan: Plan, samples: Sequence[Sample]) -> int:
+    """Micro-batches with a target, on the rank that has most of them."""
+    return max(sum(any(samples[i].mask_T.any() for i in m) for m in of_rank) for of_rank in plan.micro_batches)
+
+
+def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.AbstractContextManager[WorkerPool]:
+    """The pool, which stays open, or a new one that is large enough."""
+    return contextlib.nullcontext(pool) if pool else WorkerPool(max(layout.world_size for layout in layouts))
 
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
@@ -162,88 +240,6 @@ def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     train = dataclasses.replace(config.train, precision=precision)
     memory = dataclasses.replace(config.memory, offload_optimizer=0.0)
     return dataclasses.replace(config, parallel=parallel, train=train, memory=memory)
-
-
-def line(row: Row) -> str:
-    budget = str(row.case.max_tokens or "all")
-    against = row.against
-    expected = "" if row.as_expected else "  (the plant shows here)" if against.passed else "  (nothing planted here)"
-    return (
-        f"{'pass' if against.passed else 'FAIL'}  {row.layout:24} {row.case.loss.aggregation:24} budget {budget:>6} "
-        f"{row.found.micro_batches:3} micro-batches  loss {against.loss_error:.1e}  norm {against.norm_error:.1e}  "
-        f"worst gradient {against.gradient_error:.1e} {against.worst}{expected}"
-    )
-
-
-def report(
-    rows: Sequence[Row], folder: Path, config: Config, tolerance: Tolerance, precision: str, plant: Plant
-) -> int:
-    """Write proof.json and proof.png, say the verdict, return the exit status."""
-    proved = all(row.against.passed for row in rows)
-    folder.mkdir(parents=True, exist_ok=True)
-    certificate = {
-        "proved": proved,
-        "plant": None if plant is NONE else plant.name,
-        "precision": precision,
-        "tolerance": dataclasses.asdict(tolerance),
-        "versions": {name: version(name) for name in ("isoloss", "torch", "megatron-core")},
-        "config": dataclasses.asdict(config),
-        "runs": [
-            {
-                "layout": row.layout,
-                "max_tokens": row.case.max_tokens,
-                "aggregation": row.case.loss.aggregation,
-                "loss": row.found.loss,
-                "grad_norm": row.found.grad_norm,
-                "weight_sum": row.found.weight_sum,
-                "micro_batches": row.found.micro_batches,
-                **dataclasses.asdict(row.against),
-                "spoiled_by_plant": row.spoiled,
-            }
-            for row in rows
-        ],
-    }
-    (folder / "proof.json").write_text(json.dumps(certificate, indent=2) + "\n")
-    draw(rows, tolerance, folder / "proof.png")
-    failed = [row for row in rows if not row.against.passed]
-    if plant is not NONE:
-        spoiled = [row for row in rows if row.spoiled]
-        detected = sum(not row.against.passed for row in spoiled)
-        untouched = len(rows) - len(spoiled)
-        passed = sum(row.against.passed for row in rows if not row.spoiled)
-        found = f"detected in {detected} of {len(spoiled)} spoiled runs"
-        print(f"plant {plant.name}: {found}; {passed} of {untouched} others pass")
-        caught = all(row.as_expected for row in rows)
-        print("as it must be: the bug is caught" if caught else "the proof did NOT catch the bug as it must")
-    for row in failed if plant is NONE else ():
-        print(f"not proved on {row.layout}: {row.against.reason}")
-    print(
-        f"{'proved' if proved else 'NOT proved'}: {len(rows) - len(failed)} of {len(rows)} runs agree; "
-        f"certificate in {folder}"
-    )
-    return 0 if proved else 1
-
-
-def draw(rows: Sequence[Row], tolerance: Tolerance, path: Path) -> None:
-    """The relative errors of every run on a logarithmic axis, with the tolerances."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 1.5 + 0.25 * len(rows)), layout="constrained")
-    axes = figure.subplots()
-    names = [f"{row.layout}  {row.case.loss.aggregation}  {row.case.max_tokens or 'all'}" for row in rows]
-    floor = 1e-18  # a difference of exactly 0 has no logarithm
-    for label, marker, limit, values in (
-        ("loss", "o", tolerance.loss, [row.against.loss_error for row in rows]),
-        ("worst gradient", "s", tolerance.gradient, [row.against.gradient_error for row in rows]),
-    ):
-        points = axes.plot([max(v, floor) for v in values], range(len(rows)), marker, label=label)
-        axes.axvline(limit, linestyle="--", color=points[0].get_color(), label=f"{label}: tolerance")
-    axes.set_xscale("log")
-    axes.set_yticks(range(len(rows)), names, fontsize=7)
-    axes.invert_yaxis()
-    axes.set_xlabel("relative error against one rank and one micro-batch")
-    axes.legend(fontsize=7, loc="best")
-    figure.savefig(path, dpi=130)
 
 
 if __name__ == "__main__":

@@ -397,7 +397,7 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(grids, name, layout):
     pairs = [("token-mean", 0), ("seq-mean-token-mean", 110)]
     for (mode, _), found in zip(pairs, grid.run(layout, pairs, plant), strict=True):
         against = compare(found, grid.references[mode], TOLERANCE["fp64"])
-        spoiled = plant.spoils(Run(Layout.parse(layout), found.micro_batches, mode))
+        spoiled = plant.spoils(Run(Layout.parse(layout), found.micro_batches, mode, moe=ROUTER_LOSSES))
         assert against.passed != spoiled, f"{mode}: {against}"
         assert not spoiled or against.gradient_error > 1e-6
 
@@ -408,7 +408,7 @@ def test_a_bug_planted_into_the_counts_fails_where_it_shows(pool, biased, expect
     run = (world.selection_biases, biased.on(layout, max_tokens=219), biased.frozen, STEPS["fp64"], MOE_PLANTS[name])
     ranks = pool.run(Layout.parse(layout).world_size, *run)
     wrong = any(values != expected_biases["fp64"][key] for of_rank in ranks for key, values in of_rank.items())
-    assert wrong == MOE_PLANTS[name].spoils(Run(Layout.parse(layout), 1, "token-mean"))
+    assert wrong == MOE_PLANTS[name].spoils(Run(Layout.parse(layout), 1, "token-mean", biases=True))
 
 
 def test_a_routing_flip_is_a_failure_of_its_own(grids):

@@ -1,32 +1,112 @@
 """The prover: it proves what is so, and every planted bug makes it fail exactly where the bug shows."""
 
+import dataclasses
 import json
+import shutil
+from collections import Counter
 
 import pytest
 import torch
+from worlds.experts import MODELS
 from worlds.finite_difference import slope
+from worlds.invariance import QWEN3
 
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import LossConfig
+from isoloss.engine.rl.config import RLConfig
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import ASSETS
 from isoloss.tools import prove
-from isoloss.tools.parity import Measurement, Norms, Tolerance, compare
-from isoloss.tools.plants import PLANTS
+from isoloss.tools.certificate import Row, claims, verdict
+from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
+from isoloss.tools.plants import EVERY_PLANT, NONE, PLANTS
 
 LAYOUTS = "dp2,ulysses2,ring2,pp2,tp2+nosp"
-SMALL = ["batch.global_size=6"]
+BALANCED = ("moe.aux_loss=sequence", "moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.1")
 
 
-def run(tmp_path, *arguments: str) -> tuple[int, dict]:
-    cache = f"data.cache_dir={tmp_path.parent}/cache"
-    status = prove.main(["--layouts", LAYOUTS, "--budgets", "500,0", "--out", str(tmp_path), *arguments, *SMALL, cache])
-    return status, json.loads((tmp_path / "proof.json").read_text())
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of a dense model and one with experts, for rows of text."""
+    folder = tmp_path_factory.mktemp("models")
+    for name, values in (("dense", QWEN3 | {"num_hidden_layers": 4}), ("experts", MODELS["qwen3-moe"])):
+        (folder / name).mkdir()
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            shutil.copy(ASSETS / "tiny" / file, folder / name)
+        sizes = {"vocab_size": 2048, "max_position_embeddings": 512}
+        (folder / name / "config.json").write_text(json.dumps(values | sizes))
+    return folder
 
 
-def test_a_proof_on_the_shipped_data(tmp_path, capsys):
-    status, proof = run(tmp_path, "--aggregations", "token-mean,prompt-mean-token-mean")
-    assert status == 0 and proof["proved"]
-    assert len(proof["runs"]) == 20
+@pytest.fixture
+def run(pool, models, tmp_path, capsys):
+    """run(*arguments, model) -> status, certificate, what was said."""
+
+    def run(*arguments: str, model: str = "dense", layouts: str = LAYOUTS) -> tuple[int, dict, str]:
+        of_model = [f"model.path={models}/{model}", "model.from_scratch=true", "data.max_length=512"]
+        data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache", "batch.global_size=6"]
+        status = prove.main(
+            ["--layouts", layouts, "--out", str(tmp_path / "proof"), *of_model, *data, *arguments], pool
+        )
+        told = capsys.readouterr()
+        file = tmp_path / "proof" / "proof.json"
+        return status, json.loads(file.read_text()) if file.exists() else {}, told.out + told.err
+
+    return run
+
+
+def test_a_proof_on_the_shipped_model_and_data(pool, tmp_path, capsys):
+    arguments = ["--layouts", "dp2,ulysses2", "batch.global_size=6", f"data.cache_dir={tmp_path}/cache"]
+    modes = ["--aggregations", "token-mean,prompt-mean-token-mean"]
+    assert prove.main([*arguments, *modes, "--out", str(tmp_path)], pool) == 0
+    proof = json.loads((tmp_path / "proof.json").read_text())
+    assert proof["proved"] and len(proof["runs"]) == 10
+    assert all(verdict.startswith("proved by") for verdict in proof["claims"].values())
+    assert set(proof["claims"]) == {"layouts", "micro-batches", "token-mean", "prompt-mean-token-mean"}
     assert all(r["gradient_error"] <= 1e-10 and r["loss_error"] <= 1e-12 for r in proof["runs"])
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
-    assert "proved: 20 of 20 runs agree" in capsys.readouterr().out
+    assert "proved: 10 of 10 runs agree" in capsys.readouterr().out
+
+
+def test_budgets_come_from_the_data(run):
+    """One micro-batch a rank, three, and one sample each; on two dp ranks of three samples the last two are one."""
+    status, proof, told = run(layouts="1,dp2,pp2+vpp2")
+    assert status == 0, told
+    counts = Counter((r["layout"], r["micro_batches"]) for r in proof["runs"])
+    assert counts == dict.fromkeys(
+        [("1", 1), ("1", 3), ("1", 6), ("dp2", 1), ("dp2", 3), ("pp2+vpp2", 2), ("pp2+vpp2", 4), ("pp2+vpp2", 6)], 1
+    )
+    assert "6 micro-batches" in told and "proved by 7 runs" in told
+
+
+def test_budgets_that_give_the_same_micro_batches_run_once(run):
+    """And where nothing was cut into micro-batches, nothing is proved about them."""
+    status, proof, told = run("--budgets", "8192,0", layouts="dp2")
+    assert [r["micro_batches"] for r in proof["runs"]] == [1]
+    assert status == 1 and not proof["proved"] and "NOT proved: 1 of 1 runs agree" in told
+    assert proof["claims"]["micro-batches"].startswith("not exercised: leave --budgets out")
+    assert proof["claims"]["layouts"] == "proved by 1 runs: dp2"
+
+
+def test_one_rank_proves_nothing_about_layouts(run):
+    status, proof, _ = run(layouts="1")
+    assert status == 1 and proof["claims"]["layouts"].startswith("not exercised: name a layout")
+    assert proof["claims"]["token-mean"] == "proved by 2 runs"
+
+
+def row(layout: str, filled: int, mode: str) -> Row:
+    whole = measurement(a=Norms(1.0, 1.0, 0.0))
+    return Row(Layout.parse(layout), Case(0, LossConfig(mode)), whole, compare(whole, whole, TOLERANCE), filled, False)
+
+
+def test_an_aggregation_is_exercised_where_the_step_is_cut():
+    sample = Sample(torch.arange(4), torch.arange(4) > 0)
+    twice, once = [sample, sample], [sample, dataclasses.replace(sample, group=1)]
+    uncut, cut = row("1", 1, "prompt-mean-token-mean"), row("1", 2, "prompt-mean-token-mean")
+    assert claims([uncut], twice)["prompt-mean-token-mean"] == []
+    assert claims([uncut, cut], twice)["prompt-mean-token-mean"] == [cut]
+    assert claims([uncut, cut], once)["prompt-mean-token-mean"] == []  # a prompt of one sample is a sequence
+    assert verdict("token-mean", []).startswith("not exercised")
 
 
 def test_every_bug_on_the_list_can_be_planted():
@@ -43,13 +123,33 @@ def test_every_bug_on_the_list_can_be_planted():
     }
 
 
-@pytest.mark.parametrize("plant", sorted(PLANTS))
-def test_a_planted_bug_fails_where_it_shows_and_only_there(tmp_path, plant):
-    status, proof = run(tmp_path, "--plant", plant, "--aggregations", "token-mean,seq-mean-token-mean")
+TWO_MODES = ("--budgets", "500,0", "--aggregations", "token-mean,seq-mean-token-mean")
+KL = ("--loss", "clip", "algorithm.kl_coef=0.2", "algorithm.kl_aggregation=seq-mean-token-mean")
+SHOWN_BY = {
+    **dict.fromkeys(PLANTS, ("dense", LAYOUTS, TWO_MODES)),
+    "sequence-sum-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
+    "sequence-gradient-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
+    "second-term-by-micro-batch-means": ("dense", "dp2,ulysses2", KL),
+    "expert-gradients-averaged": ("experts", "dp2,pp2", BALANCED),
+    "router-losses-by-micro-batch": ("experts", "1,dp2", BALANCED),
+    "balance-of-its-own-shard": ("experts", "dp2,tp2", BALANCED),
+    "padding-counted": ("experts", "dp2,ulysses2", BALANCED),
+}
+
+
+def test_every_bug_can_be_shown_but_one_of_several_steps():
+    assert EVERY_PLANT.keys() - SHOWN_BY.keys() == {"loads-of-its-own-rank"}
+
+
+@pytest.mark.parametrize("plant", SHOWN_BY)
+def test_a_planted_bug_fails_where_it_shows_and_only_there(run, plant):
+    model, layouts, arguments = SHOWN_BY[plant]
+    status, proof, told = run("--plant", plant, *arguments, model=model, layouts=layouts)
+    assert "as it must be: the bug is caught" in told, told
     assert status == 1 and not proof["proved"] and proof["plant"] == plant
     spoiled = [r for r in proof["runs"] if r["spoiled_by_plant"]]
     untouched = [r for r in proof["runs"] if not r["spoiled_by_plant"]]
-    assert spoiled and untouched
+    assert spoiled and (untouched or plant == "second-term-by-micro-batch-means")  # it shows in every run
     # The gradient alone gives every bug away: a loss check is too weak, and the canary sees only some of them.
     assert all(r["gradient_error"] > 1e-6 for r in spoiled), [r for r in spoiled if r["gradient_error"] <= 1e-6]
     assert all(not r["passed"] for r in spoiled)
@@ -78,7 +178,69 @@ def test_a_missing_parameter_or_a_nan_fails():
     assert not against.passed and against.worst == "b"
 
 
-def test_zero_gradients_fail_end_to_end(tmp_path, pool, monkeypatch):
+def test_the_gradient_norm_counts():
+    """A norm that forgets a rank's parameters clips wrongly, with every gradient right."""
+    whole = measurement(a=Norms(1.0, 1.0, 0.0))
+    against = compare(dataclasses.replace(whole, grad_norm=1 + 1e-9), whole, TOLERANCE)
+    assert not against.passed and against.reason == "gradient norm off by 1.0e-09"
+    assert compare(dataclasses.replace(whole, grad_norm=1 + 1e-11), whole, TOLERANCE).passed
+    assert not compare(dataclasses.replace(whole, grad_norm=float("nan")), whole, TOLERANCE).passed
+
+
+@pytest.mark.parametrize(
+    ("loss", "keys"),
+    [
+        ("clip", ("algorithm.kl_coef=0.2", "algorithm.entropy_coef=0.1", "algorithm.importance=sequence")),
+        ("gspo", ()),
+        ("cispo", ("algorithm.clip_low=1", "algorithm.importance=token")),
+        ("reinforce", ("algorithm.kl_coef=0.1", "algorithm.kl_aggregation=prompt-mean-token-mean")),
+    ],
+)
+def test_a_proof_of_a_policy_loss(run, loss, keys):
+    status, proof, told = run("--loss", loss, *keys, layouts="dp2,ulysses2")
+    assert status == 0 and proof["loss"] == loss, told
+    assert {r["aggregation"] for r in proof["runs"]} == {"seq-mean-token-mean" if loss == "gspo" else "token-mean"}
+
+
+def test_what_is_made_up_reaches_every_branch(pool, models):
+    """Ratios beyond the clipping bounds and within, advantages of both signs: what agrees is not agreement on nothing."""
+    keys = [f"model.path={models}/dense", "model.from_scratch=true", "data.max_length=512", "batch.global_size=6"]
+    data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache"]
+    config = prove.configuration("clip", [*keys, *data])
+    assert isinstance(config, RLConfig)
+    samples = prove.with_rollout(config, prove.first_batch(config, NONE), "fp64", pool)
+    advantages = torch.cat([s.fields["advantages"] for s in samples])
+    assert (advantages > 0).any() and (advantages < 0).any()
+    assert all((values[~s.mask_T] == 0).all() for s in samples for values in s.fields.values())
+    details = prove.prove(config, samples, {Layout(): [Case(0, config.loss, config)]}, "fp64", pool=pool)[
+        0
+    ].found.details
+    assert 0.05 < details["clip_fraction"] < 0.5
+    assert details["kl"] > 1e-3 and 0.05 < details["train_rollout_logprob_diff"] < 0.2
+
+
+@pytest.mark.parametrize(
+    ("plant", "arguments", "needs"),
+    [
+        ("expert-gradients-averaged", (), "it needs a model with experts"),
+        ("sequence-sum-of-its-own-shard", ("--loss", "cispo"), "--loss gspo"),
+        ("second-term-by-micro-batch-means", (), "it needs a KL or entropy term with an aggregation of its own"),
+        ("gradients-averaged-over-dp", (), "it needs a layout with dp"),
+        ("loads-of-its-own-rank", (), "selection biases after several optimizer steps"),
+    ],
+)
+def test_a_plant_that_cannot_show_is_refused(run, plant, arguments, needs):
+    status, proof, told = run("--plant", plant, *arguments, layouts="ulysses2" if "seq" not in plant else "dp2")
+    assert status == 2 and not proof
+    assert told.count("\n") == 1 and f"--plant {plant} shows in none of these runs" in told and needs in told
+
+
+def test_a_batch_of_one_row_is_refused(run):
+    status, proof, told = run("batch.global_size=1")
+    assert status == 2 and not proof and "needs at least two rows in the batch" in told and told.count("\n") == 1
+
+
+def test_zero_gradients_fail_end_to_end(run, monkeypatch):
     """A batch without a target has zero gradients everywhere: equal on every layout, and no proof."""
     original = prove.first_batch
 
@@ -89,7 +251,7 @@ def test_zero_gradients_fail_end_to_end(tmp_path, pool, monkeypatch):
         return samples
 
     monkeypatch.setattr(prove, "first_batch", masked)
-    status, proof = run(tmp_path)
+    status, proof, _ = run(layouts="dp2")
     assert status == 1 and all("zero: nothing is proved" in r["reason"] for r in proof["runs"])
 
 

@@ -19,11 +19,13 @@ from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
+from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
-from isoloss.tools.plants import NONE, RL_PLANTS, Run
+from isoloss.tools.plants import NONE, RL_PLANTS
 from isoloss.tools.prove import on_layout
 
 MODEL = QWEN3 | {"num_hidden_layers": 4}
@@ -73,15 +75,11 @@ def recorded_batch(on_policy: bool) -> list[Sample]:
         if index == 15:
             mask[:-1] = False
         near = rng.normal(-math.log(VOCAB), 0.3, length)  # about what random weights give
-        fields = {
-            "advantages": np.full(length, rng.normal()),
-            "rollout_logprobs": near + rng.normal(0, 0.1, length),
-            "ref_logprobs": near + rng.normal(0, 0.2, length),
-            "returns": rng.normal(0, 0.3, length),
-            "old_values": rng.normal(0, 0.2, length),
-        } | ({} if on_policy else {"train_logprobs": near})
+        fields = rollout_fields(near, mask, rng)
+        if on_policy:
+            del fields["train_logprobs"]
         tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
-        samples.append(Sample(tokens, mask, index // 4, {k: torch.from_numpy(v) * mask for k, v in fields.items()}))
+        samples.append(Sample(tokens, mask, index // 4, fields))
     return samples
 
 
@@ -218,11 +216,12 @@ def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
     cases = [("gspo", "seq-mean-token-mean", 96), ("clip+k2-by-sequence", "token-mean", 96), ("grpo", "token-mean", 0)]
     grid.refer((name, mode) for name, mode, _ in cases)
-    for layout in ("ulysses2", "dp2", "1"):
-        run = grid.run(Layout.parse(layout), cases, RL_PLANTS[plant])
-        for (name, mode, _), found in zip(cases, run, strict=True):
+    lengths, costs = [len(sample) for sample in recorded_batch(False)], CostModel(1.0, 0.0)
+    for layout in map(Layout.parse, ("ulysses2", "dp2", "1")):
+        run = grid.run(layout, cases, RL_PLANTS[plant])
+        for (name, mode, budget), found in zip(cases, run, strict=True):
             against = compare(found, grid.references[name, mode], TOLERANCE["fp64"])
-            what = Run(Layout.parse(layout), found.micro_batches, mode, name)
-            spoiled = RL_PLANTS[plant].spoils(what)
+            case = grid.case(name, mode, budget)
+            spoiled = RL_PLANTS[plant].spoils(case.run(layout, case.plan(layout, lengths, costs), lengths))
             assert against.passed != spoiled, f"{plant} on {layout}, {name}: {against.reason or 'not noticed'}"
             assert not spoiled or against.gradient_error > 1e-6

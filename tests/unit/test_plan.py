@@ -1,6 +1,5 @@
 """The balancing plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
 
-import re
 from dataclasses import replace
 
 import numpy as np
@@ -163,12 +162,16 @@ def test_imbalance_is_the_costliest_rank_over_the_mean():
     assert imbalance(plan, [3, 1, 1], SQUARES) == pytest.approx(9 / 5.5)
 
 
-def test_sample_over_the_budget_names_the_key_the_length_and_the_mend():
-    with pytest.raises(UserError) as caught:
-        make_plan([5, 5000, 70], 2, 4096, TOKENS)
-    message = str(caught.value)
-    assert "\n" not in message
-    assert re.search(r"batch\.max_tokens=4096.* 5000 tokens of sample 1 .*at least 5000.*data\.max_length", message)
+@pytest.mark.parametrize("costs", [TOKENS, SQUARES])
+def test_a_sample_over_the_budget_is_alone_in_a_micro_batch(costs):
+    """Those within the budget share one as before; the smallest budget gives one sample to each micro-batch."""
+    lengths = [5, 5000, 70, 9000, 4000]
+    plan = make_plan(lengths, 1, 4096, costs)
+    assert sorted(map(sorted, plan.micro_batches[0])) == [[0, 2, 4], [1], [3]]
+    assert sorted(map(sorted, make_plan(lengths, 1, 1, costs).micro_batches[0])) == [[0], [1], [2], [3], [4]]
+
+
+def test_a_budget_without_a_token_names_the_key():
     with pytest.raises(UserError, match=r"batch\.max_tokens=0"):
         make_plan([], 1, 0, TOKENS)
 
