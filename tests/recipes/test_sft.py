@@ -184,6 +184,17 @@ def test_two_calls_before_a_step_equal_one(pool, inputs, layout):
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12 * scale, err_msg=name)
 
 
+def test_calls_that_would_train_on_a_wrong_gradient_are_refused(pool, inputs):
+    """A gradient that comes after the reduction is never summed over dp; two means add up to a sum of means."""
+    (answers,) = pool.run(1, world.misused_calls, config_of(inputs, "1"), freeze(samples()))
+    assert [answers.pop(name) for name in ("first", "second", "after zero_grad")] == ["", "", ""]
+    for name, answer in answers.items():
+        assert answer and "\n" not in answer, name
+        assert ("optim_step" in answer) if name.startswith("after") else ("token-mean" in answer and "sum" in answer), (
+            name
+        )
+
+
 @pytest.mark.parametrize("layout", ("1", "dp2", "dp2+tp2", "dp2+pp2", "dp2+pp2+vpp2", "ulysses2+dp2"))
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
 def test_overlapped_reduction_changes_nothing(pool, inputs, layout, distributed_optimizer):
