@@ -52,7 +52,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class BatchConfig:
     """global_size: sequences in an optimizer step. max_tokens: token budget of a micro-batch on one model replica,
-    before it is sharded over ulysses x ring."""
+    before it is sharded over ulysses x ring; a longer sequence runs alone in a micro-batch."""
 
     global_size: int = 32
     max_tokens: int = 8192

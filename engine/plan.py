@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import met_parameters, output_parameters, pair_flops
-from isoloss.parallel.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -87,16 +86,18 @@ def make_plan(
 ) -> Plan:
     """Place every sample once: ranks balanced by cost, micro-batches within `max_tokens` tokens and balanced by cost.
 
+    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself.
+
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
     up to `multiple_of` (interleaved pipelines: the pipeline size), and spread their samples over all of them.
 
     Depends on the multiset of lengths alone: permuting the samples permutes the indices, up to swaps of equal lengths.
-    UserError where a sample is longer than max_tokens (no sample is ever split); ValueError on other bad arguments.
+    ValueError on bad arguments.
     """
-    lengths_S = _checked_lengths(lengths_S, max_tokens)
-    if dp_size < 1 or multiple_of < 1:
-        raise ValueError(f"dp_size and multiple_of must be at least 1, not {dp_size} and {multiple_of}")
+    lengths_S = _checked_lengths(lengths_S)
+    if min(dp_size, multiple_of, max_tokens) < 1:
+        raise ValueError(f"{dp_size=}, {multiple_of=} and {max_tokens=} must be at least 1")
     # Stable, so equal lengths are taken by index. Cost grows with length: one order serves both.
     order_S = np.argsort(-lengths_S, kind="stable").tolist()
     costs, lengths = cost_model.cost(lengths_S).tolist(), lengths_S.tolist()
@@ -138,29 +139,21 @@ def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
     return float(max(loads) * len(loads) / total) if total > 0 else 1.0
 
 
-def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
-    """int64 vector of the lengths, each within 1..max_tokens."""
+def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
+    """int64 vector of the lengths, each at least 1."""
     lengths_S = np.asarray(lengths_S)
     if lengths_S.size == 0:
         lengths_S = lengths_S.astype(np.int64)
     if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer) or (lengths_S < 1).any():
         raise ValueError(f"lengths must be a vector of integers of at least 1, got {lengths_S.dtype} {lengths_S.shape}")
-    if max_tokens < 1:
-        raise UserError(f"batch.max_tokens={max_tokens} holds no token: set it to at least data.max_length")
-    if lengths_S.size and lengths_S.max() > max_tokens:
-        longest = int(lengths_S.max())
-        raise UserError(
-            f"batch.max_tokens={max_tokens} is less than the {longest} tokens of sample "
-            f"{int(lengths_S.argmax())} of the step: set batch.max_tokens to at least {longest}, or "
-            "shorten samples by data.max_length with data.overlong=truncate or drop"
-        )
     return lengths_S.astype(np.int64)
 
 
 def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Best-fit decreasing: each sample into the fullest bin that has room for it, else into a new one.
 
-    Never more than 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974).
+    Never more than 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974). A sample over the budget leaves
+    less than no room in its bin.
     """
     bins: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, bin), ascending, so that the first that fits is the fullest
@@ -179,14 +172,18 @@ def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list
 def _spread(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere."""
-    bins: list[list[int]] = [[] for _ in range(count)]
+    """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere.
+
+    The samples over the budget, which come first, fill a bin each.
+    """
+    alone = sum(lengths[i] > max_tokens for i in order)
+    bins: list[list[int]] = [[i] for i in order[:alone]] + [[] for _ in range(count - alone)]
     room = [max_tokens] * count
-    cheapest = [(0.0, b) for b in range(count)]  # (cost, bin)
+    cheapest = [(0.0, b) for b in range(alone, count)]  # (cost, bin)
     # Bins without room for the sample at hand, by (-tokens left, cost, bin). Lengths only fall, so a bin that comes
     # back stays until it is given a sample again: n log(count) in all, however tight the budget.
     waiting: list[tuple[int, float, int]] = []
-    for i in order:
+    for i in order[alone:]:
         while waiting and -waiting[0][0] >= lengths[i]:
             _, load, b = heappop(waiting)
             heappush(cheapest, (load, b))
