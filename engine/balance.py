@@ -64,7 +64,7 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, balance: Balance | None)
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
     document_T, origin_T = own(micro_batch.document_R), own(micro_batch.origin_R)
-    length_D = torch.tensor(micro_batch.lengths, device=document_T.device)
+    length_D = torch.tensor(micro_batch.real_lengths, device=document_T.device)
     return RoutedTokens(document_T, origin_T, length_D, mesh.megatron.tp_cp, balance)
 
 

@@ -3,8 +3,8 @@
 Shape suffixes: T tokens of one sample, R tokens of a packed row, N labelled tokens on this rank, S samples.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ class Sample:
     tokens_T: int64 token ids.
     mask_T: bool; True where the token itself is a target (predicted from the tokens before it). mask_T[0] is False: the
         first token has nothing before it.
-    group: index of the prompt the sample belongs to, 0 <= group < number of prompts in the step (prompt-mean losses).
+    group: number of the prompt the sample belongs to; any, the same for all samples of a prompt (prompt-mean losses).
     fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
         fields[k][t] belongs to the prediction *of* token t, like mask_T.
     """
@@ -45,3 +45,17 @@ class Sample:
 
     def __len__(self) -> int:
         return self.tokens_T.numel()
+
+
+def grouped_by_prompt(samples: Sequence[Sample]) -> list[Sample]:
+    """The samples, in their order, with a group for each prompt: the same tokens before the first target.
+
+    A single token there is no prompt: every plain text has its first one. Such a sample is a group of its own.
+    """
+    groups: dict[object, int] = {}
+    grouped = []
+    for index, sample in enumerate(samples):
+        first = int(sample.mask_T.int().argmax())
+        prompt = sample.tokens_T[:first].numpy().tobytes() if first > 1 else index
+        grouped.append(replace(sample, group=groups.setdefault(prompt, len(groups))))
+    return grouped

@@ -69,8 +69,8 @@ class BatchConfig(Keys, group="batch"):
     )
     max_tokens: int = key(
         8192,
-        "Most tokens in a micro-batch of one model replica (shared by its ulysses x ring ranks). Lower it when memory "
-        "runs out: micro-batches and gradient accumulation follow from it.",
+        "Most tokens in a micro-batch of one model replica (shared by its ulysses x ring ranks); a longer sequence "
+        "runs alone in one. Lower it when memory runs out: micro-batches and gradient accumulation follow from it.",
         at_least=2,
     )
 

@@ -87,9 +87,6 @@ class Engine:
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
         self.balancing = balance.configured(config.moe, self.arch)
-        self._reduced = False
-        self._finite = True
-        self._tokens = 0
         self.zero_grad()
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
@@ -98,7 +95,8 @@ class Engine:
         """Accumulate the gradient of the samples' loss; nothing is reduced yet.
 
         A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
-        `sum`. Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics.
+        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics.
         """
         if self.config.parallel.overlap_grad_reduce:
             raise UserError(
@@ -168,12 +166,13 @@ class Engine:
         return self._of_targets(run_logits, samples)
 
     def zero_grad(self) -> None:
-        """Forget the accumulated gradients and the experts' loads."""
+        """Forget the accumulated gradients and the experts' loads: a new step begins."""
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         balance.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
+        self._modes: list[str] = []  # of what was accumulated
 
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
@@ -245,6 +244,7 @@ class Engine:
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        self._check_call(loss)
         batch, of_routers = self._prepare(samples, loss), None
         if self.balancing is not None:
             of_routers = balance.start(self.balancing, batch.lengths, loss, self.device)
@@ -252,6 +252,22 @@ class Engine:
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return metrics
+
+    def _check_call(self, loss: Loss) -> None:
+        """ValueError where the gradient of the step would be wrong with this call of `forward_backward` in it."""
+        if self._reduced:
+            raise ValueError(
+                "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "
+                "optim_step() or zero_grad() first"
+            )
+        before, modes = self._modes, [aggregation.mode for aggregation in loss.aggregations]
+        means = [mode for mode in before + modes if mode != "sum"]
+        if before and means:
+            raise ValueError(
+                f"several calls of forward_backward before optim_step() would add up means of {means[0]}: give all "
+                "samples of the step in one call, or use the aggregation sum in every call"
+            )
+        self._modes = before + modes
 
     @contextlib.contextmanager
     def _no_sync(self):

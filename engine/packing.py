@@ -20,7 +20,7 @@ class PackedBatch:
 
     tokens_R, positions_R: int64; positions restart in every document.
     lengths: tokens of each document of the whole row, with the padding that some attention kernels want behind each;
-        padding of the row last.
+        padding of the row last. real_lengths: the same without the padding behind documents, for losses.
     document_R: the document of the row that each token belongs to; origin_R: where the token stands in the
         concatenation of all samples of the step. -1 for padding and dummy tokens.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
@@ -30,6 +30,7 @@ class PackedBatch:
     tokens_R: Tensor
     positions_R: Tensor
     lengths: tuple[int, ...]
+    real_lengths: tuple[int, ...]
     document_R: Tensor
     origin_R: Tensor
     labelled_N: Tensor
@@ -90,7 +91,8 @@ def pack(
             fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
         start += span
     targets = tokens.roll(-1)
-    all_lengths = (*spans, total - used) if total > used else tuple(spans)
+    rest = (total - used,) if total > used else ()
+    all_lengths = (*spans, *rest)
     own_R = own_tokens(all_lengths, mesh)
     labelled_N = label[own_R].nonzero().squeeze(1)
 
@@ -104,6 +106,7 @@ def pack(
         tokens_R=own(tokens),
         positions_R=own(positions),
         lengths=all_lengths,
+        real_lengths=(*map(len, samples), *rest),
         document_R=own(document),
         origin_R=own(origin),
         labelled_N=labelled_N.to(device),

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import met_parameters, output_parameters, pair_flops
-from isoloss.parallel.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -87,17 +86,18 @@ def make_plan(
 ) -> Plan:
     """Place every sample once: ranks balanced by cost, micro-batches within `max_tokens` tokens and balanced by cost.
 
+    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself.
+
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
     up to `multiple_of` (interleaved pipelines: the pipeline size), and spread their samples over all of them.
 
     Depends on the multiset of lengths alone: permuting the samples permutes the indices, up to swaps of equal lengths.
-    A micro-batch holds at least one sample, whatever its length: one longer than max_tokens runs alone, never split.
-    UserError where max_tokens holds no token; ValueError on other bad arguments.
+    ValueError on bad arguments.
     """
-    lengths_S = _checked_lengths(lengths_S, max_tokens)
-    if dp_size < 1 or multiple_of < 1:
-        raise ValueError(f"dp_size and multiple_of must be at least 1, not {dp_size} and {multiple_of}")
+    lengths_S = _checked_lengths(lengths_S)
+    if min(dp_size, multiple_of, max_tokens) < 1:
+        raise ValueError(f"{dp_size=}, {multiple_of=} and {max_tokens=} must be at least 1")
     # Stable, so equal lengths are taken by index. Cost grows with length: one order serves both.
     order_S = np.argsort(-lengths_S, kind="stable").tolist()
     costs = cost_model.cost(lengths_S).tolist()
@@ -140,15 +140,13 @@ def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
     return float(max(loads) * len(loads) / total) if total > 0 else 1.0
 
 
-def _checked_lengths(lengths_S: Sequence[int] | np.ndarray, max_tokens: int) -> np.ndarray:
+def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
     """int64 vector of the lengths, each at least 1."""
     lengths_S = np.asarray(lengths_S)
     if lengths_S.size == 0:
         lengths_S = lengths_S.astype(np.int64)
     if lengths_S.ndim != 1 or not np.issubdtype(lengths_S.dtype, np.integer) or (lengths_S < 1).any():
         raise ValueError(f"lengths must be a vector of integers of at least 1, got {lengths_S.dtype} {lengths_S.shape}")
-    if max_tokens < 1:
-        raise UserError(f"batch.max_tokens={max_tokens} holds no token: set it to at least data.max_length")
     return lengths_S.astype(np.int64)
 
 

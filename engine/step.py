@@ -92,8 +92,9 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     masks = [samples[index].mask_T for index in order]
     prompts = {}
     if any(aggregation.by_prompt for aggregation in loss.aggregations):
-        prompts["group_ids"] = [samples[index].group for index in order]
-        prompts["num_groups"] = 1 + max((sample.group for sample in samples), default=-1)
+        # Numbered without gaps, from all samples of the step: the same numbers on every rank.
+        number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
+        prompts = {"group_ids": [number_of[samples[index].group] for index in order], "num_groups": len(number_of)}
     census = take_census(masks, mesh.dp, **prompts)
     weighed = [weigh(masks, census, aggregation) for aggregation in loss.aggregations]
     weights_of = {index: torch.stack(of_modes) for index, *of_modes in zip(order, *(weights for weights, _ in weighed))}

@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch.distributed as dist
 
+from isoloss.engine.batch import grouped_by_prompt
 from isoloss.engine.config import Config
 from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_indices, steps_for_epochs, unigram_nats
 from isoloss.engine.engine import Engine, check_model
@@ -73,7 +75,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
         while step < data.total_steps:
             started = time.perf_counter()
             rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
-            samples = [data.train[int(row)] for row in rows]
+            samples = grouped_by_prompt([data.train[int(row)] for row in rows])
             lr = learning_rate(step, config.optim, data.total_steps)
 
             metrics, result = engine.train_step(samples, loss, lr)
@@ -95,16 +97,14 @@ def load_data(config: Config) -> RunData:
     """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
     arch = read_architecture(config.model.path)
     check_files(config.data)
-    max_length, max_tokens = config.data.max_length, config.batch.max_tokens
-    limit = "data.max_length" if max_length <= max_tokens else "batch.max_tokens"
-    if min(max_length, max_tokens) > arch.max_positions:
+    max_length = config.data.max_length
+    if max_length > arch.max_positions:
         raise UserError(
-            f"{limit}={min(max_length, max_tokens)} is more than max_position_embeddings={arch.max_positions} in "
-            f"{hf_folder(config.model.path)}/config.json: set data.max_length to at most {arch.max_positions}"
+            f"data.max_length={max_length} is more than max_position_embeddings={arch.max_positions} in "
+            f"{hf_folder(config.model.path)}/config.json: set it to at most {arch.max_positions}"
         )
     options = {
-        "max_length": min(max_length, max_tokens),
-        "limit": limit,
+        "max_length": max_length,
         "overlong": config.data.overlong,
         "vocab_size": arch.vocab_size,
         "cache_dir": cache_folder(config),
@@ -128,7 +128,19 @@ def opening(engine: Engine, config: Config, data: RunData, output_dir: Path, ste
         + (f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"),
         f"run: {data.total_steps} steps of {config.batch.global_size} sequences, {spread(engine)}, into {output_dir}",
     ]
-    return [*lines, *resumed(config, output_dir, step, data.total_steps)]
+    return [*lines, *over_budget(config, data), *resumed(config, output_dir, step, data.total_steps)]
+
+
+def over_budget(config: Config, data: RunData) -> Sequence[str]:
+    """A line where rows are longer than the budget of a micro-batch: each takes more memory than was asked for."""
+    budget = config.batch.max_tokens
+    long = np.concatenate([rows.lengths[rows.lengths > budget] for rows in (data.train, data.eval) if rows is not None])
+    if not len(long):
+        return ()
+    return (
+        f"memory: {len(long):,} rows exceed batch.max_tokens={budget}, the longest with {long.max():,} tokens; each "
+        "runs alone in a micro-batch",
+    )
 
 
 def evaluate(engine: Engine, data: TokenDataset | None, log: MetricsLog, step: int) -> float | None:

@@ -44,8 +44,9 @@ class RoutedTokens:
     """The tokens that the routers of a rank see of a micro-batch: its slice of the row, under TP its part of that.
 
     document_T: the document of the row that each belongs to. origin_T: where it stands in the concatenation of all
-    samples of the step. Both -1 for padding and dummy tokens. length_D: tokens of each document of the whole row,
-    int64. row: the ranks that share the row, tp x context. balance: what the routers do besides routing; None: nothing.
+    samples of the step. Both -1 for padding and dummy tokens. length_D: tokens of each document of the whole row, the
+    padding behind it not counted, int64. row: the ranks that share the row, tp x context. balance: what the routers do
+    besides routing; None: nothing.
     """
 
     document_T: Tensor

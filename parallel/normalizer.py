@@ -67,8 +67,8 @@ class Census:
     """Integer counts of an optimizer step: all that any mode divides by.
 
     Of this rank's samples: tokens_S, valid tokens of each; group_S, its prompt. Over all ranks: tokens; sequences, and
-    valid_sequences with a valid token; tokens_P, valid tokens of each prompt. group_S and tokens_P are empty where no
-    prompts were counted.
+    valid_sequences with a valid token; tokens_P, valid tokens of each prompt, and sequences_P, how many it has. What is
+    about prompts is empty where they were not counted.
     """
 
     tokens_S: Tensor
@@ -77,12 +77,13 @@ class Census:
     sequences: int
     valid_sequences: int
     tokens_P: Tensor
+    sequences_P: Tensor
 
     @classmethod
     def of_whole_step(cls, lengths: Sequence[int]) -> "Census":
         """Of a step of which this rank knows every sequence and counts every token. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
-        return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none)
+        return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)
 
 
 def take_census(
@@ -95,8 +96,9 @@ def take_census(
 ) -> Census:
     """Count the step. masks: for each of this rank's samples its 0/1 mask, [T_i]; whole, or with sp_group sharded.
 
-    group_ids, num_groups: each sample's prompt, in 0..num_groups-1, and the number of prompts of the step over all
-        ranks; without group_ids prompts are not counted.
+    group_ids, num_groups: each sample's prompt, in 0..num_groups-1, where num_groups is the same on all ranks; a number
+        that no sample of any rank has is no prompt. Without group_ids prompts are not counted. ValueError where one is
+        out of range.
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
     tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
@@ -104,15 +106,19 @@ def take_census(
     if sp_group is not None:
         dist.all_reduce(tokens_S, group=sp_group)
     group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64, device=tokens_S.device)
-    tokens_P = torch.zeros(0 if group_ids is None else num_groups, dtype=torch.int64, device=tokens_S.device)
+    # Valid tokens and sequences of each prompt.
+    of_prompts_2P = torch.zeros((2, 0 if group_ids is None else num_groups), dtype=torch.int64, device=tokens_S.device)
     if group_ids is not None:
-        tokens_P.index_add_(0, group_S, tokens_S)
+        outside = [group for group in group_ids if not 0 <= group < num_groups]
+        if outside:
+            raise ValueError(f"group_ids must be in 0..{num_groups - 1} (num_groups={num_groups}), not {outside[0]}")
+        of_prompts_2P.index_add_(1, group_S, torch.stack([tokens_S, torch.ones_like(tokens_S)]))
     totals = torch.tensor([0, len(masks), 0], device=tokens_S.device)
     totals[0], totals[2] = tokens_S.sum(), (tokens_S > 0).sum()
-    counts = torch.cat([totals, tokens_P])
+    counts = torch.cat([totals, of_prompts_2P.flatten()])
     dist.all_reduce(counts, group=dp_group)
     tokens, sequences, valid_sequences = (int(c) for c in counts[:3])
-    return Census(tokens_S, group_S, tokens, sequences, valid_sequences, counts[3:])
+    return Census(tokens_S, group_S, tokens, sequences, valid_sequences, *counts[3:].view_as(of_prompts_2P))
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def weigh(masks: Sequence[Tensor], census: Census, aggregation: Aggregation) -> 
     tokens, tokens_S, tokens_P = census.tokens, census.tokens_S, census.tokens_P
     sequences = census.sequences if counted else census.valid_sequences
     valid_prompts = int((tokens_P > 0).sum())
-    prompts = len(tokens_P) if counted else valid_prompts
+    prompts = int((census.sequences_P > 0).sum()) if counted else valid_prompts
     length = aggregation.norm_length or 1
     divisor_S = {
         "token-mean": lambda: torch.full_like(tokens_S, tokens),

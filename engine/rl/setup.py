@@ -36,7 +36,7 @@ class RLData:
 def load_data(config: RLConfig) -> RLData:
     """Read and tokenize the prompts. Enters no collective.
 
-    A prompt and rollout.max_new_tokens have to fit data.max_length, batch.max_tokens and the model's positions.
+    A prompt and rollout.max_new_tokens have to fit data.max_length and the model's positions.
     """
     arch = read_architecture(config.model.path)
     if config.algorithm.uses_critic:
@@ -44,7 +44,6 @@ def load_data(config: RLConfig) -> RLData:
     check_files(config.data)
     limits = {
         "data.max_length": config.data.max_length,
-        "batch.max_tokens": config.batch.max_tokens,
         "max_position_embeddings": arch.max_positions,
     }
     key = min(limits, key=lambda name: limits[name])

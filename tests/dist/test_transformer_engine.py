@@ -15,6 +15,8 @@ from worlds.families import CONFIGS, VOCAB, write_folder
 from worlds.te_pool import TransformerEnginePool
 from worlds.transformers_parity import make_samples
 
+from isoloss.engine.config import MoeConfig
+
 LENGTHS = (2, 40, 17, 29, 33, 60)  # several micro-batches, and documents that no number of ranks divides
 FP32 = 1e-5  # relative to the norm
 
@@ -29,15 +31,16 @@ def degrees(layout: dict) -> str:
     return "+".join(f"{key}{value}" for key, value in layout.items()) or "1"
 
 
-def check_same_step(te_pool, folder, world, parallel) -> list[te_models.Evaluated]:
+def check_same_step(te_pool, folder, world, parallel, moe: MoeConfig | None = None) -> list[te_models.Evaluated]:
     """Logits, loss, gradients by name of the local spec on one rank and of the TE spec on `world` ranks."""
     samples = make_samples(LENGTHS, VOCAB)
-    (local,) = te_pool.run(1, te_models.evaluate, folder, samples, False, {})
-    ranks = te_pool.run(world, te_models.evaluate, folder, samples, True, parallel)
+    (local,) = te_pool.run(1, te_models.evaluate, folder, samples, False, {}, "fp32", moe)
+    ranks = te_pool.run(world, te_models.evaluate, folder, samples, True, parallel, "fp32", moe)
     gradients = {name: gradient for rank in ranks for name, gradient in rank.gradients.items()}
     assert gradients.keys() == local.gradients.keys()
     for rank in ranks:
         assert (rank.logits - local.logits).norm() <= FP32 * local.logits.norm()
+        assert rank.terms == pytest.approx(local.terms, rel=FP32)
         assert rank.loss == pytest.approx(local.loss, rel=FP32)
         assert rank.grad_norm == pytest.approx(local.grad_norm, rel=FP32)
     for name, wanted in local.gradients.items():
@@ -91,6 +94,21 @@ def test_transformer_engines_attention_takes_the_same_step(name, world, parallel
         assert rank.arguments["cp_comm_type"] == parallel["cp_kernel"] or world == 1
         assert rank.arguments["window"] == ((8, 0) if name == "mixtral" else None)
         assert world == 1 or all((b - a) % multiple == 0 for a, b in itertools.pairwise(starts))
+
+
+@pytest.mark.parametrize(
+    ("name", "world", "parallel"),
+    [
+        ("qwen3-moe", 2, {"cp_kernel": "p2p", "ring": 2}),
+        ("glm-4.5", 4, {"cp_kernel": "all_gather", "ring": 4}),  # sigmoid scores
+        ("mixtral", 2, {"cp_kernel": "a2a", "ulysses": 2, "ep": 2}),
+    ],
+    ids=lambda value: degrees(value) if isinstance(value, dict) else str(value),
+)
+def test_losses_of_routers_do_not_count_the_padding_of_the_kernels(name, world, parallel, te_pool, tmp_path):
+    moe = MoeConfig("sequence", 0.5, 0.1)
+    ranks = check_same_step(te_pool, write_folder(name, tmp_path), world, parallel, moe)
+    assert ranks[0].terms.keys() == {"loss", "moe_aux_loss", "moe_z_loss"}
 
 
 @pytest.mark.parametrize("from_fused", [False, True], ids=["of local", "of TE"])

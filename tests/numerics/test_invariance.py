@@ -20,7 +20,7 @@ from worlds.thinned import covering_pairs, thinned
 
 from isoloss.engine import legality
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models import qwen3
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout, UserError
@@ -290,6 +290,17 @@ def test_one_all_reduce_of_counts_a_step(pool, grid, layout, budget):
     for calls, micro_batches in pool.run(world_size, world.count_reductions, config, grid.frozen):
         assert calls == 1
         assert micro_batches > 1 or budget != MAX_LENGTH
+
+
+@pytest.mark.parametrize("count_fully_masked", (False, True))
+def test_numbers_of_prompts_are_names(pool, grid, count_fully_masked):
+    """Any whole numbers, however far apart: what counts is which samples share one."""
+    loss = LossConfig("prompt-mean-token-mean", count_fully_masked=count_fully_masked)
+    dense, sparse = batch(), [dataclasses.replace(s, group=5000 - 7 * s.group) for s in batch()]
+    one, two = (
+        pool.run(1, world.evaluated, grid.on(Layout()), freeze(samples), loss)[0] for samples in (dense, sparse)
+    )
+    assert one == two
 
 
 def test_the_order_of_the_samples_does_not_matter(pool, grid):

@@ -203,7 +203,7 @@ def test_a_proof_of_a_policy_loss(run, loss, keys):
 
 
 def test_what_is_made_up_reaches_every_branch(pool, models):
-    """Ratios beyond the clipping bounds and within, advantages of both signs: what agrees is not agreement on nothing."""
+    """Ratios beyond the clipping bounds and within, advantages of both signs: agreement is not about nothing."""
     keys = [f"model.path={models}/dense", "model.from_scratch=true", "data.max_length=512", "batch.global_size=6"]
     data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache"]
     config = prove.configuration("clip", [*keys, *data])

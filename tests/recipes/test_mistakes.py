@@ -108,9 +108,8 @@ MODEL_AND_FILES = (
     told("missing evaluation file", "data.eval={inputs}/row.jsonl", "data.eval", "did you mean {inputs}/rows.jsonl"),
     told("folder for a file", "data.train={inputs}", "data.train", "{inputs}", "folder"),
     told("kind of file", "data.train={inputs}/model/config.json", "data.train", "config.json", ".jsonl"),
-    told("positions", ("data.max_length=257", "batch.max_tokens=512"), "=257", "max_position_embeddings=256"),
+    told("positions", "data.max_length=257", "=257", "max_position_embeddings=256"),
     told("row over data.max_length", "data.max_length=30", "rows.jsonl:2", "data.max_length=30", "data.overlong"),
-    told("row over the budget", "batch.max_tokens=30", "rows.jsonl:2", "batch.max_tokens=30", "data.overlong"),
     told("every row dropped", ("data.max_length=8", "data.overlong=drop"), "12 rows", "data.max_length=8"),
     told(
         "nothing left of a row", ("data.max_length=8", "data.overlong=truncate"), "rows.jsonl:1", "data.max_length=8"
@@ -218,10 +217,9 @@ def test_config_json_is_not_one(text, inputs, tmp_path, arguments, capsys):
 
 
 @pytest.mark.parametrize("overlong", ("drop", "truncate"))
-@pytest.mark.parametrize("limit", ("data.max_length", "batch.max_tokens"))
-def test_overlong_rows_can_be_dropped_or_cut(overlong, limit, arguments, capsys):
+def test_overlong_rows_can_be_dropped_or_cut(overlong, arguments, capsys):
     """What the line about overlong rows proposes works: 12 rows of 31 tokens and more, a limit amid their lengths."""
-    assert launch.main("sft", Config, sft.run, [*arguments, f"{limit}=34", f"data.overlong={overlong}"]) == 0
+    assert launch.main("sft", Config, sft.run, [*arguments, "data.max_length=34", f"data.overlong={overlong}"]) == 0
     steps = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert [step["applied"] for step in steps] == [1, 1]
     assert all(step["total_tokens"] <= 4 * 34 for step in steps)

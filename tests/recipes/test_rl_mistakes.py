@@ -47,14 +47,12 @@ CONFIGURATION = (
 
 ROOM = (
     told("completion fills data.max_length", "rollout.max_new_tokens=128", "max_new_tokens=128", "data.max_length=128"),
-    told("completion fills the budget", "batch.max_tokens=12", "max_new_tokens=12", "batch.max_tokens=12"),
     told(
         "completion fills the context",
-        ("rollout.max_new_tokens=256", "data.max_length=999", "batch.max_tokens=999"),
+        ("rollout.max_new_tokens=256", "data.max_length=999"),
         "rollout.max_new_tokens=256", "max_position_embeddings=256",
     ),
     told("prompt over data.max_length", "data.max_length=24", "prompts.jsonl:3", "data.max_length", "overlong=drop"),
-    told("prompt over the budget", "batch.max_tokens=24", "prompts.jsonl:3", "batch.max_tokens - rollout.max_new"),
     told("every prompt dropped", ("data.max_length=14", "data.overlong=drop"), "all 5 prompts", "data.max_length"),
 )  # fmt: skip
 

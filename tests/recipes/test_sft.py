@@ -99,6 +99,55 @@ def test_resolved_configuration_can_be_asked_for(arguments, capsys):
     assert list(Path.cwd().iterdir()) == []
 
 
+@pytest.mark.parametrize("overlong", ("drop", "truncate"))
+def test_the_token_budget_decides_neither_rows_nor_loss(overlong, arguments, inputs, capsys):
+    """Every row is longer than a budget of 16, and runs alone; all four of a step fit one of a million."""
+    found = []
+    for budget in (16, 10**6):
+        limits = [f"batch.max_tokens={budget}", "data.max_length=34", f"data.overlong={overlong}"]
+        argv = [*arguments, *limits, "train.precision=fp64", f"data.eval={inputs}/rows.jsonl", f"output_dir={budget}"]
+        assert launch.main("sft", Config, sft.run, argv) == 0
+        opening = [line for line in capsys.readouterr().out.splitlines() if "batch.max_tokens" in line]
+        found.append((rows_of(f"{budget}/metrics.jsonl"), rows_of(f"{budget}/eval.jsonl"), opening))
+    (small, small_eval, told), (large, large_eval, silent) = found
+    assert {row["micro_batches"] for row in small} == {4} and {row["micro_batches"] for row in large} == {1}
+    for a, b in zip([*small, *small_eval], [*large, *large_eval], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-12)
+        for name in ("valid_tokens", "total_tokens", "sequences"):
+            assert a.get(name) == b.get(name), name
+    assert small[0]["total_tokens"] > 4 * 16
+    rows = 2 * small_eval[0]["sequences"]  # the same file for training and evaluation
+    assert len(told) == 1 and f"{rows} rows exceed batch.max_tokens=16" in told[0]
+    assert silent == []
+
+
+def test_rows_of_one_prompt_are_a_group(inputs, arguments, monkeypatch):
+    """Three answers to one question weigh as much as the one to another; a text is a prompt of its own."""
+    from transformers import AutoTokenizer
+
+    answers = {"One?": ("1", "1 and 1", "It is one."), "Two?": ("2",)}
+    rows = [{"prompt": prompt, "completion": answer} for prompt, of_it in answers.items() for answer in of_it]
+    rows += [{"text": "one is one and two is two."}, {"text": "one is not two."}]
+    Path("own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    argv = [*arguments, "data.train=own.jsonl", "batch.global_size=6"]
+    tokenizer, found = AutoTokenizer.from_pretrained(inputs / "model"), {}
+    train_step = Engine.train_step
+
+    def recorded(self, step_samples, loss, lr=None):
+        for sample, logprobs in zip(step_samples, self.logprobs(step_samples)):
+            text = tokenizer.decode(sample.tokens_T)
+            prompt = next((question for question in answers if question in text), text)
+            found.setdefault(prompt, []).extend((-logprobs[sample.mask_T]).tolist())
+        return train_step(self, step_samples, loss, lr)
+
+    monkeypatch.setattr(Engine, "train_step", recorded)
+    more = ["loss.aggregation=prompt-mean-token-mean", "train.precision=fp64", "train.steps=1"]
+    assert launch.main("sft", Config, sft.run, [*argv, *more]) == 0
+    assert len(found) == 4
+    of_prompts = [sum(terms) / len(terms) for terms in found.values()]
+    assert rows_of("out/metrics.jsonl")[0]["loss"] == pytest.approx(sum(of_prompts) / 4, rel=1e-12)
+
+
 # ---- bad steps ------------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +231,17 @@ def test_two_calls_before_a_step_equal_one(pool, inputs, layout):
         scale = np.abs(expected[name]).max()
         assert scale > 0
         np.testing.assert_allclose(found[name], expected[name], rtol=0, atol=1e-12 * scale, err_msg=name)
+
+
+def test_calls_that_would_train_on_a_wrong_gradient_are_refused(pool, inputs):
+    """A gradient that comes after the reduction is never summed over dp; two means add up to a sum of means."""
+    (answers,) = pool.run(1, world.misused_calls, config_of(inputs, "1"), freeze(samples()))
+    assert [answers.pop(name) for name in ("first", "second", "after zero_grad")] == ["", "", ""]
+    for name, answer in answers.items():
+        assert answer and "\n" not in answer, name
+        assert ("optim_step" in answer) if name.startswith("after") else ("token-mean" in answer and "sum" in answer), (
+            name
+        )
 
 
 @pytest.mark.parametrize("layout", ("1", "dp2", "dp2+tp2", "dp2+pp2", "dp2+pp2+vpp2", "ulysses2+dp2"))

@@ -47,7 +47,7 @@ def test_help_of_a_group_tells_type_default_and_meaning(capsys, monkeypatch):
     assert "train.steps" not in out and "model." not in out and "usage:" not in out
     assert "train.steps=null  (integer >= 1 or null)\n" in helped(capsys, "--help", "train")
     assert "parallel.sequence_parallel=null  (true | false | null)\n" in helped(capsys, "-h", "parallel")
-    assert "model.path  (text; required)" in model
+    assert "model.path  (text; required)" in helped(capsys, "-h", "model")
 
 
 def test_help_of_one_key(capsys):

@@ -58,6 +58,22 @@ def test_weights_of_a_step_worked_by_hand(one_rank):
         assert [w.tolist() for w in weights] == [pytest.approx(e, rel=1e-15) for e in expected], (mode, fully)
 
 
+@pytest.mark.parametrize("count_fully_masked", [False, True])
+def test_a_prompt_that_no_sequence_has_does_not_count(count_fully_masked, one_rank):
+    """Prompts 3 and 900 of a thousand numbers; the second has no valid token."""
+    normalizer = GlobalLossNormalizer("prompt-mean-token-mean", one_rank, count_fully_masked=count_fully_masked)
+    weights, counts = normalizer.weights([torch.tensor([0, 1, 1]), torch.tensor([0, 0])], [3, 900], num_groups=1000)
+    half = 1 / 4 if count_fully_masked else 1 / 2
+    assert [w.tolist() for w in weights] == [[0, half, half], [0, 0]]
+    assert counts.prompts == (2 if count_fully_masked else 1) and counts.weight_sum == 2 * half
+
+
+@pytest.mark.parametrize("group", [-1, 2])
+def test_a_prompt_outside_the_number_of_prompts_is_refused(group, one_rank):
+    with pytest.raises(ValueError, match=rf"group_ids .*0\.\.1.* {group}"):
+        GlobalLossNormalizer("prompt-mean-token-mean", one_rank).weights([torch.ones(2)], [group], num_groups=2)
+
+
 @pytest.mark.parametrize("masks", [[], [torch.zeros(3, dtype=torch.bool)], [torch.zeros(2), torch.zeros(5)]])
 @pytest.mark.parametrize("count_fully_masked", [False, True])
 @pytest.mark.parametrize("mode", MODES)

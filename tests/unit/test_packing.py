@@ -56,6 +56,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         tokens_R=whole([shard.tokens_R for shard in shards]),
         positions_R=whole([shard.positions_R for shard in shards]),
         lengths=lengths,
+        real_lengths=shards[0].real_lengths,
         document_R=whole([shard.document_R for shard in shards]),
         origin_R=whole([shard.origin_R for shard in shards]),
         labelled_N=labelled[label_order],
@@ -83,6 +84,7 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.tokens_R.tolist() == tokens + [0] * padding
     assert row.positions_R.tolist() == positions + list(range(padding))
     assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
+    assert row.real_lengths == row.lengths
     assert row.labelled_N.tolist() == labelled
     assert row.targets_N.tolist() == targets
     assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list

@@ -175,6 +175,7 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
     for row, tokens in zip(rows, expected):
         assert len(row.tokens_R) * context == sum(row.lengths) and len(row.tokens_R) % tp == 0
         assert all(length % multiple == 0 for length in row.lengths)
+        assert row.real_lengths[: len(lengths)] == tuple(lengths) and len(row.real_lengths) == len(row.lengths)
         assert row.tokens_R[: len(tokens)].tolist() == tokens and not row.tokens_R[len(tokens) :].any()
         padding = row.tokens_R == 0
         assert (row.document_R == -1).equal(padding) and (row.origin_R == -1).equal(padding)

@@ -80,6 +80,10 @@ def with_batched_messages(config: Config, *rest) -> list[Measurement]:
         return measure(config, *rest)
 
 
+def evaluated(config: Config, frozen: bytes, loss: LossConfig) -> float:
+    return Engine(config).evaluate(thaw(frozen), cross_entropy(loss)).loss
+
+
 def logprobs(config: Config, frozen: bytes) -> list[list[float]]:
     """log-probabilities of every sample's targets."""
     return [values.tolist() for values in Engine(config).logprobs(thaw(frozen))]

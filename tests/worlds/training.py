@@ -1,5 +1,6 @@
 """What the ranks of the recipe's tests run."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from unittest import mock
 
@@ -98,6 +99,40 @@ def gradients(config: Config, frozen: bytes, calls: Sequence[Sequence[int]]) -> 
         engine.forward_backward([samples[i] for i in indices], cross_entropy(LossConfig("sum")))
     found = {name: gradient.numpy(force=True).copy() for name, gradient in engine.gradients()}
     return engine.optim_step().grad_norm, found
+
+
+def misused_calls(config: Config, frozen: bytes) -> dict[str, str]:
+    """What an engine answers to calls of forward_backward that would train on a wrong gradient; "" where it runs."""
+    engine, samples = Engine(config), thaw(frozen)
+    mean, summed = (cross_entropy(LossConfig(mode)) for mode in ("token-mean", "sum"))
+    mixed = Loss((*summed.terms, dataclasses.replace(mean.terms[0], name="mean", coefficient=0.5)))
+
+    def told(loss: Loss) -> str:
+        try:
+            engine.forward_backward(samples, loss)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    answers = {"first": told(summed), "second": told(summed)}
+    engine.reduce_gradients()
+    answers["after reduce_gradients"] = told(summed)
+    engine.zero_grad()
+    answers["after zero_grad"] = told(summed)
+    for _ in engine.gradients():
+        pass
+    answers["after gradients"] = told(summed)
+    engine.optim_step()
+    for name, (first, second) in {
+        "sum, then mean": (summed, mean),
+        "mean, then sum": (mean, summed),
+        "mean, then mean": (mean, mean),
+        "sum, then sum and mean": (summed, mixed),
+    }.items():
+        assert told(first) == ""
+        answers[name] = told(second)
+        engine.optim_step()
+    return answers
 
 
 def first_step(config: Config, folder: str | None) -> list[float]:
