@@ -16,6 +16,8 @@ READING = (
     "get. A list is written as [a,b], and null stands for no value."
 )
 
+BAR = "\\|"  # in a cell of a Markdown table
+
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
@@ -70,6 +72,19 @@ def terminal_help(cls: Any, topic: str, columns: int) -> str:
             lines += _wrapped(f"{head}  ({note})", width, "  ", " " * 6)
             lines += _wrapped(key.text, width, " " * 6, " " * 6)
     return "\n".join(lines) + "\n"
+
+
+def markdown_tables(cls: Any) -> dict[str, str]:
+    """The text and the table of every group, by its name."""
+    tables = {}
+    for group in groups(cls):
+        lines = [group.text, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+        for key in group.keys:
+            default = "required" if key.default is None else f"`{key.default}`"
+            cells = (f"`{key.name}`", f"`{key.takes}`", default, key.text)
+            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+        tables[group.name] = "\n".join(lines)
+    return tables
 
 
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:

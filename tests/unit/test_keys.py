@@ -3,6 +3,7 @@
 import dataclasses
 import re
 import typing
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,9 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
 from isoloss.parallel.keys import Keys, choices_of, key
 from isoloss.recipes import launch
+from isoloss.tools import configuration
+
+ROOT = Path(__file__).parents[2]
 
 
 def never(config, run_name):
@@ -62,6 +66,18 @@ def test_help_of_an_unknown_group_is_one_line(topic, says, capsys):
     assert launch.main("grpo", RLConfig, never, ["--help", topic]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"isoloss: error: --help {topic}: ") and says in err
+
+
+def test_the_page_of_the_documentation_is_what_the_classes_say(tmp_path):
+    configuration.main(["--out", str(tmp_path / "page.md")])
+    written = (tmp_path / "page.md").read_text()
+    assert (ROOT / "docs/configuration.md").read_text() == written, "run python -m isoloss.tools.configuration"
+    rows = [line for line in written.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [
+        *(f"{g}.{f.name}" for g, f in KEYS),
+        "output_dir",
+    ]
+    assert all(len(re.split(r"(?<!\\)\|", row)) == 6 for row in rows)  # four cells each
 
 
 # ---- bounds ---------------------------------------------------------------------------------------------------------
