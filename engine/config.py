@@ -212,7 +212,7 @@ class LossConfig(Keys, group="loss"):
 
     aggregation: str = key(
         "token-mean",
-        "How tokens are weighed over the whole step: their mean; the mean over sequences of their tokens' mean, sum, or "
+        "How tokens are weighed over the step: their mean; the mean over sequences of their tokens' mean, sum, or "
         "sum / norm_length; the mean over prompts of their tokens' mean; or their sum.",
         choices=MODES,
     )

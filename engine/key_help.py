@@ -5,11 +5,11 @@ import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isoloss.parallel import UserError
-from isoloss.parallel.keys import choices_of
+from isoloss.parallel.keys import choices_of, meaning_of
 
 READING = (
     "Each key is shown as key=default, then what it takes. Presets change some defaults: --cfg shows what a run would "
@@ -99,9 +99,10 @@ def _only(group: Group, topic: str) -> Group:
 
 
 def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
-    meaning = field.metadata["key"]
-    default = None if meaning.required and not field.default else _written(field.default)
-    return KeyHelp(f"{prefix}{field.name}", _takes(field), default, meaning.text)
+    meaning = meaning_of(field)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    written = None if meaning.required and not default else _written(default)
+    return KeyHelp(f"{prefix}{field.name}", _takes(field), written, meaning.text)
 
 
 def _written(value: Any) -> str:
@@ -110,6 +111,8 @@ def _written(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
     return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
 
 
@@ -123,8 +126,10 @@ def _takes(field: "dataclasses.Field[Any]") -> str:
         items = typing.get_args(kind)
         plural = {int: "integers", float: "numbers"}.get(items[0], "texts")
         words = f"list of {choices or (plural if items[-1] is Ellipsis else f'{len(items)} {plural}')}"
+    elif typing.get_origin(kind) is Mapping:
+        words = "names with values"
     else:
         words = choices or {int: "integer", float: "number", bool: "true | false"}.get(kind, "text")
-    bounds = " and ".join(f"{sign} {bound}" for sign, bound in field.metadata["key"].bounds())
+    bounds = " and ".join(f"{sign} {bound}" for sign, bound in meaning_of(field).bounds())
     ending = "" if not null else " | null" if "|" in words else " or null"
     return " ".join(part for part in (words, bounds) if part) + ending
