@@ -28,8 +28,7 @@ class ModelConfig(Keys, group="model"):
     tokenizer: str | None = key(None, "Another folder to take the tokenizer from; null: that of model.path.")
     from_scratch: bool = key(
         False,
-        "Start from random weights instead of those of model.path, of which only config.json is read then. The same "
-        "train.seed gives the same weights on every layout.",
+        "Start from random weights instead of those in model.path; the same train.seed gives the same on every layout.",
     )
     transformer_engine: bool = key(
         False, "Build the layers of Transformer Engine's fused modules (docs/transformer_engine.md); bf16 on a GPU."
@@ -217,12 +216,15 @@ class LossConfig(Keys, group="loss"):
 
     aggregation: str = key(
         "token-mean",
-        "The mean over all tokens of the step, over sequences of their tokens' means, and so on. The step is what it "
-        "is taken over, never a micro-batch or a rank.",
+        "How tokens are weighed over the step: their mean; the mean over sequences of their tokens' mean, sum, or "
+        "sum / norm_length; the mean over prompts of their tokens' mean; or their sum.",
         choices=MODES,
     )
     norm_length: int | None = key(
-        None, "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others."
+        None,
+        "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others.",
+        above=0,
+        refusal="must be a positive number of tokens",
     )
     count_fully_masked: bool = key(
         False, "Whether means over sequences or prompts count one that has no token to learn from."
@@ -245,7 +247,9 @@ class OptimConfig(Keys, group="optim"):
     min_lr: float = key(0.0, "Learning rate that linear and cosine end at; at most lr.", at_least=0)
     warmup_steps: int = key(0, "Optimizer steps in which the learning rate rises linearly to lr; 0: none.", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = key("cosine", "How the learning rate falls after the warm-up.")
-    weight_decay: float = key(0.0, "AdamW's weight decay; a step takes lr x weight_decay off the weights.", at_least=0)
+    weight_decay: float = key(
+        0.0, "AdamW's: a step shrinks weights by lr x weight_decay, not biases and norms.", at_least=0
+    )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
         "AdamW's decay rates of the mean and of the mean square of gradients.",
@@ -276,7 +280,7 @@ class TrainConfig(Keys, group="train"):
         at_least=1,
         refusal="must be at least 1, or null",
     )
-    epochs: int = key(1, "Times through data.train, in a new order each, where train.steps is null.", at_least=1)
+    epochs: int = key(1, "Times through data.train, in a new order each time, where train.steps is null.", at_least=1)
     seed: int = key(0, "Decides the order of the data, random weights, and what is sampled.", at_least=0)
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
@@ -287,7 +291,9 @@ class TrainConfig(Keys, group="train"):
         "fp32",
         "Of weights and activations; bf16 keeps fp32 weights in the optimizer and fp32 gradients. fp64 is for proofs.",
     )
-    deterministic: bool = key(False, "Refuse or replace operations of a GPU that give other bits on every run.")
+    deterministic: bool = key(
+        False, "Repetitions are bit-equal on a GPU too: an operation that has no deterministic kernel is refused."
+    )
     eval_every: int = key(
         0,
         "Optimizer steps between evaluations on data.eval, besides one before the first step and one after the last; "

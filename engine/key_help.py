@@ -5,16 +5,18 @@ import difflib
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isoloss.parallel import UserError
-from isoloss.parallel.keys import choices_of
+from isoloss.parallel.keys import choices_of, meaning_of
 
 READING = (
     "Each key is shown as key=default, then what it takes. Presets change some defaults: --cfg shows what a run would "
     "get. A list is written as [a,b], and null stands for no value."
 )
+
+BAR = "\\|"  # in a cell of a Markdown table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +74,19 @@ def terminal_help(cls: Any, topic: str, columns: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def markdown_tables(cls: Any) -> dict[str, str]:
+    """The text and the table of every group, by its name."""
+    tables = {}
+    for group in groups(cls):
+        lines = [group.text, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+        for key in group.keys:
+            default = "required" if key.default is None else f"`{key.default}`"
+            cells = (f"`{key.name}`", f"`{key.takes}`", default, key.text)
+            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
+        tables[group.name] = "\n".join(lines)
+    return tables
+
+
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
     return textwrap.wrap(
         text, width, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
@@ -84,9 +99,10 @@ def _only(group: Group, topic: str) -> Group:
 
 
 def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
-    meaning = field.metadata["key"]
-    default = None if meaning.required and not field.default else _written(field.default)
-    return KeyHelp(f"{prefix}{field.name}", _takes(field), default, meaning.text)
+    meaning = meaning_of(field)
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    written = None if meaning.required and not default else _written(default)
+    return KeyHelp(f"{prefix}{field.name}", _takes(field), written, meaning.text)
 
 
 def _written(value: Any) -> str:
@@ -95,6 +111,8 @@ def _written(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
     return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
 
 
@@ -108,8 +126,10 @@ def _takes(field: "dataclasses.Field[Any]") -> str:
         items = typing.get_args(kind)
         plural = {int: "integers", float: "numbers"}.get(items[0], "texts")
         words = f"list of {choices or (plural if items[-1] is Ellipsis else f'{len(items)} {plural}')}"
+    elif typing.get_origin(kind) is Mapping:
+        words = "names with values"
     else:
         words = choices or {int: "integer", float: "number", bool: "true | false"}.get(kind, "text")
-    bounds = " and ".join(f"{sign} {bound}" for sign, bound in field.metadata["key"].bounds())
+    bounds = " and ".join(f"{sign} {bound}" for sign, bound in meaning_of(field).bounds())
     ending = "" if not null else " | null" if "|" in words else " or null"
     return " ".join(part for part in (words, bounds) if part) + ending

@@ -6,8 +6,9 @@ isoloss.engine.key_help tells a user what is written here.
 
 import dataclasses
 import math
+import operator
 import typing
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from isoloss.parallel.errors import UserError
@@ -37,8 +38,8 @@ class Meaning:
         return [(sign, bound) for sign, bound in each if bound is not None]
 
     def within(self, number: float) -> bool:
-        holds = {">=": number.__ge__, ">": number.__gt__, "<=": number.__le__, "<": number.__lt__}
-        return all(holds[sign](bound) for sign, bound in self.bounds())
+        holds = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+        return all(holds[sign](number, bound) for sign, bound in self.bounds())
 
     def must(self, each: str) -> str:
         """What a refused number is told: "must not be negative". each: "" or, of a list, "each "."""
@@ -76,6 +77,8 @@ def key(
     words made from these.
     """
     meaning = Meaning(text, required, tuple(choices), at_least, above, at_most, below, refusal)
+    if isinstance(default, Mapping):  # a dataclass takes no default that can change
+        return dataclasses.field(default_factory=lambda: dict(default), metadata={"key": meaning})
     return dataclasses.field(default=default, metadata={"key": meaning})
 
 
@@ -98,9 +101,14 @@ class Keys:
             _check(f"{self._group}.{field.name}", field, getattr(self, field.name))
 
 
+def meaning_of(field: "dataclasses.Field[Any]") -> Meaning:
+    assert "key" in field.metadata, f"{field.name} is a key without a meaning: make the field with key(...)"
+    return field.metadata["key"]
+
+
 def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     """The valid names of a key, or of the items of its list; none where any value will do."""
-    return field.metadata["key"].choices or _literals(field.type)
+    return meaning_of(field).choices or _literals(field.type)
 
 
 def _literals(kind: Any) -> tuple[str, ...]:
@@ -110,7 +118,7 @@ def _literals(kind: Any) -> tuple[str, ...]:
 
 
 def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
-    meaning, choices = field.metadata["key"], choices_of(field)
+    meaning, choices = meaning_of(field), choices_of(field)
     is_list = isinstance(value, tuple)
     if meaning.required:
         require(bool(value), name, list(value) if is_list else value, meaning.must(""))

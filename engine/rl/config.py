@@ -176,8 +176,8 @@ class AlgorithmConfig(Keys, group="algorithm"):
     mask_truncated: bool = key(False, "Completions that met rollout.max_new_tokens teach nothing.")
     overlong_buffer: int = key(
         0,
-        "Tokens: over so many before rollout.max_new_tokens the reward falls linearly, by overlong_penalty in the end; "
-        "0: none.",
+        "Over the last so many tokens before rollout.max_new_tokens the reward falls linearly, by overlong_penalty at "
+        "the end (DAPO); 0: none.",
         at_least=0,
     )
     overlong_penalty: float = key(1.0, "Taken off the reward of a completion of full length.", at_least=0)

@@ -3,15 +3,20 @@
 import dataclasses
 import re
 import typing
+from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
-from isoloss.engine import config
+from isoloss.engine import config, key_help
 from isoloss.engine.config_tree import known_keys
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
-from isoloss.parallel.keys import Keys, choices_of, key
+from isoloss.parallel.keys import Keys, choices_of, key, meaning_of
 from isoloss.recipes import launch
+from isoloss.tools import configuration
+
+ROOT = Path(__file__).parents[2]
 
 
 def never(config, run_name):
@@ -64,6 +69,18 @@ def test_help_of_an_unknown_group_is_one_line(topic, says, capsys):
     assert out == "" and err.count("\n") == 1 and err.startswith(f"isoloss: error: --help {topic}: ") and says in err
 
 
+def test_the_page_of_the_documentation_is_what_the_classes_say(tmp_path):
+    configuration.main(["--out", str(tmp_path / "page.md")])
+    written = (tmp_path / "page.md").read_text()
+    assert (ROOT / "docs/configuration.md").read_text() == written, "run python -m isoloss.tools.configuration"
+    rows = [line for line in written.splitlines() if line.startswith("| `")]
+    assert [row.split("`")[1] for row in rows] == [
+        *(f"{g}.{f.name}" for g, f in KEYS),
+        "output_dir",
+    ]
+    assert all(len(re.split(r"(?<!\\)\|", row)) == 6 for row in rows)  # four cells each
+
+
 # ---- bounds ---------------------------------------------------------------------------------------------------------
 
 GROUPS = {f.name: f.type for f in dataclasses.fields(RLConfig) if dataclasses.is_dataclass(f.type)}
@@ -78,7 +95,7 @@ def of(group: str, name: str, value: object) -> typing.Any:
 @pytest.mark.parametrize(("group", "field"), KEYS, ids=[f"{g}.{f.name}" for g, f in KEYS])
 def test_every_key_refuses_what_its_bounds_exclude(group, field):
     """Built in Python, not from a command line; and the message has the key's whole name."""
-    meaning, name = field.metadata["key"], f"{group}.{field.name}"
+    meaning, name = meaning_of(field), f"{group}.{field.name}"
     assert meaning.text.endswith(".") and "\n" not in meaning.text
     pair = typing.get_origin(field.type) is tuple
     steps = {">=": -1, ">": 0, "<=": 1, "<": 0}
@@ -94,9 +111,10 @@ def test_every_key_refuses_what_its_bounds_exclude(group, field):
             of(group, field.name, () if pair else "")
 
 
-def test_a_default_is_within_its_bounds_and_null_always_is():
+def test_a_default_is_within_its_bounds():
     for group, field in KEYS:
-        of(group, field.name, NECESSARY.get(group, {}).get(field.name, field.default))
+        if field.default_factory is dataclasses.MISSING:
+            of(group, field.name, NECESSARY.get(group, {}).get(field.name, field.default))
 
 
 def test_the_names_of_groups_are_those_of_the_configuration():
@@ -113,7 +131,15 @@ class Sample(Keys, group="sample"):
     half_open: tuple[float, ...] = key((), "Text.", at_least=0, below=1)
     odd: float = key(0.5, "Text.", above=0, at_most=1)
     worded: int = key(1, "Text.", at_least=1, refusal="must be one or more")
+    fraction: float = key(1.0, "Text.", at_least=0.5)
     named: tuple[str, ...] = key((), "Text.", choices=("a", "b"))
+    options: Mapping[str, object] = key({"a": True}, "Text.")
+    plain: int | None = key(None, "Text.")
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    sample: Sample = dataclasses.field(default_factory=Sample)
 
 
 @pytest.mark.parametrize(
@@ -126,6 +152,7 @@ class Sample(Keys, group="sample"):
         ("odd", 0.0, "sample.odd=0.0 must be above 0 and at most 1"),
         ("odd", float("nan"), "sample.odd=nan must be a finite number"),
         ("worded", 0, "sample.worded=0 must be one or more"),
+        ("fraction", 0, "sample.fraction=0 must be at least 0.5"),
         ("named", ("a", "c"), "sample.named=('a', 'c') may only name a, b"),
     ],
 )
@@ -133,6 +160,23 @@ def test_the_words_of_a_refusal(name, value, said):
     with pytest.raises(UserError) as error:
         Sample(**{name: value})
     assert str(error.value) == said
+
+
+def test_every_form_of_a_key_is_told():
+    told = key_help.terminal_help(Whole, "sample", 120)
+    assert [line.strip() for line in told.splitlines() if line.startswith("  sample.")] == [
+        "sample.low=1.0  (number >= 0)",
+        "sample.positive=null  (integer > 0 or null)",
+        "sample.share=0.5  (number >= 0 and <= 1)",
+        "sample.half_open=[]  (list of numbers >= 0 and < 1)",
+        "sample.odd=0.5  (number > 0 and <= 1)",
+        "sample.worded=1  (integer >= 1)",
+        "sample.fraction=1.0  (number >= 0.5)",
+        "sample.named=[]  (list of a | b)",
+        "sample.options={a:true}  (names with values)",
+        "sample.plain=null  (integer or null)",
+    ]
+    assert Sample().options is not Sample().options  # each has its own
 
 
 def test_bounds_are_held_when_a_configuration_is_changed_in_python():
