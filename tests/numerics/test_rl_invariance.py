@@ -75,7 +75,7 @@ def recorded_batch(on_policy: bool) -> list[Sample]:
         near = rng.normal(-math.log(VOCAB), 0.3, length)  # about what random weights give
         fields = {
             "advantages": np.full(length, rng.normal()),
-            "rollout_logprobs": near + rng.normal(0, 0.1, length),
+            "rollout_logprobs": near + rng.normal(0, 0.1, length) - 0.7 * (np.arange(length) % 11 == 7),  # a tail
             "ref_logprobs": near + rng.normal(0, 0.2, length),
             "returns": rng.normal(0, 0.3, length),
             "old_values": rng.normal(0, 0.2, length),
