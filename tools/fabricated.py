@@ -14,12 +14,12 @@ from isoloss.tools.parity import thaw
 def rollout_fields(near_T: np.ndarray, mask_T: Tensor, rng: np.random.Generator) -> dict[str, Tensor]:
     """The fields of one sample (engine/rl/losses.py), and a critic's: [T] fp64 each, 0 where mask_T is False.
 
-    near_T: log-probabilities near the policy's own, those of the policy that generated.
+    near_T: log-probabilities near the policy's own, those of the policy that generated. The backend's have a tail.
     """
     length = len(near_T)
     fields = {
         "advantages": np.full(length, rng.normal()),
-        "rollout_logprobs": near_T + rng.normal(0, 0.1, length),
+        "rollout_logprobs": near_T + rng.normal(0, 0.1, length) - 0.7 * (np.arange(length) % 11 == 7),
         "ref_logprobs": near_T + rng.normal(0, 0.2, length),
         "returns": rng.normal(0, 0.3, length),
         "old_values": rng.normal(0, 0.2, length),
