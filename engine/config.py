@@ -6,8 +6,9 @@ classes and refuses what it does not know, with the nearest name. Cross-field ru
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from isoloss.models.activation_memory import ActivationMemory
 from isoloss.parallel import Layout, UserError
@@ -37,12 +38,14 @@ class ModelConfig:
 @dataclass(frozen=True)
 class DataConfig:
     """train, eval: JSONL or Parquet files. max_length: tokens; overlong: what happens to a longer row.
-    cache_dir: where tokenized rows are kept; default `.cache` beside output_dir."""
+    template_kwargs: variables for the chat template, such as {enable_thinking: false}. cache_dir: where tokenized rows
+    are kept; default `.cache` beside output_dir."""
 
     train: tuple[str, ...] = ()
     eval: tuple[str, ...] = ()
     max_length: int = 2048
     overlong: Literal["error", "drop", "truncate"] = "error"
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     cache_dir: str | None = None
 
     def __post_init__(self):
@@ -265,11 +268,10 @@ class Config:
 
     def identity(self) -> dict[str, object]:
         """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
-        step sees. Plain values, as a checkpoint holds them."""
+        step takes (what is in them: `output.Fingerprint`). Plain values, as a checkpoint holds them."""
         return {
             "train.precision": self.train.precision,
             "parallel.distributed_optimizer": self.distributed_optimizer,
             "train.seed": self.train.seed,
             "batch.global_size": self.batch.global_size,
-            "data.train": list(self.data.train),
         }
