@@ -9,14 +9,17 @@ Shape suffix: T tokens of one sample. Three forms of rows, looked for in this or
 Two roads lead to the assistant's turns. A chat template with `{% generation %}` marks says itself what they are. Any
 other is asked twice a turn: what it renders up to the point where the model would start to speak must be, in tokens,
 the beginning of what it renders for the whole conversation; the turn goes from there to its end-of-turn token.
+Either way the template is given the `tools` of the row and the variables of data.template_kwargs, each time.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from isoloss.engine.chat_template import NOTHING, Messages, Template, check_template, check_tools, refuse_tools, render
 from isoloss.engine.rows import Row, one_line, shown
 from isoloss.parallel.errors import UserError
 
@@ -26,7 +29,6 @@ VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.tx
                     "sentencepiece.bpe.model", "tekken.json", "tokenizer.tiktoken")  # fmt: skip
 GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
-Messages = list[dict[str, Any]]
 TokensAndMask = tuple[list[int], list[bool]]
 
 
@@ -53,15 +55,17 @@ def load_tokenizer(folder: str, vocab_size: int):
     return tokenizer
 
 
-def tokenize_row(row: Row, tokenizer) -> TokensAndMask:
+def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHING) -> TokensAndMask:
     """(token ids [T], mask [T]) of a row; mask[0] is False, and some other is True. UserError names row and mend."""
     values, place = row.values, row.place
+    template = Template(tokenizer, place, check_tools(values.get("tools"), place), template_kwargs)
     if "messages" in values:
         messages = check_messages(values["messages"], "messages", place)
-        tokens_T, mask_T = tokenize_chat(messages, tokenizer, place)
+        tokens_T, mask_T = tokenize_chat(messages, template)
     elif "prompt" in values and "completion" in values:
-        tokens_T, mask_T = tokenize_completion(values["prompt"], values["completion"], tokenizer, place)
+        tokens_T, mask_T = tokenize_completion(values["prompt"], values["completion"], template)
     elif "text" in values:
+        refuse_tools(template, "text")
         tokens_T = with_end(encode(tokenizer, check_text(values["text"], "text", place)), tokenizer)
         mask_T = [True] * len(tokens_T)
     else:
@@ -74,9 +78,11 @@ def tokenize_row(row: Row, tokenizer) -> TokensAndMask:
     return tokens_T, mask_T
 
 
-def tokenize_completion(prompt: Any, completion: Any, tokenizer, place: str) -> TokensAndMask:
+def tokenize_completion(prompt: Any, completion: Any, template: Template) -> TokensAndMask:
     """Two texts, or a conversation of which only the turns in `completion` are targets."""
+    tokenizer, place = template.tokenizer, template.place
     if isinstance(prompt, str) and isinstance(completion, str):
+        refuse_tools(template, "prompt")
         # Apart, as when generating: a token never spans the border. "" gives no targets, not even the end.
         head = encode(tokenizer, prompt)
         tail = encode(tokenizer, completion, special=False)
@@ -91,7 +97,7 @@ def tokenize_completion(prompt: Any, completion: Any, tokenizer, place: str) -> 
             raise no_target(place, "completion")
         completion = [{"role": "assistant", "content": completion}]
     completion = check_messages(completion, "completion", place)
-    return tokenize_chat(prompt + completion, tokenizer, place, first=len(prompt))
+    return tokenize_chat(prompt + completion, template, first=len(prompt))
 
 
 def check_text(value: Any, key: str, place: str) -> str:
@@ -101,19 +107,39 @@ def check_text(value: Any, key: str, place: str) -> str:
 
 
 def check_messages(value: Any, key: str, place: str) -> Messages:
-    """Messages without their null entries. `role` and `content` are required; a tool call may go without content."""
+    """Messages without their null entries, content that is a list of text parts as one text.
+
+    `role` and `content` are required; a tool call may go without content.
+    """
     if not isinstance(value, list) or not value:
         kinds = "text or a list" if key in ("prompt", "completion") else "a list"
         raise UserError(f"{place}: `{key}` must be {kinds} of {{role, content}} messages, not {shown(value)}")
+    messages = []
     for number, message in enumerate(value):
         if not isinstance(message, dict):
             raise UserError(f"{place}: `{key}[{number}]` must be an object with role and content, not {shown(message)}")
+        if message.get("content") and isinstance(message["content"], list):
+            message = message | {"content": join_parts(message["content"], f"{key}[{number}].content", place)}
         for field in ("role", "content"):
-            if field == "content" and message.get("tool_calls"):
+            if field == "content" and message.get("content") is None and message.get("tool_calls"):
                 continue
             if not isinstance(message.get(field), str):
                 raise UserError(f"{place}: `{key}[{number}].{field}` must be text, not {shown(message.get(field))}")
-    return [{field: entry for field, entry in message.items() if entry is not None} for message in value]
+        messages.append({field: entry for field, entry in message.items() if entry is not None})
+    return messages
+
+
+def join_parts(parts: list[Any], key: str, place: str) -> str:
+    """The text of content that is given as a list of parts, {"type": "text", "text": ...}, without anything between."""
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text" or not isinstance(part.get("text"), str):
+            what = f"a part of type {kind!r}" if kind else shown(part)
+            raise UserError(
+                f"{place}: `{key}[{number}]` must be a part of text, {{type: text, text: ...}}, not {what}: isoloss "
+                "trains on text alone; take the part or the row out"
+            )
+    return "".join(part["text"] for part in parts)
 
 
 # --------------------------------------------------------------------------------------------------------------- tokens
@@ -131,25 +157,17 @@ def with_end(ids: list[int], tokenizer) -> list[int]:
     return ids if end is None or ids[-1:] == [end] else [*ids, end]
 
 
-def tokenize_chat(messages: Messages, tokenizer, place: str, first: int = 0) -> TokensAndMask:
+def tokenize_chat(messages: Messages, template: Template, first: int = 0) -> TokensAndMask:
     """A conversation; the targets are the assistant's turns among messages[first:]."""
+    tokenizer, place = template.tokenizer, template.place
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
         roles = ", ".join(message["role"] for message in messages[first:])
         raise UserError(f"{place}: no assistant turn to learn from (roles: {roles}): add one or take the row out")
     check_template(tokenizer, place, "use `text` or plain `prompt` and `completion` rows")
-    if GENERATION_MARK.search(tokenizer.get_chat_template()) and maps_characters(tokenizer):
-        return marked_turns(messages, first, tokenizer, place)
-    return turns_by_prefix(messages, turns, tokenizer, place)
-
-
-def check_template(tokenizer, place: str, otherwise: str) -> None:
-    """UserError where messages cannot be rendered. otherwise: what rows can do without a template."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{place}: messages need a chat template and the tokenizer {tokenizer.name_or_path} has none: "
-            f"add chat_template.jinja to its folder, or {otherwise}"
-        )
+    if GENERATION_MARK.search(template.text) and maps_characters(tokenizer):
+        return marked_turns(messages, first, template)
+    return turns_by_prefix(messages, turns, template)
 
 
 @lru_cache(maxsize=4)
@@ -169,61 +187,52 @@ def special_ids(tokenizer) -> frozenset[int]:
     return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def render(messages: Messages, tokenizer, place: str, prompt: bool = False) -> tuple[str, list[int]]:
-    """(text, token ids) of a conversation; `prompt` adds what comes before the assistant's next turn."""
-    text = call_template(tokenizer, messages, place, tokenize=False, add_generation_prompt=prompt)
-    return text, list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-def call_template(tokenizer, messages: Messages, place: str, **options):
-    from jinja2 import TemplateError
-
-    try:
-        return tokenizer.apply_chat_template(messages, **options)
-    except (TemplateError, TypeError, KeyError) as error:
-        reason = one_line(error)
-        raise UserError(f"{place}: the chat template refuses these messages ({reason}): mend the row") from error
-
-
-def marked_turns(messages: Messages, first: int, tokenizer, place: str) -> TokensAndMask:
+def marked_turns(messages: Messages, first: int, template: Template) -> TokensAndMask:
     """Targets as the template's `{% generation %}` blocks mark them."""
-    out = call_template(tokenizer, messages, place, return_dict=True, return_assistant_tokens_mask=True)
+    out = template(messages, return_dict=True, return_assistant_tokens_mask=True)
     tokens_T, mask_T = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
     if first:
-        _, head = render(messages[:first], tokenizer, place)
+        _, head = render(messages[:first], template)
         if tokens_T[: len(head)] != head:
-            raise not_prefix_stable(place, first)
+            raise not_prefix_stable(template.place, first)
         mask_T[: len(head)] = [False] * len(head)
     return tokens_T, mask_T
 
 
-def turns_by_prefix(messages: Messages, turns: Sequence[int], tokenizer, place: str) -> TokensAndMask:
+def turns_by_prefix(messages: Messages, turns: Sequence[int], template: Template) -> TokensAndMask:
     """Targets by comparing renderings, for templates without marks."""
-    text, tokens_T = render(messages, tokenizer, place)
+    text, tokens_T = render(messages, template)
     mask_T = [False] * len(tokens_T)
     for turn in turns:
-        head_text, head = render(messages[:turn], tokenizer, place, prompt=True)
+        head_text, head = render(messages[:turn], template, prompt=True)
+        if template.kwargs and not text.startswith(head_text):
+            # What the variables add where the assistant starts to speak may be gone from turns before the last one
+            # (Qwen3 with enable_thinking=false: empty thoughts): such a turn begins as it does without them.
+            head_text, head = render(messages[:turn], replace(template, kwargs=NOTHING), prompt=True)
         if tokens_T[: len(head)] != head:
             if text.startswith(head_text):
                 raise UserError(
-                    f"{place}: messages[{turn}] merges with the generation prompt before it into one token: take the "
-                    f"white space off its start, or mark the turns in chat_template.jinja with {{% generation %}}"
+                    f"{template.place}: messages[{turn}] merges with the generation prompt before it into one token: "
+                    f"take the white space off its start, or mark the turns in chat_template.jinja with "
+                    f"{{% generation %}}"
                 )
-            raise not_prefix_stable(place, turn)
-        end = end_of_turn(messages, turn, tokens_T, head, tokenizer, place)
+            raise not_prefix_stable(template.place, turn)
+        end = end_of_turn(messages, turn, tokens_T, head, template)
         mask_T[len(head) : end] = [True] * (end - len(head))
     return tokens_T, mask_T
 
 
-def end_of_turn(messages: Messages, turn: int, tokens_T: list[int], head: list[int], tokenizer, place: str) -> int:
+def end_of_turn(messages: Messages, turn: int, tokens_T: list[int], head: list[int], template: Template) -> int:
     """Where messages[turn] ends in `tokens_T`: one past its end-of-turn token.
 
     The conversation up to and with the turn, rendered, ends with that token and often a line break, which belongs to
     the template: generation stops before it. Some templates (Qwen3) render a turn otherwise, with its thoughts or empty
     ones, while it is the last one. Then the turn of the whole conversation ends at the first token of that kind, if
-    what comes before the token is the message, or the end of it, and not a part of the next message as well.
+    what comes before the token is the message (its content, or what was rendered of it), or the end of it, and not a
+    part of the next message as well.
     """
-    _, so_far = render(messages[: turn + 1], tokenizer, place)
+    tokenizer, place = template.tokenizer, template.place
+    _, so_far = render(messages[: turn + 1], template)
     if so_far[: len(head)] != head:
         raise not_prefix_stable(place, turn)
     end = len(so_far)
@@ -234,11 +243,16 @@ def end_of_turn(messages: Messages, turn: int, tokens_T: list[int], head: list[i
     if tokens_T[:end] == so_far[:end]:
         return end
     if has_end_token and so_far[end - 1] in tokens_T[len(head) :]:
+        alone = decoded(so_far[len(head) : end - 1], tokenizer)
         end = tokens_T.index(so_far[end - 1], len(head)) + 1
-        rendered = tokenizer.decode(tokens_T[len(head) : end - 1], clean_up_tokenization_spaces=False).strip()
-        if messages[turn].get("content", "").strip().endswith(rendered):
+        rendered = decoded(tokens_T[len(head) : end - 1], tokenizer)
+        if alone.endswith(rendered) or messages[turn].get("content", "").strip().endswith(rendered):
             return end
     raise not_prefix_stable(place, turn)
+
+
+def decoded(ids: list[int], tokenizer) -> str:
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False).strip()
 
 
 def no_target(place: str, key: str) -> UserError:

@@ -5,8 +5,9 @@ classes and refuses what it does not know, with the nearest name. A key's meanin
 between keys that need no model are in `__post_init__`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from isoloss.models.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.activation_memory import ActivationMemory
@@ -51,6 +52,9 @@ class DataConfig(Keys, group="data"):
         "error",
         "What happens to a longer row: the run stops and names it, it is left out, or its end is cut off. Prompts are "
         "never truncated.",
+    )
+    template_kwargs: Mapping[str, Any] = key(
+        {}, "Variables for the chat template, such as {enable_thinking: false}; a row's own tools reach it as `tools`."
     )
     cache_dir: str | None = key(
         None, "Folder where tokenized rows are kept for the next run; null: .cache beside output_dir."
@@ -349,11 +353,10 @@ class Config:
 
     def identity(self) -> dict[str, object]:
         """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
-        step sees. Plain values, as a checkpoint holds them."""
+        step takes (what is in them: `output.Fingerprint`). Plain values, as a checkpoint holds them."""
         return {
             "train.precision": self.train.precision,
             "parallel.distributed_optimizer": self.distributed_optimizer,
             "train.seed": self.train.seed,
             "batch.global_size": self.batch.global_size,
-            "data.train": list(self.data.train),
         }

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from isoloss.parallel import UserError
+from isoloss.parallel.keys import require
 
 
 def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
@@ -27,7 +28,8 @@ def defaults(cls: Any) -> dict[str, Any]:
         if dataclasses.is_dataclass(kind):
             values[f.name] = defaults(kind)
         else:
-            values[f.name] = list(f.default) if isinstance(f.default, tuple) else f.default
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            values[f.name] = list(default) if isinstance(default, tuple) else default
     return values
 
 
@@ -62,6 +64,17 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
+def mappings(cls: Any, prefix: str = "") -> list[str]:
+    """Those of the known keys that hold a mapping, in which any name may stand."""
+    found = []
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            found += mappings(kind, f"{prefix}{name}.")
+        elif typing.get_origin(kind) is Mapping:
+            found.append(f"{prefix}{name}")
+    return found
+
+
 def known_keys(cls: Any, prefix: str = "") -> list[str]:
     """Every key of a configuration class, dotted."""
     keys = []
@@ -82,6 +95,10 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         return _convert(next(a for a in args if a is not type(None)), value, key)
     if origin is Literal:
         return value  # the class holds it against its choices
+    if origin is Mapping:
+        value = {} if value is None else value
+        require(isinstance(value, Mapping), key, value, "must be a mapping of names to values, such as {name: value}")
+        return dict(value)
     if origin is tuple:
         items = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):

@@ -13,21 +13,23 @@ import platform
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer, tokenize_row
+from isoloss.engine.chat_template import NOTHING, check_template_kwargs
 from isoloss.engine.config import DataConfig
 from isoloss.engine.rows import check_paths, read_rows
 from isoloss.parallel.errors import UserError
 
-FORMAT = 1  # of the cache folder and of the tokenization; a new number leaves old folders unread
+FORMAT = 2  # of the cache folder and of the tokenization; a new number leaves old folders unread
 OVERLONG = ("error", "drop", "truncate")
 ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
 
@@ -47,10 +49,12 @@ class TokenDataset:
     """A sequence of Samples over three arrays, with n sequences and T tokens in all.
 
     tokens: int32 [T]; mask: bool [T], True at targets; offsets: int64 [n + 1], sequence i is offsets[i]:offsets[i + 1].
+    fingerprint: the same for two data sets where these arrays are, whatever files they came from.
     """
 
-    def __init__(self, tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, stats: DataStats):
+    def __init__(self, tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, stats: DataStats, fingerprint: str):
         self.tokens, self.mask, self.offsets, self.stats = tokens, mask, offsets, stats
+        self.fingerprint = fingerprint
         self.lengths: np.ndarray = np.diff(offsets).astype(np.int64)
 
     def __len__(self) -> int:
@@ -73,14 +77,15 @@ def load_dataset(
     vocab_size: int,
     cache_dir: Path,
     key: str = "data.train",
-    limit: str = "data.max_length",
+    template_kwargs: Mapping[str, Any] = NOTHING,
 ) -> TokenDataset:
     """Rows of JSON Lines or Parquet files as token sequences with loss masks (see `chat` for the forms of rows).
 
     max_length: tokens; overlong: what happens to a longer row: "error", "drop" or "truncate" (its end is cut off).
     cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
         may call at once: one tokenizes, the others wait and load.
-    key, limit: how messages name the files and max_length.
+    key: how messages name the files.
+    template_kwargs: variables for the chat template, which gets the row's `tools` as well.
 
     Raises UserError, one line, for every mistake in files, rows, tokenizer or options. Enters no collective.
     """
@@ -88,14 +93,15 @@ def load_dataset(
         raise UserError(f"data.overlong={overlong}: choose one of {', '.join(OVERLONG)}")
     check_paths(paths, key)
     cache_dir = Path(cache_dir)
-    name = cache_key(paths, tokenizer_dir, max_length=max_length, overlong=overlong, vocab_size=vocab_size)
+    options = {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
+    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(template_kwargs))
     folder = cache_dir / name
     dataset = load_cached(folder)
     if dataset is None:
         with exclusively(folder):
             dataset = load_cached(folder)
             if dataset is None:
-                built = tokenize(paths, tokenizer_dir, max_length, overlong, vocab_size, key, limit)
+                built = tokenize(paths, tokenizer_dir, **options, key=key, template_kwargs=template_kwargs)
                 write_cache(folder, built)
                 dataset = load_cached(folder)
     assert dataset is not None, f"{folder} cannot be read back"
@@ -124,18 +130,25 @@ def exclusively(folder: Path) -> Iterator[None]:
 
 
 def tokenize(
-    paths: Sequence[str], tokenizer_dir: str, max_length: int, overlong: str, vocab_size: int, key: str, limit: str
+    paths: Sequence[str],
+    tokenizer_dir: str,
+    max_length: int,
+    overlong: str,
+    vocab_size: int,
+    key: str,
+    template_kwargs: Mapping[str, Any],
 ) -> TokenDataset:
     """The data set, in memory."""
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
+    check_template_kwargs(template_kwargs, tokenizer)
     tokens, mask, lengths = [], [], [0]
     dropped = truncated = 0
     for row in read_rows(paths, key):
-        tokens_T, mask_T = tokenize_row(row, tokenizer)
+        tokens_T, mask_T = tokenize_row(row, tokenizer, template_kwargs)
         if (length := len(tokens_T)) > max_length:
             if overlong == "error":
                 raise UserError(
-                    f"{row.place}: {length} tokens are more than {limit}={max_length}: raise it, or set "
+                    f"{row.place}: {length} tokens are more than data.max_length={max_length}: raise it, or set "
                     f"data.overlong to drop (leave such rows out) or truncate (cut their end off); now it is error"
                 )
             if overlong == "drop":
@@ -145,8 +158,8 @@ def tokenize(
             tokens_T, mask_T = tokens_T[:max_length], mask_T[:max_length]
             if not any(mask_T):
                 raise UserError(
-                    f"{row.place}: truncated from {length} tokens to {limit}={max_length}, it has no target "
-                    f"left: raise {limit} or set data.overlong=drop"
+                    f"{row.place}: truncated from {length} tokens to data.max_length={max_length}, it has no target "
+                    f"left: raise it or set data.overlong=drop"
                 )
         tokens.append(np.array(tokens_T, np.int32))
         mask.append(np.array(mask_T, np.bool_))
@@ -155,12 +168,21 @@ def tokenize(
         files = ", ".join(paths)
         if dropped:
             raise UserError(
-                f"{key}: all {dropped} rows of {files} were dropped, being over {limit}={max_length}: raise it"
+                f"{key}: all {dropped} rows of {files} were dropped, being over data.max_length={max_length}: raise it"
             )
         raise UserError(f"{key}: no rows in {files}: give files with at least one row")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
-    return TokenDataset(all_tokens, all_mask, np.cumsum(lengths, dtype=np.int64), stats)
+    arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
+    return TokenDataset(**arrays, stats=stats, fingerprint=fingerprint(arrays))
+
+
+def fingerprint(arrays: Mapping[str, np.ndarray]) -> str:
+    """Of the rows that the arrays of a TokenDataset hold: their order, tokens and targets."""
+    digest = hashlib.sha256()
+    for name, dtype in ARRAYS.items():
+        digest.update(np.ascontiguousarray(arrays[name], np.dtype(dtype).newbyteorder("<")))
+    return digest.hexdigest()[:16]
 
 
 # --------------------------------------------------------------------------------------------------------------- cache
@@ -203,7 +225,8 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
         path = temporary / f"{name}.npy"
         np.save(path, np.ascontiguousarray(getattr(dataset, name), dtype))
         checksums[name] = checksum(path)
-    meta = {"format": FORMAT, "stats": asdict(dataset.stats), "crc32": checksums}
+    stats = asdict(dataset.stats)
+    meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
     (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been loaded
     try:
@@ -220,7 +243,7 @@ def load_cached(folder: Path) -> TokenDataset | None:
             if checksum(folder / f"{name}.npy") != meta["crc32"][name]:
                 return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-        return TokenDataset(**arrays, stats=DataStats(**meta["stats"]))
+        return TokenDataset(**arrays, stats=DataStats(**meta["stats"]), fingerprint=meta["fingerprint"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -1,12 +1,16 @@
 """The folder that a run writes: its name, what must hold before anything is written, and where it came from."""
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -21,6 +25,18 @@ from isoloss.models.registry import read_architecture
 from isoloss.parallel import UserError, device
 
 
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """Of something besides the configuration that must stay the same when a run goes on.
+
+    of: its name in messages and checkpoints. value: a digest or a short text. decided_by: what the user can set back.
+    """
+
+    of: str
+    value: str
+    decided_by: str
+
+
 def check_output(config: Config, run_name: str) -> None:
     """Refuse, before anything is written, a folder that cannot take this run. Enters no collective.
 
@@ -32,7 +48,12 @@ def check_output(config: Config, run_name: str) -> None:
     check_writable(cache_folder(config), "data.cache_dir")
     if config.checkpoint.resume:
         check_resume(config, folder / "checkpoints")
-    elif config.output_dir and holds_run(folder):
+    check_free(config, folder)
+
+
+def check_free(config: Config, folder: Path) -> None:
+    """Refuse a folder that the user named and that holds another run."""
+    if config.output_dir and not config.checkpoint.resume and (folder / "metrics.jsonl").exists():
         raise UserError(
             f"output_dir={folder} holds a run already; choose another, or set checkpoint.resume=true to go on with it"
         )
@@ -61,13 +82,41 @@ def check_resume(config: Config, checkpoints: Path) -> None:
         return
     extra = checkpoint.read_extra(newest)
     for key, now in identity(config).items():
-        if key not in extra:
-            raise UserError(f"checkpoint {newest} was not written by this recipe (no {key}); choose another output_dir")
-        if extra[key] != now:
+        if recorded(extra, key, newest) != now:
             raise UserError(
                 f"{key}={now!r} differs from the {extra[key]!r} of {newest}, so this would be another run; "
                 "set it back, or start a new run in another output_dir"
             )
+
+
+def check_fingerprints(config: Config, run_name: str, found: Sequence[Fingerprint]) -> None:
+    """As `check_resume`, of what is in the files that the configuration names. Enters no collective."""
+    newest = checkpoint.latest(run_folder(config, run_name) / "checkpoints") if config.checkpoint.resume else None
+    if newest is None:
+        return
+    extra = checkpoint.read_extra(newest)
+    for now in found:
+        before = recorded(extra, now.of, newest)
+        if before != now.value:
+            raise UserError(
+                f"{now.of} is not what {newest} was trained with (fingerprint {now.value}, then {before}), so this "
+                f"would be another run: {now.decided_by} differs; set it back, or start a new run in another output_dir"
+            )
+
+
+def record(found: Sequence[Fingerprint]) -> dict[str, object]:
+    """What a checkpoint keeps of fingerprints."""
+    return {each.of: each.value for each in found}
+
+
+def recorded(extra: Mapping[str, object], key: str, newest: Path) -> object:
+    """What a checkpoint tells of `key`. Raises UserError where it tells nothing: nobody knows if it is the same run."""
+    if key not in extra:
+        raise UserError(
+            f"checkpoint {newest} does not tell {key}: another recipe, or an earlier isoloss, wrote it; go on with "
+            f"that one, or start a new run from its weights with model.path={newest} in another output_dir"
+        )
+    return extra[key]
 
 
 def identity(config: Config) -> dict[str, object]:
@@ -88,35 +137,68 @@ def cache_folder(config: Config) -> Path:
     return Path(config.data.cache_dir) if config.data.cache_dir else parent / ".cache"
 
 
-def holds_run(folder: Path) -> bool:
-    return (folder / "metrics.jsonl").exists()
+@contextlib.contextmanager
+def open_output(config: Config, run_name: str) -> Iterator[Path]:
+    """The run's folder, created by rank 0 with config.yaml and run.json in it, for this run alone until the end.
 
-
-def open_output(config: Config, run_name: str) -> Path:
-    """The run's folder, created by rank 0 with config.yaml and run.json in it. One broadcast over the world.
-
-    The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off.
+    The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off. Raises UserError, on every rank,
+    where another run writes the folder now. One broadcast over the world.
     """
-    answer: list[Path | None] = [None]
-    if dist.get_rank() == 0:
-        answer[0] = _create_output(config, run_name)
-    dist.broadcast_object_list(answer, src=0)
-    assert answer[0] is not None
-    return answer[0]
+    with contextlib.ExitStack() as stack:
+        answer: list[Path | UserError | None] = [None]
+        if dist.get_rank() == 0:
+            try:
+                answer[0] = stack.enter_context(_claim(config, run_name))
+            except UserError as error:
+                answer[0] = error
+        dist.broadcast_object_list(answer, src=0)
+        if isinstance(answer[0], UserError):
+            raise answer[0]
+        assert answer[0] is not None
+        yield answer[0]
 
 
-def _create_output(config: Config, run_name: str) -> Path:
+@contextlib.contextmanager
+def _claim(config: Config, run_name: str) -> Iterator[Path]:
     folder = run_folder(config, run_name)
-    if not config.checkpoint.resume and holds_run(folder):
-        number = 2
-        while Path(f"{folder}-{number}").exists():
-            number += 1
-        folder = Path(f"{folder}-{number}")
-    folder.mkdir(parents=True, exist_ok=True)
-    resolved = dataclasses.replace(config, output_dir=str(folder))
-    (folder / "config.yaml").write_text(yaml.safe_dump(_plain(resolved), sort_keys=False))
-    (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
-    return folder
+    if config.output_dir or config.checkpoint.resume:
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = _new_folder(folder)
+    with _alone(folder):
+        check_free(config, folder)  # once more: a run may have begun and ended here since
+        resolved = dataclasses.replace(config, output_dir=str(folder))
+        (folder / "config.yaml").write_text(yaml.safe_dump(_plain(resolved), sort_keys=False))
+        (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
+        yield folder
+
+
+def _new_folder(first: Path) -> Path:
+    """`first`, or `first`-2 and so on: the first name that no folder has. Of two runs at once only one makes it."""
+    first.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = first if number == 1 else Path(f"{first}-{number}")
+        try:
+            folder.mkdir()
+        except FileExistsError:
+            continue
+        return folder
+    raise AssertionError("there is always one more number")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other run writes `folder` meanwhile. The lock goes with the process, however that ends."""
+    with open(folder / ".lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"output_dir={folder} is being written by another run; wait for its end, or choose another output_dir"
+            ) from None
+        except OSError:
+            pass  # a network file system that has no locks: then nobody knows of the other
+        yield
 
 
 def _plain(config: Config) -> dict:

@@ -15,7 +15,7 @@ from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.output import cache_folder, check_output, open_output
+from isoloss.engine.output import Fingerprint, cache_folder, check_fingerprints, check_output, open_output, record
 from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, spread, step_folder
 from isoloss.models import transformer_engine
 from isoloss.models.registry import hf_folder, read_architecture
@@ -35,6 +35,14 @@ class RunData:
     total_steps: int
     unigram: float | None
 
+    def fingerprints(self) -> list[Fingerprint]:
+        """What decides which tokens a step sees and learns."""
+        decided_by = (
+            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, the tokenizer or its chat "
+            "template"
+        )
+        return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
+
 
 @dataclass(frozen=True)
 class RunResult:
@@ -52,15 +60,21 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     """Supervised fine-tuning, from data files to an exported model.
 
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can mend; nothing has been written by then unless training had started.
+    Raises UserError for what the user can mend; nothing but the cache of tokenized rows has been written by then,
+    unless training had started.
     """
     # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
     device.check_fallback(config.train.device)
     check_model(config)
     check_output(config, run_name)
     data = load_data(config)
+    check_fingerprints(config, run_name, data.fingerprints())
     engine = Engine(config)
-    output_dir = open_output(config, run_name)
+    with open_output(config, run_name) as output_dir:
+        return _train(config, data, engine, output_dir)
+
+
+def _train(config: Config, data: RunData, engine: Engine, output_dir: Path) -> RunResult:
     loss = cross_entropy(config.loss)
     state = resume(engine, config, output_dir)
     step = 0 if state is None else int(str(state["step"]))
@@ -88,7 +102,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
             if due(step, config.train.eval_every, data.total_steps):
                 last_eval = evaluate(engine, data.eval, log, step)
             if due(step, config.checkpoint.every, data.total_steps):
-                save(engine, config, output_dir, step)
+                save(engine, config, output_dir, step, record(data.fingerprints()))
     exported = export(engine, config, output_dir)
     return RunResult(output_dir, step_folder(output_dir, step), exported, first_eval, last_eval, data.unigram)
 
@@ -106,6 +120,7 @@ def load_data(config: Config) -> RunData:
     options = {
         "max_length": max_length,
         "overlong": config.data.overlong,
+        "template_kwargs": config.data.template_kwargs,
         "vocab_size": arch.vocab_size,
         "cache_dir": cache_folder(config),
     }

@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from isoloss.engine.config_tree import build, defaults, known_keys, unknown_key
+from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.key_help import terminal_help
 from isoloss.parallel import UserError, launch
 
@@ -85,7 +85,8 @@ def compose_config(
 ) -> tuple[ConfigT, dict[str, Any], str]:
     """Preset and overrides -> (checked configuration, the same as plain values, name of the preset)."""
     preset = PLAIN if any(override.startswith("model.path=") for override in overrides) else DEMONSTRATION
-    keys, others = known_keys(config_class), list(overrides)
+    keys, others = known_keys(config_class), []
+    open_keys = mappings(config_class)
     parser = OverridesParser.create()
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -93,8 +94,11 @@ def compose_config(
             raise UserError(f"cannot read {override!r}; write overrides as key=value")
         if key == "preset":
             preset = value
-            others.remove(override)
-        elif key not in keys:
+        elif key in open_keys or any(key.startswith(f"{name}.") for name in open_keys):
+            others.append(f"++{override}")  # Hydra's way to say that a name may be new
+        elif key in keys:
+            others.append(override)
+        else:
             raise UserError(unknown_key(key, [*keys, "preset"]))
         try:
             parsed = parser.parse_override(override)

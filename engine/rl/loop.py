@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,14 +13,14 @@ import torch.distributed as dist
 from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.output import check_output, open_output
+from isoloss.engine.output import Fingerprint, check_fingerprints, check_output, open_output, record
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.draw import draw
 from isoloss.engine.rl.experience import Experience, Models, prepare
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.prompts import prompt_order
-from isoloss.engine.rl.reference import Reference
+from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, batch_stats, opening, rollout_stats
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
@@ -48,21 +49,26 @@ def train_rl(config: RLConfig, run_name: str) -> RLResult:
     check_model(config)
     check_output(config, run_name)
     data = load_data(config)
+    fingerprints = data.fingerprints()
+    check_fingerprints(config, run_name, fingerprints)
     with contextlib.ExitStack() as stack:
         score = stack.enter_context(open_rewarder(config, data))
         engine = Engine(config)
-        reference = (
-            Reference(engine, offload=config.algorithm.reference_offload) if config.algorithm.uses_reference else None
-        )
+        reference = None
+        if config.algorithm.uses_reference:
+            fingerprints.append(fingerprint(config))
+            check_fingerprints(config, run_name, fingerprints[-1:])
+            reference = Reference(engine, offload=config.algorithm.reference_offload)
         critic = Critic(config, engine) if config.algorithm.uses_critic else None
-        output_dir = open_output(config, run_name)
+        output_dir = stack.enter_context(open_output(config, run_name))
         rollout = stack.enter_context(open_rollout(config, engine, data, score, output_dir))
-        return _train(config, data, engine, reference, critic, rollout, output_dir)
+        return _train(config, data, fingerprints, engine, reference, critic, rollout, output_dir)
 
 
 def _train(
     config: RLConfig,
     data: RLData,
+    fingerprints: Sequence[Fingerprint],
     engine: Engine,
     reference: Reference | None,
     critic: Critic | None,
@@ -116,7 +122,7 @@ def _train(
             if due(step, config.train.eval_every, data.total_steps):
                 last_eval = evaluate(rollout, data, config, rollout_log, step)
             if due(step, config.checkpoint.every, data.total_steps):
-                store(engine, critic, config, output_dir, step, cursor, experience)
+                store(engine, critic, config, output_dir, step, cursor, experience, fingerprints)
     exported = export(engine, config, output_dir)
     return RLResult(output_dir, step_folder(output_dir, step), exported, first_eval, last_eval)
 
@@ -141,12 +147,14 @@ def store(
     step: int,
     cursor: int,
     experience: Experience,
+    fingerprints: Sequence[Fingerprint],
 ) -> None:
     """A checkpoint, in the middle of a generated batch if need be: then the rest of the batch goes with it."""
     left = None if experience.used_up else experience.state()
     if critic is not None:  # first: where there is a checkpoint of the policy, there is one of its critic
         critic.save(output_dir, step)
-    save(engine, config, output_dir, step, {"cursor": cursor, "experience": left})
+    state = {"cursor": cursor, "experience": left, **record(fingerprints)}
+    save(engine, config, output_dir, step, state)
     if critic is not None:
         critic.prune(output_dir)
 

@@ -4,13 +4,24 @@ A row has `prompt`, text or messages, or `messages`; what else it may have is to
 the chat template, up to where the assistant starts to speak; text is encoded as it is.
 """
 
+import hashlib
+import json
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
-from isoloss.engine.chat import check_messages, check_template, encode, render
+from isoloss.engine.chat import check_messages, encode
+from isoloss.engine.chat_template import (
+    NOTHING,
+    Template,
+    check_template,
+    check_template_kwargs,
+    check_tools,
+    refuse_tools,
+    render,
+)
 from isoloss.engine.data import draw_indices
 from isoloss.engine.rl.trajectory import Prompt
 from isoloss.engine.rows import Row, read_rows, shown
@@ -27,6 +38,14 @@ class PromptSet(Sequence[Prompt]):
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
+
+    def fingerprint(self) -> str:
+        """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
+        digest = hashlib.sha256()
+        for prompt in self.prompts:
+            # A Parquet file may hold dates, decimal numbers or bytes, which JSON has not.
+            digest.update(json.dumps(astuple(prompt), sort_keys=True, default=repr).encode())
+        return digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -46,11 +65,13 @@ def load_prompts(
     overlong: str = "error",
     key: str = "data.train",
     limit: str = "data.max_length",
+    template_kwargs: Mapping[str, Any] = NOTHING,
 ) -> PromptSet:
     """The rows of JSON Lines or Parquet files, in their order. The same on every rank; enters no collective.
 
     overlong: what happens to a prompt of more than max_prompt_tokens: "error" or "drop".
     key, limit: how messages name the files and max_prompt_tokens.
+    template_kwargs: variables for the chat template, which gets the row's `tools` as well.
 
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
@@ -62,13 +83,15 @@ def load_prompts(
         )
     if overlong not in ("error", "drop"):
         raise UserError(f"data.overlong={overlong}: choose one of error, drop")
+    check_template_kwargs(template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
     prompts, dropped = [], 0
     for row in read_rows(paths, key):
         path, _, line = row.place.rpartition(":")
         name = os.path.basename(path)
         file = name if names[name] == 1 else path
-        prompt = to_prompt(row, tokenizer, f"{file}:{line.removeprefix(' row ')}", os.path.splitext(name)[0])
+        template = Template(tokenizer, row.place, check_tools(row.values.get("tools"), row.place), template_kwargs)
+        prompt = to_prompt(row, template, f"{file}:{line.removeprefix(' row ')}", os.path.splitext(name)[0])
         if (length := len(prompt.tokens)) <= max_prompt_tokens:
             prompts.append(prompt)
         elif overlong == "drop":
@@ -87,7 +110,7 @@ def load_prompts(
     return PromptSet(tuple(prompts), dropped)
 
 
-def to_prompt(row: Row, tokenizer, id: str, source: str) -> Prompt:
+def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     """answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there,
     else None. source: its `data_source`, else `source`. extra: all columns but the prompt, `answer` and `data_source`,
     so that a reward function finds each under the name that it has in the file."""
@@ -98,10 +121,10 @@ def to_prompt(row: Row, tokenizer, id: str, source: str) -> Prompt:
         raise UserError(f"{place}: no prompt (keys: {found}): a row has `prompt` (text or messages) or `messages`")
     value = values[key]
     if isinstance(value, str) and key == "prompt":
-        tokens, prompt = encode_text(value, tokenizer, place), value
+        tokens, prompt = encode_text(value, template), value
     else:
         messages = check_messages(value, key, place)
-        tokens, prompt = encode_messages(messages, key, tokenizer, place), tuple(messages)
+        tokens, prompt = encode_messages(messages, key, template), tuple(messages)
     if not tokens:
         raise UserError(f"{place}: `{key}` has no tokens ({shown(value)}): fill it in or drop the row")
     source = values.get("data_source", source)
@@ -111,21 +134,23 @@ def to_prompt(row: Row, tokenizer, id: str, source: str) -> Prompt:
     return Prompt(id=id, tokens=tuple(tokens), prompt=prompt, answer=find_answer(values), source=source, extra=extra)
 
 
-def encode_text(text: str, tokenizer, place: str) -> list[int]:
+def encode_text(text: str, template: Template) -> list[int]:
     if not text.strip():  # a token that stands before every text would hide it
-        raise UserError(f"{place}: `prompt` is empty: fill it in or drop the row")
-    return encode(tokenizer, text)
+        raise UserError(f"{template.place}: `prompt` is empty: fill it in or drop the row")
+    refuse_tools(template, "prompt")
+    return encode(template.tokenizer, text)
 
 
-def encode_messages(messages: list[dict[str, Any]], key: str, tokenizer, place: str) -> list[int]:
+def encode_messages(messages: list[dict[str, Any]], key: str, template: Template) -> list[int]:
+    place = template.place
     if not any(message.get("content", "").strip() for message in messages):
         raise UserError(f"{place}: `{key}` has no content: fill it in or drop the row")
     if messages[-1]["role"] == "assistant":
         raise UserError(
             f"{place}: `{key}` ends with the assistant's turn, which is what is to be generated: take that turn out"
         )
-    check_template(tokenizer, place, "give `prompt` as plain text")
-    return render(messages, tokenizer, place, prompt=True)[1]
+    check_template(template.tokenizer, place, "give `prompt` as plain text")
+    return render(messages, template, prompt=True)[1]
 
 
 def find_answer(values: Mapping[str, Any]) -> Any:

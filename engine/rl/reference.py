@@ -1,15 +1,21 @@
 """The initial policy, in the layout of the policy and without a second model."""
 
 import contextlib
+import hashlib
+import zlib
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine
+from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine, check_model
+from isoloss.engine.output import Fingerprint
 from isoloss.models.gpt import unwrap
+from isoloss.models.weights import weight_map
 
 
 class Reference:
@@ -47,3 +53,21 @@ class Reference:
             there = live.to(kept.device, copy=True)
             live.copy_(kept)
             kept.copy_(there)
+
+
+def fingerprint(config: Config) -> Fingerprint:
+    """Of the weights that model.path has now, however its files divide them: CRC-32 of every tensor.
+
+    They are read once more, one at a time, the ranks sharing the work. One all-gather over the world.
+    """
+    arch, _, source = check_model(config)
+    weights = weight_map(arch)[dist.get_rank() :: dist.get_world_size()]
+    mine = [(weight.name, _crc32(source.whole(weight))) for weight in weights]
+    everyone: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    digest = hashlib.sha256(repr(sorted(chain.from_iterable(everyone))).encode()).hexdigest()[:16]
+    return Fingerprint("the reference (the weights of model.path)", digest, "a file of model.path")
+
+
+def _crc32(tensor: Tensor) -> int:
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())

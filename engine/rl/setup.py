@@ -1,6 +1,7 @@
 """What a reinforcement learning run starts from: its prompts, its reward functions, its rollout backend."""
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from isoloss.engine import legality
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
+from isoloss.engine.output import Fingerprint
 from isoloss.engine.rl.backend import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.in_process import InProcessBackend
@@ -31,6 +33,20 @@ class RLData:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     total_steps: int
+
+    def fingerprints(self) -> list[Fingerprint]:
+        """What decides which prompts a batch takes, where completions end and what text rewards see."""
+        vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
+        prompts = (
+            "a file of data.train or its name, data.max_length, batch.max_tokens, data.overlong, data.template_kwargs, "
+            "the tokenizer or its chat template"
+        )
+        stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
+        return [
+            Fingerprint("the content of data.train", self.train.fingerprint(), prompts),
+            Fingerprint("the list of tokens that end a completion", str(list(self.stop_token_ids)), stops),
+            Fingerprint("the vocabulary", hashlib.sha256(vocabulary).hexdigest()[:16], "the tokenizer"),
+        ]
 
 
 def load_data(config: RLConfig) -> RLData:
@@ -55,7 +71,12 @@ def load_data(config: RLConfig) -> RLData:
         )
     tokenizer = load_tokenizer(config.model.tokenizer or str(hf_folder(config.model.path)), arch.vocab_size)
     limit = f"{key} - rollout.max_new_tokens"
-    options = {"max_prompt_tokens": room, "overlong": config.data.overlong, "limit": limit}
+    options = {
+        "max_prompt_tokens": room,
+        "overlong": config.data.overlong,
+        "limit": limit,
+        "template_kwargs": config.data.template_kwargs,
+    }
     train = load_prompts(config.data.train, tokenizer, **options)
     evaluation = load_prompts(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
     batches = steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)

@@ -51,6 +51,8 @@ CONFIGURATION = (
     told("empty for what is required", "model.path=", "model.path=''"),
     told("null for a list", "data.train=null", "data.train=[]", "at least one"),
     told("the name that others use", "optim.learning_rate=1e-4", "'optim.learning_rate'", "'optim.lr'"),
+    told("number for a mapping", "data.template_kwargs=5", "data.template_kwargs=5", "mapping"),
+    told("misspelt mapping", "data.template_kwarg.a=5", "'data.template_kwarg.a'", "'data.template_kwargs'"),
     told("no data", "data.train=[]", "data.train=[]", "at least one"),
     told("list without brackets", "data.train=a.jsonl,b.jsonl", "data.train=a.jsonl,b.jsonl", "[a.jsonl,b.jsonl]"),
     told("unbalanced quote", "output_dir='out", "output_dir='out", "quote"),
@@ -114,6 +116,7 @@ MODEL_AND_FILES = (
     told(
         "nothing left of a row", ("data.max_length=8", "data.overlong=truncate"), "rows.jsonl:1", "data.max_length=8"
     ),
+    told("variable of no template", "data.template_kwargs.mood=glad", "data.template_kwargs.mood", "not read"),
     told("output is a file", "output_dir={inputs}/rows.jsonl", "output_dir={inputs}/rows.jsonl", "file"),
     told("output below a file", "output_dir={inputs}/rows.jsonl/run", "output_dir={inputs}/rows.jsonl/run"),
     told("cache below a file", "data.cache_dir={inputs}/rows.jsonl/c", "data.cache_dir={inputs}/rows.jsonl/c"),

@@ -2,14 +2,16 @@
 
 import dataclasses
 import json
+import multiprocessing
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
 from worlds import training as world
 from worlds.thinned import thinned
 
-from isoloss.engine import checkpoint
+from isoloss.engine import checkpoint, output, trainer
 from isoloss.engine.config import (
     BatchConfig,
     CheckpointConfig,
@@ -124,6 +126,87 @@ def test_the_optimizer_cannot_be_switched(train, inputs, tmp_path, distributed_o
     assert Path(config.output_dir, "config.yaml").read_text() == before
 
 
+# ---- what the configuration only names -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(inputs, arguments) -> tuple[Path, list[str]]:
+    """A folder `mine` with model and rows that a test may change, and the overrides of a run with them."""
+    shutil.copytree(inputs, "mine")
+    return Path("mine").absolute(), [argument.replace(str(inputs), "mine") for argument in arguments]
+
+
+def other_answer(folder: Path) -> None:
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace("7 plus 7 is 14", "7 plus 7 is 15"))
+
+
+def other_order(folder: Path) -> None:
+    first, *rest = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text("".join([*rest, first]))
+
+
+def other_template(folder: Path) -> None:
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text("Talk:\n" + template.read_text())
+
+
+def other_tokenizer(folder: Path) -> None:
+    """Two words have changed places."""
+    path = folder / "model" / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    words = spec["model"]["vocab"]
+    words["\u0120the"], words["\u0120is"] = words["\u0120is"], words["\u0120the"]
+    path.write_text(json.dumps(spec))
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides"),
+    (
+        (other_answer, ()),
+        (other_order, ()),
+        (other_template, ()),
+        (other_tokenizer, ()),
+        (None, ("data.max_length=34", "data.overlong=drop")),
+        (None, ("data.max_length=34", "data.overlong=truncate")),
+    ),
+    ids=("answer", "order", "template", "tokenizer", "drop", "truncate"),
+)
+def test_other_rows_are_another_run(change, overrides, own, capsys):
+    folder, argv = own
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    if change:
+        change(folder)
+    capsys.readouterr()
+    argv = [*argv, "checkpoint.resume=true", "train.steps=3", *overrides]
+    assert launch.main("sft", Config, sft.run, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert all(part in err for part in ("the content of data.train", "step_00000002", "another run", "set it back"))
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_the_same_rows_elsewhere_are_the_same_run(own):
+    """Another path, another name, and a limit that no row meets."""
+    folder, argv = own
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    (folder / "rows.jsonl").rename(folder / "moved.jsonl")
+    moved = ["data.train=mine/moved.jsonl", "data.max_length=130", "checkpoint.resume=true", "train.steps=3"]
+    assert launch.main("sft", Config, sft.run, [*argv, *moved]) == 0
+
+
+def test_a_checkpoint_that_does_not_tell_its_rows(own, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "record", lambda found: {"data.train": ["mine/rows.jsonl"]})  # as it was once
+        assert launch.main("sft", Config, sft.run, own[1]) == 0
+    capsys.readouterr()
+    assert launch.main("sft", Config, sft.run, [*own[1], "checkpoint.resume=true"]) == 2
+    says = ("does not tell the content of data.train", "an earlier isoloss", "model.path=out/checkpoints/step_00000002")
+    err = capsys.readouterr().err
+    assert all(part in err for part in says), err
+
+
 # ---- folders --------------------------------------------------------------------------------------------------------
 
 
@@ -138,6 +221,48 @@ def test_a_kill_while_saving(train, inputs, tmp_path):
     assert world.same(train(resumed(parts), "dp2"), expected)
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000008"]
     assert numbers(parts) == numbers(whole)
+
+
+@pytest.mark.parametrize("layout", ("1", "dp2"))
+@pytest.mark.parametrize("named", ("nothing", "the same", "the same, to resume"))
+def test_two_runs_at_once(pool, inputs, tmp_path, named, layout):
+    """Each has a folder of its own, or is told on every rank; the first one ends as if there were no other."""
+    config = config_of(inputs, tmp_path / "out", layout, "fp32", None)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
+    if named == "nothing":
+        config = dataclasses.replace(config, output_dir=None)
+    if named == "the same, to resume":
+        pool.run(Layout.parse(layout).world_size, world.train, config)
+        config = resumed(config)
+    found = pool.run(Layout.parse(layout).world_size, world.at_once, config, config, str(tmp_path))
+    if named == "nothing":
+        assert set(found) == {("runs/test", "runs/test-2")}
+        config = dataclasses.replace(config, output_dir=f"{tmp_path}/runs/test")
+    else:
+        said = (
+            f"output_dir={tmp_path}/out is being written by another run; wait for its end, or choose another output_dir"
+        )
+        assert set(found) == {(f"{tmp_path}/out", said)}
+    assert [row["step"] for row in rows_of(config)] == [1, 2]
+
+
+def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
+    def hold_until_killed(ready):
+        with output._alone(tmp_path):
+            ready.set()
+            signal.pause()
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold_until_killed, args=(ready,))
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(UserError, match="another run"), output._alone(tmp_path):
+        raise AssertionError("two have it")
+    process.kill()
+    process.join()
+    with output._alone(tmp_path):
+        pass
 
 
 def test_only_the_newest_checkpoints_stay(arguments):

@@ -1,16 +1,18 @@
 """A reinforcement learning run that goes on is the run without the interruption, wherever that happened."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from worlds import rl_runs as world
 from worlds.rl_runs import config_of, resumed, rows_of
 from worlds.training import merged, same
 
 from isoloss.engine import checkpoint
 from isoloss.engine.rl.config import RLConfig
-from isoloss.parallel import Layout
+from isoloss.parallel import Layout, UserError
 from isoloss.recipes import grpo, launch
 
 FOUR_STEPS_A_BATCH = ("algorithm.minibatches=2", "algorithm.epochs=2", "train.steps=6")
@@ -125,6 +127,82 @@ def test_another_run_is_refused(finished, override, says, capsys):
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in (*says, "step_00000003", "another run")), err
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+
+
+@pytest.fixture
+def own(inputs, tmp_path) -> tuple[Path, list[str]]:
+    """A folder of inputs that a test may change, and the overrides of a run with them."""
+    shutil.copytree(inputs, tmp_path / "mine")
+    return tmp_path / "mine", [*world.overrides_of(tmp_path / "mine", tmp_path / "run"), "train.steps=1"]
+
+
+def edited(name: str, old: str, new: str):
+    """A change of a file of the folder."""
+
+    def change(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new, 1))
+
+    return change
+
+
+def other_vocabulary(folder: Path) -> None:
+    """Two tokens that no prompt has have changed places."""
+    path = folder / "model" / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    words = spec["model"]["vocab"]
+    words["\u0120removed"], words["Hel"] = words["Hel"], words["\u0120removed"]
+    path.write_text(json.dumps(spec))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    (
+        (edited("prompts.jsonl", "1 + 1 =", "2 + 1 ="), "the content of data.train"),
+        (edited("prompts.jsonl", '"answer": 2', '"answer": 3'), "the content of data.train"),
+        (edited("prompts.jsonl", '"answer": 2', '"answer": 2, "level": 1'), "the content of data.train"),
+        (edited("model/generation_config.json", "[3,", "[4,"), "tokens that end a completion"),
+        (other_vocabulary, "the vocabulary"),
+    ),
+    ids=("prompt", "answer", "column of a reward", "stop tokens", "vocabulary"),
+)
+def test_other_prompts_are_another_run(own, change, says, capsys):
+    folder, argv = own
+    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    change(folder)
+    capsys.readouterr()
+    assert launch.main("grpo", RLConfig, grpo.run, [*argv, "checkpoint.resume=true", "train.steps=2"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert all(part in err for part in (says, "step_00000001", "another run", "set it back")), err
+
+
+def test_the_same_prompts_elsewhere_are_the_same_run(own):
+    folder, argv = own
+    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    (folder / "elsewhere").mkdir()
+    (folder / "prompts.jsonl").rename(folder / "elsewhere" / "prompts.jsonl")
+    moved = [f"data.train={folder}/elsewhere/prompts.jsonl", "checkpoint.resume=true", "train.steps=2"]
+    assert launch.main("grpo", RLConfig, grpo.run, [*argv, *moved]) == 0
+
+
+def test_another_reference_is_another_run(pool, own, tmp_path):
+    """One weight of the initial policy has changed in its file. The layout, and how files divide it, do not matter."""
+    folder, _ = own
+    made = config_of(folder, tmp_path / "made", "1", "checkpoint.export_hf=true", "train.steps=1")
+    pool.run(1, world.train, made)
+    start = (f"model.path={tmp_path}/made/hf", "model.from_scratch=false", *REFERENCE)
+    config = config_of(folder, tmp_path / "run", "1", *start, "train.steps=1")
+    pool.run(1, world.train, config)
+    pool.run(2, world.train, resumed(config_of(folder, tmp_path / "run", "dp2", *start, "train.steps=2")))
+    path = tmp_path / "made" / "hf" / "model.safetensors"
+    weights = load_file(path)
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, path, {"format": "pt"})
+    again = resumed(config_of(folder, tmp_path / "run", "1", *start, "train.steps=3"))
+    with pytest.raises(UserError, match=r"the reference .the weights of model.path. is not what .*step_00000002"):
+        pool.run(1, world.train, again)
 
 
 @pytest.fixture(scope="module")

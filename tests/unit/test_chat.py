@@ -7,6 +7,7 @@ from importlib.resources import files
 import pytest
 
 from isoloss.engine.chat import load_tokenizer, maps_characters, tokenize_row
+from isoloss.engine.chat_template import check_template_kwargs
 from isoloss.engine.rows import Row
 from isoloss.parallel.errors import UserError
 
@@ -37,6 +38,30 @@ NO_END_TOKEN = (
 COUNTING = "{{ messages | length }} messages\n" + CHATML
 REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML
 
+# Tools in the system turn, calls and answers in turns of their own; like Qwen3's: empty thoughts while a turn is the
+# last one, and none of them (`thoughts` set to false) where the assistant starts to speak.
+TOOLS = (
+    "{% if tools %}{{ '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}(BEGIN)"
+    "{% if loop.last %}{{ '<think>\n\n</think>' }}{% endif %}{{ m.get('content', '') }}"
+    "{% for c in m.get('tool_calls', []) %}{{ '<call>' + c | tojson + '</call>' }}{% endfor %}{{ '<|im_end|>' }}(END)"
+    "{% else %}{{ m['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% if thoughts is defined and thoughts is false %}{{ '<think>\n\n</think>' }}{% endif %}{% endif %}"
+)
+PLAIN_TOOLS = TOOLS.replace("(BEGIN)", "").replace("(END)", "")
+MARKED_TOOLS = TOOLS.replace("(BEGIN)", "{% generation %}").replace("(END)", "{% endgeneration %}")
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+CALLING = [
+    {"role": "user", "content": "What is 2 + 2?"},
+    {"role": "assistant", "tool_calls": [{"name": "add", "arguments": {"a": 2}}]},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "Four."},
+]
+
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "What is 2 + 2?"},
@@ -51,9 +76,9 @@ def tokenizer():
     return load_tokenizer(TINY, 2048)
 
 
-def targets(tokenizer, values: dict) -> list[str]:
+def targets(tokenizer, values: dict, **template_kwargs) -> list[str]:
     """The runs of targets of a row, decoded."""
-    tokens_T, mask_T = tokenize_row(Row("rows.jsonl:7", values), tokenizer)
+    tokens_T, mask_T = tokenize_row(Row("rows.jsonl:7", values), tokenizer, template_kwargs)
     assert len(tokens_T) == len(mask_T) and not mask_T[0]
     runs, before = [], False
     for token, is_target in zip(tokens_T, mask_T):
@@ -81,6 +106,80 @@ def test_template_that_renders_the_last_turn_otherwise(tokenizer):
     assert found == ["Four.<|im_end|>", "<think>\n\n</think>\n\nSix,\nit is.\n<|im_end|>"]
     thinking = [*CHAT[:2], {"role": "assistant", "content": "<think>2 + 2</think>\n\nFour."}, *CHAT[3:]]
     assert targets(tokenizer, {"messages": thinking}) == found
+
+
+@pytest.mark.parametrize("template", (PLAIN_TOOLS, MARKED_TOOLS), ids=("prefixes", "marks"))
+@pytest.mark.parametrize("tools", ([ADD], [ADD, ADD], json.dumps([ADD]), [], None), ids=("1", "2", "text", "0", "none"))
+def test_tools_reach_the_template(tokenizer, template, tools):
+    """Tokens and mask are those of transformers, with the same tools, on the template that marks its turns."""
+    tokenizer.chat_template = MARKED_TOOLS
+    given = json.loads(tools) if isinstance(tools, str) else tools
+    expected = tokenizer.apply_chat_template(CALLING, tools=given, return_dict=True, return_assistant_tokens_mask=True)
+    tokenizer.chat_template = template
+    row = {"messages": CALLING} if tools is None else {"messages": CALLING, "tools": tools}
+    tokens_T, mask_T = tokenize_row(Row("rows.jsonl:7", row), tokenizer)
+    assert tokens_T == expected["input_ids"] and ("Tools:" in tokenizer.decode(tokens_T)) == bool(given)
+    assert targets(tokenizer, row) == [
+        '<call>{"name": "add", "arguments": {"a": 2}}</call><|im_end|>',
+        "<think>\n\n</think>Four.<|im_end|>",
+    ]
+    assert [int(m) for m in mask_T] == list(expected["assistant_masks"])
+
+
+def test_tools_with_prompt_and_completion(tokenizer):
+    tokenizer.chat_template = PLAIN_TOOLS
+    row = {"prompt": CALLING[:3], "completion": CALLING[3:], "tools": [ADD]}
+    assert targets(tokenizer, row) == ["<think>\n\n</think>Four.<|im_end|>"]
+    tokens_T, _ = tokenize_row(Row("r:1", row), tokenizer)
+    assert tokens_T == tokenizer.apply_chat_template(CALLING, tools=[ADD])["input_ids"]
+
+
+def test_variables_reach_the_template(tokenizer):
+    """What generation begins with is no target; turns that the template renders without it are whole."""
+    tokenizer.chat_template = PLAIN_TOOLS
+    chat = [CHAT[1], CHAT[2], CHAT[3], {"role": "assistant", "content": "Six."}]
+    assert targets(tokenizer, {"messages": chat}) == ["Four.<|im_end|>", "<think>\n\n</think>Six.<|im_end|>"]
+    assert targets(tokenizer, {"messages": chat}, thoughts=False) == ["Four.<|im_end|>", "Six.<|im_end|>"]
+    last = tokenizer.apply_chat_template(chat[:3], add_generation_prompt=True, thoughts=False)["input_ids"]
+    tokens_T, mask_T = tokenize_row(Row("r:1", {"messages": chat}), tokenizer, {"thoughts": False})
+    assert tokens_T[: len(last)] == last and mask_T.index(True, len(last) - 1) == len(last)
+    assert tokens_T == tokenizer.apply_chat_template(chat, thoughts=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"thought": False}, "data.template_kwargs.thought is not read by the chat template"),
+        ({"tokenize": False}, "data.template_kwargs.tokenize is not for the user"),
+        ({"tools": []}, "data.template_kwargs.tools is not for the user"),
+    ],
+)
+def test_bad_variables(tokenizer, kwargs, said):
+    tokenizer.chat_template = PLAIN_TOOLS
+    check_template_kwargs({"thoughts": True}, tokenizer)
+    with pytest.raises(UserError, match=said):
+        check_template_kwargs(kwargs, tokenizer)
+
+
+def test_content_in_parts_of_text(tokenizer):
+    def parts(*texts):
+        return [{"type": "text", "text": text} for text in texts]
+
+    chat = [
+        {"role": "user", "content": parts("What is ", "2 + 2?")},
+        {"role": "assistant", "content": parts("Fo", "ur.")},
+    ]
+    whole = Row("r:1", {"messages": CHAT[1:3]})
+    assert tokenize_row(Row("r:1", {"messages": chat}), tokenizer) == tokenize_row(whole, tokenizer)
+    split = Row("r:1", {"prompt": chat[:1], "completion": chat[1:]})
+    assert tokenize_row(split, tokenizer) == tokenize_row(whole, tokenizer)
+
+
+def test_what_the_variables_add_merges_with_the_turn(tokenizer):
+    tokenizer.chat_template = PLAIN_TOOLS.replace("</think>", "</think>\\n\\n")
+    row = Row("rows.jsonl:7", {"messages": CHAT[1:3]})
+    with pytest.raises(UserError, match=r"rows.jsonl:7: messages\[1\] merges with the generation prompt"):
+        tokenize_row(row, tokenizer, {"thoughts": False})
 
 
 def test_template_without_end_token(tokenizer):
@@ -149,7 +248,17 @@ def test_text_every_token_but_the_first(tokenizer):
         ({"messages": ["hi"]}, ["`messages[0]`", "str 'hi'"]),
         ({"messages": [{"role": "user"}]}, ["`messages[0].content` must be text", "NoneType"]),
         ({"messages": [{"from": "user", "content": "x"}]}, ["`messages[0].role`"]),
-        ({"messages": [{"role": "user", "content": [1]}]}, ["`messages[0].content`", "list [1]"]),
+        ({"messages": [{"role": "user", "content": [1]}]}, ["`messages[0].content[0]`", "int 1", "part of text"]),
+        ({"messages": [{"role": "user", "content": []}]}, ["`messages[0].content` must be text", "list []"]),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image", "url": "b"}]}]},
+            ["`messages[0].content[1]`", "type 'image'", "text alone"],
+        ),
+        ({"messages": CHAT, "tools": {"name": "add"}}, ["`tools` must be a list", "dict"]),
+        ({"messages": CHAT, "tools": ["add"]}, ["`tools` must be a list", "list ['add']"]),
+        ({"messages": CHAT, "tools": "[{"}, ["`tools` is not JSON"]),
+        ({"text": "a b", "tools": [ADD]}, ["`tools` reaches the model through the chat template", "`text`"]),
+        ({"prompt": "a", "completion": "b", "tools": [ADD]}, ["`tools` reaches", "`prompt`"]),
         ({"messages": CHAT[:2]}, ["no assistant turn", "system, user"]),
         ({"prompt": CHAT, "completion": [CHAT[1]]}, ["no assistant turn", "roles: user)"]),
         ({"prompt": "a", "completion": ""}, ["no token of `completion`", "empty"]),

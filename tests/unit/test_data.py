@@ -165,6 +165,53 @@ def test_cache_hit_does_not_tokenize(load, write, monkeypatch, tmp_path):
         load(write(*ROWS[:2]))
 
 
+def test_variables_of_the_template(load, write, tmp_path):
+    """They reach the tokens, and are a part of the name of the cache and of the fingerprint."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ greeting | default('') }}" + template.read_text())
+    path = write(ROWS[1])
+    plain, long = (
+        load(path, tokenizer=str(folder), template_kwargs=kwargs) for kwargs in ({}, {"greeting": "Hi, you"})
+    )
+    tokenizer = load_tokenizer(str(folder), 2048)
+    expected = tokenizer.apply_chat_template(ROWS[1]["messages"], greeting="Hi, you")["input_ids"]
+    assert long[0].tokens_T.tolist() == expected and long.fingerprint != plain.fingerprint
+    assert same(load(path, tokenizer=str(folder)), plain)
+    with pytest.raises(UserError, match=r"data.template_kwargs.greetings is not read"):
+        load(path, tokenizer=str(folder), template_kwargs={"greetings": "Hi"})
+
+
+def test_fingerprint(load, write):
+    """Of tokens, targets and where sequences end: read back as it was, the same for the same rows of another file."""
+    first = load(write(*ROWS)).fingerprint
+    assert load(write(*ROWS)).fingerprint == first  # from the cache
+    assert load(write("", *ROWS, name="other.jsonl"), max_length=300).fingerprint == first
+    asked = {"messages": [*ROWS[1]["messages"], {"role": "user", "content": "So"}]}
+    others = (
+        ROWS[::-1],
+        ROWS[:2],
+        [*ROWS, ROWS[0]],
+        [ROWS[0], asked, ROWS[2]],
+        [ROWS[0], ROWS[1], {"text": "One, two, three."}],
+    )
+    found = {load(write(*rows, name=f"{n}.jsonl")).fingerprint for n, rows in enumerate(others)}
+    assert len(found | {first}) == 6
+
+    def of(tokens, mask, offsets):
+        return data.fingerprint({"tokens": np.array(tokens), "mask": np.array(mask), "offsets": np.array(offsets)})
+
+    assert of([1, 2, 3], [0, 1, 1], [0, 3]) == of([1, 2, 3], [0, 1, 1], [0, 3])
+    changed = {
+        of([1, 2, 3], [0, 1, 1], [0, 3]),
+        of([1, 2, 4], [0, 1, 1], [0, 3]),
+        of([1, 2, 3], [0, 0, 1], [0, 3]),
+        of([1, 2, 3], [0, 1, 1], [0, 1, 3]),
+    }
+    assert len(changed) == 4
+
+
 def test_cache_follows_the_tokenizer_files(load, write, tmp_path):
     folder = tmp_path / "tokenizer"
     shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))

@@ -1,5 +1,6 @@
 """Rows -> Prompts, and the order of draws."""
 
+import datetime
 import json
 from collections import Counter
 from importlib.resources import files
@@ -62,6 +63,47 @@ def test_messages_and_text(load, write, tokenizer):
     assert third.extra == {"level": "easy"} and first.extra == second.extra == {}
 
 
+def test_tools_and_variables_reach_the_template(load, write):
+    """The tokens are those of transformers; a reward function still finds the tools."""
+    tokenizer = load_tokenizer(TINY, 2048)
+    tokenizer.chat_template = "{{ tools | tojson if tools else '' }}{{ mood | default('') }}" + tokenizer.chat_template
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    parts = [
+        ASK[0],
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "1 + 1?"}]},
+    ]
+    path = write({"prompt": ASK, "tools": tools}, {"messages": ASK}, {"prompt": parts, "tools": json.dumps(tools)})
+    for kwargs in ({}, {"mood": "glad"}):
+        first, second, third = load(path, tokenizer=tokenizer, template_kwargs=kwargs)
+        for prompt, given in ((first, tools), (second, None), (third, tools)):
+            expected = tokenizer.apply_chat_template(ASK, tools=given, add_generation_prompt=True, **kwargs)
+            assert list(prompt.tokens) == expected["input_ids"] and prompt.prompt == tuple(ASK)
+        assert first.extra == {"tools": tools} and second.extra == {}
+    with pytest.raises(UserError, match=r"data.template_kwargs.moody is not read"):
+        load(path, tokenizer=tokenizer, template_kwargs={"moody": 1})
+
+
+def test_fingerprint(load, write, tmp_path):
+    """Everything that a completion or a reward may depend on, and not where the file lies."""
+    row = {"prompt": ASK, "answer": "2", "data_source": "sums", "level": 1}
+    first = load(write(row)).fingerprint()
+    assert load(write(row, name="elsewhere/train.jsonl")).fingerprint() == first
+    changes = (
+        {"prompt": "x"},
+        {"answer": 2},
+        {"data_source": "gsm"},
+        {"level": 2},
+        {"level": None},
+        {"more": {"a": [1]}},
+    )
+    found = {load(write(row | change)).fingerprint() for change in changes}
+    found |= {load(write("", row)).fingerprint(), load(write(row, row)).fingerprint()}  # another id; one more
+    assert len(found | {first}) == 9
+    day = pa.Table.from_pylist([{"prompt": "x", "answer": datetime.date(2026, 1, 2)}])
+    pq.write_table(day, tmp_path / "train.parquet")
+    assert len(load(str(tmp_path / "train.parquet")).fingerprint()) == 16
+
+
 def test_names_of_verl_and_trl(load, write, tmp_path):
     (row,) = load(write(VERL))
     assert (row.answer, row.source) == ("2", "gsm8k")
@@ -118,6 +160,7 @@ def test_overlong(load, write):
         ({"prompt": [{"role": "user"}]}, r"train.jsonl:2: `prompt\[0\].content` must be text"),
         ({"prompt": [{"role": "user", "content": " "}]}, "train.jsonl:2: `prompt` has no content"),
         ({"messages": [*ASK, {"role": "assistant", "content": "2"}]}, "train.jsonl:2: `messages` ends with the assist"),
+        ({"prompt": "x", "tools": [{"name": "add"}]}, "train.jsonl:2: `tools` reaches the model through"),
         ({"prompt": "x", "data_source": 3}, "train.jsonl:2: `data_source` must be text, not int 3"),
     ],
 )

@@ -1,5 +1,6 @@
 """What the ranks of the recipe's tests run."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from unittest import mock
@@ -12,6 +13,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.parallel import UserError
 from isoloss.tools.parity import thaw
 
 Arrays = dict[str, np.ndarray]
@@ -57,6 +59,25 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
             died = True
     assert died == bool(killed_after or killed_in_save)
     return kept
+
+
+def at_once(first: Config, second: Config, folder: str) -> tuple[str, str]:
+    """Two runs in the working folder `folder`, the second one while the first has its own but has written no metrics:
+    the folder of each, or what the user is told."""
+    told: list[str] = []
+    opening = trainer.opening
+
+    def the_other_run_first(*rest):
+        if not told:
+            told.append("under way")
+            try:
+                told[0] = str(trainer.train_sft(second, "test").output_dir)
+            except UserError as error:
+                told[0] = str(error)
+        return opening(*rest)
+
+    with contextlib.chdir(folder), mock.patch.object(trainer, "opening", the_other_run_first):
+        return str(trainer.train_sft(first, "test").output_dir), told[0]
 
 
 def steps(config: Config, frozen: bytes, count: int) -> tuple[list[float], list[float], Arrays]:
