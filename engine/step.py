@@ -17,6 +17,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
+from isoloss.engine.totals import MOMENTS, correlation, largest_of, moments_of, totals_of
 from isoloss.models.architecture import Architecture
 from isoloss.models.balance import Balance, RouterLoss
 from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
@@ -143,15 +144,15 @@ def run_step(
         with torch.no_grad():
             observed = [of_token(inputs).sum(dtype=torch.float64) for of_token in loss.observed.values()]
             for pair in loss.correlated.values():
-                observed += _moments(*pair(inputs))
-            largest = [_largest(of_token(inputs)) for of_token in loss.largest.values()]
+                observed += moments_of(*pair(inputs))
+            largest = [largest_of(of_token(inputs)) for of_token in loss.largest.values()]
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
     forward = partial(_forward, mesh, arch, balance)
     consumed = run_schedule(mesh, chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only)
     sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
-    totals = _totals(consumed, sum(sizes[:-1]), sizes[-1], mesh)
+    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], mesh)
     weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.split(sizes))
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, chunks)
@@ -168,50 +169,9 @@ def run_step(
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
         observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)}
-        | {name: _correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
+        | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
         | dict(zip(loss.largest, largest)),
     )
-
-
-def _totals(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -> Tensor:
-    """Over micro-batches and ranks: the sums of the first `sums` numbers, and the largest of each of the others.
-
-    Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add.
-    """
-    zeros = torch.zeros(sums + largest, dtype=torch.float64, device=torch.cuda.current_device())
-
-    def reduced(of_parts: Sequence[Tensor]) -> Tensor:
-        found = torch.stack(of_parts)
-        return torch.cat([found[:, :sums].sum(0), found[:, sums:].amax(0)])
-
-    totals = reduced([zeros, *consumed])
-    for group in (mesh.dp_context, mesh.pp):
-        of_ranks = [torch.empty_like(totals) for _ in range(group.size())]
-        dist.all_gather(of_ranks, totals, group=group)
-        totals = reduced(of_ranks)
-    return totals
-
-
-def _largest(values_N: Tensor) -> Tensor:
-    """The largest of values none of which is negative, fp64; 0 where there is none."""
-    return values_N.amax().double() if len(values_N) else values_N.new_zeros((), dtype=torch.float64)
-
-
-MOMENTS = 5
-
-
-def _moments(x_N: Tensor, y_N: Tensor) -> list[Tensor]:
-    """Sums of x, y, x^2, y^2 and xy, in fp64."""
-    x_N, y_N = x_N.double(), y_N.double()
-    return [values_N.sum() for values_N in (x_N, y_N, x_N.square(), y_N.square(), x_N * y_N)]
-
-
-def _correlation(moments: Sequence[float], count: int) -> float:
-    """Pearson's, of the sums that `_moments` gives; 1 where one of the two does not vary, as nothing tells them
-    apart."""
-    x, y, xx, yy, xy = (moment / max(count, 1) for moment in moments[:MOMENTS])
-    spread = max(xx - x * x, 0.0) * max(yy - y * y, 0.0)
-    return (xy - x * y) / spread**0.5 if spread > 0 else 1.0
 
 
 def _router_losses(

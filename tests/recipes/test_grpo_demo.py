@@ -19,7 +19,8 @@ STEPS, NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 12, 32, 8, 2
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "sequences", "micro_batches", "seconds",
            "tokens_per_second", "mfu", "reward_mean", "reward_std", "kl", "entropy", "clip_fraction",
            "response_length_mean", "truncated_fraction", "generate_seconds", "train_seconds", "sync_seconds",
-           "train_rollout_logprob_diff"}  # fmt: skip
+           "train_rollout_logprob_diff", "train_rollout_logprob_diff_max", "train_rollout_kl", "train_rollout_outliers",
+           "train_rollout_correlation"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ def test_every_step_is_told_whole(run):
         assert all(math.isfinite(value) for value in row.values())
         assert row["applied"] == 1 and row["sequences"] == NUM_PROMPTS * NUM_GENERATIONS / MINIBATCHES
         assert row["weight_sum"] == pytest.approx(1, abs=1e-6)
+        assert row["train_rollout_logprob_diff_max"] < 1e-2 and row["train_rollout_outliers"] == 0
+        assert row["train_rollout_correlation"] > 0.9999
         assert row["train_rollout_logprob_diff"] < 1e-4  # fp32, of weights that are equal bit for bit
 
 
