@@ -223,27 +223,16 @@ def test_a_kill_while_saving(train, inputs, tmp_path):
     assert numbers(parts) == numbers(whole)
 
 
-@pytest.mark.parametrize("layout", ("1", "dp2"))
 @pytest.mark.parametrize("named", ("nothing", "the same", "the same, to resume"))
-def test_two_runs_at_once(pool, inputs, tmp_path, named, layout):
-    """Each has a folder of its own, or is told on every rank; the first one ends as if there were no other."""
-    config = config_of(inputs, tmp_path / "out", layout, "fp32", None)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=2))
+def test_two_runs_at_once(pool, inputs, tmp_path, named):
+    """Each has a folder of its own, or is told on every rank."""
+    config = config_of(inputs, tmp_path / "out", "dp2", "fp32", None)
     if named == "nothing":
         config = dataclasses.replace(config, output_dir=None)
-    if named == "the same, to resume":
-        pool.run(Layout.parse(layout).world_size, world.train, config)
-        config = resumed(config)
-    found = pool.run(Layout.parse(layout).world_size, world.at_once, config, config, str(tmp_path))
-    if named == "nothing":
-        assert set(found) == {("runs/test", "runs/test-2")}
-        config = dataclasses.replace(config, output_dir=f"{tmp_path}/runs/test")
-    else:
-        said = (
-            f"output_dir={tmp_path}/out is being written by another run; wait for its end, or choose another output_dir"
-        )
-        assert set(found) == {(f"{tmp_path}/out", said)}
-    assert [row["step"] for row in rows_of(config)] == [1, 2]
+    found = pool.run(2, world.at_once, resumed(config) if "resume" in named else config, str(tmp_path))
+    out = f"{tmp_path}/out"
+    told = f"output_dir={out} is being written by another run; wait for its end, or choose another output_dir"
+    assert set(found) == {("runs/test", "runs/test-2") if named == "nothing" else (out, told)}
 
 
 def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):

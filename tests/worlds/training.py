@@ -13,6 +13,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.engine.output import open_output
 from isoloss.parallel import UserError
 from isoloss.tools.parity import thaw
 
@@ -61,23 +62,15 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
     return kept
 
 
-def at_once(first: Config, second: Config, folder: str) -> tuple[str, str]:
-    """Two runs in the working folder `folder`, the second one while the first has its own but has written no metrics:
-    the folder of each, or what the user is told."""
-    told: list[str] = []
-    opening = trainer.opening
-
-    def the_other_run_first(*rest):
-        if not told:
-            told.append("under way")
-            try:
-                told[0] = str(trainer.train_sft(second, "test").output_dir)
-            except UserError as error:
-                told[0] = str(error)
-        return opening(*rest)
-
-    with contextlib.chdir(folder), mock.patch.object(trainer, "opening", the_other_run_first):
-        return str(trainer.train_sft(first, "test").output_dir), told[0]
+def at_once(config: Config, folder: str) -> tuple[str, str]:
+    """Two runs in the working folder `folder`, the second begins while the first has written no metrics yet: the folder
+    of each, or what its user is told."""
+    with contextlib.chdir(folder), open_output(config, "test") as first:
+        try:
+            with open_output(config, "test") as second:
+                return str(first), str(second)
+        except UserError as error:
+            return str(first), str(error)
 
 
 def steps(config: Config, frozen: bytes, count: int) -> tuple[list[float], list[float], Arrays]:
