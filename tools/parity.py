@@ -71,14 +71,15 @@ class Case:
             return "cross-entropy"
         return "value" if self.critic else self.policy.algorithm.loss
 
-    def run(self, layout: Layout, plan: Plan, lengths: Sequence[int], moe: MoeConfig | None = None) -> Run:
+    def run(self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None) -> Run:
         """The case as a plant sees it. moe: of a model with experts."""
+        plan = self.plan(layout, [len(sample) for sample in samples], costs)
+        micro_batches = [m for of_rank in plan.micro_batches for m in of_rank]
+        documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
+        targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        shards = layout.context * (layout.tp if layout.sequence_parallel else 1)
-        rows = [sum(lengths[i] for i in m) for of_rank in plan.micro_batches for m in of_rank]
-        padded = any(tokens % shards for tokens in rows)
-        return Run(layout, plan.num_micro_batches, mode, tuple(others), policy, moe, padded)
+        return Run(layout, documents, targets, mode, tuple(others), policy, moe)
 
     def plan(self, layout: Layout, lengths: Sequence[int], costs: CostModel) -> Plan:
         """What an engine with this budget does with samples of these lengths."""

@@ -186,13 +186,9 @@ def prove(
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None
-    lengths, costs = [len(sample) for sample in samples], CostModel.of(arch)
-    plans = {layout: [case.plan(layout, lengths, costs) for case in cases] for layout, cases in runs.items()}
-    spoiled = {
-        layout: [plant.spoils(case.run(layout, plan, lengths, moe)) for case, plan in zip(cases, plans[layout])]
-        for layout, cases in runs.items()
-    }
-    if plant is not NONE and not any(map(any, spoiled.values())):
+    costs = CostModel.of(arch)
+    seen = {layout: [case.run(layout, samples, costs, moe) for case in cases] for layout, cases in runs.items()}
+    if plant is not NONE and not any(plant.spoils(run) for of_layout in seen.values() for run in of_layout):
         raise UserError(f"--plant {plant.name} shows in none of these runs: it needs {plant.needs}")
     frozen = freeze(samples)
     rows = []
@@ -208,16 +204,11 @@ def prove(
         for layout, cases in runs.items():
             spread = on_layout(config, layout, precision)
             run = ranks.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], plant)
-            for case, found, plan, shows in zip(cases, merge(run), plans[layout], spoiled[layout]):
+            for case, found, as_seen in zip(cases, merge(run), seen[layout]):
                 against = compare(found, references[case.loss], TOLERANCE[precision])
-                rows.append(Row(layout, case, found, against, with_target(plan, samples), shows))
+                rows.append(Row(layout, case, found, against, as_seen.filled, plant.spoils(as_seen)))
                 print(line(rows[-1]), flush=True)
     return rows
-
-
-def with_target(plan: Plan, samples: Sequence[Sample]) -> int:
-    """Micro-batches with a target, on the rank that has most of them."""
-    return max(sum(any(samples[i].mask_T.any() for i in m) for m in of_rank) for of_rank in plan.micro_batches)
 
 
 def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.AbstractContextManager[WorkerPool]:

@@ -31,6 +31,7 @@ from isoloss.engine.config import (
     OptimConfig,
     TrainConfig,
 )
+from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout
@@ -390,14 +391,19 @@ PLANTED_LAYOUTS = ("dp2", "tp2+ep2", "ep2+dp4", "ulysses2+ep2", "pp2")
 BIAS_PLANTS = ("padding-counted", "loads-of-its-own-rank")
 
 
+def seen(grid: Grid, layout: str, mode: str, budget: int) -> Run:
+    """A run as a plant sees it."""
+    return Case(budget, loss_of(mode)).run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
+
+
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)
 @pytest.mark.parametrize("name", sorted(MOE_PLANTS.keys() - {"loads-of-its-own-rank"}))
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grids, name, layout):
     grid, plant = grids("qwen3-moe"), MOE_PLANTS[name]
     pairs = [("token-mean", 0), ("seq-mean-token-mean", 110)]
-    for (mode, _), found in zip(pairs, grid.run(layout, pairs, plant), strict=True):
+    for (mode, budget), found in zip(pairs, grid.run(layout, pairs, plant), strict=True):
         against = compare(found, grid.references[mode], TOLERANCE["fp64"])
-        spoiled = plant.spoils(Run(Layout.parse(layout), found.micro_batches, mode, moe=ROUTER_LOSSES))
+        spoiled = plant.spoils(seen(grid, layout, mode, budget))
         assert against.passed != spoiled, f"{mode}: {against}"
         assert not spoiled or against.gradient_error > 1e-6
 
@@ -408,7 +414,7 @@ def test_a_bug_planted_into_the_counts_fails_where_it_shows(pool, biased, expect
     run = (world.selection_biases, biased.on(layout, max_tokens=219), biased.frozen, STEPS["fp64"], MOE_PLANTS[name])
     ranks = pool.run(Layout.parse(layout).world_size, *run)
     wrong = any(values != expected_biases["fp64"][key] for of_rank in ranks for key, values in of_rank.items())
-    assert wrong == MOE_PLANTS[name].spoils(Run(Layout.parse(layout), 1, "token-mean", biases=True))
+    assert wrong == MOE_PLANTS[name].spoils(dataclasses.replace(seen(biased, layout, "token-mean", 0), biases=True))
 
 
 def test_a_routing_flip_is_a_failure_of_its_own(grids):

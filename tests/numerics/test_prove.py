@@ -133,7 +133,7 @@ SHOWN_BY = {
     "expert-gradients-averaged": ("experts", "dp2,pp2", BALANCED),
     "router-losses-by-micro-batch": ("experts", "1,dp2", BALANCED),
     "balance-of-its-own-shard": ("experts", "dp2,tp2", BALANCED),
-    "padding-counted": ("experts", "dp2,ulysses2", BALANCED),
+    "padding-counted": ("experts", "pp2,ulysses2", BALANCED),
 }
 
 
@@ -149,7 +149,7 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(run, plant):
     assert status == 1 and not proof["proved"] and proof["plant"] == plant
     spoiled = [r for r in proof["runs"] if r["spoiled_by_plant"]]
     untouched = [r for r in proof["runs"] if not r["spoiled_by_plant"]]
-    assert spoiled and (untouched or plant == "second-term-by-micro-batch-means")  # it shows in every run
+    assert spoiled and untouched
     # The gradient alone gives every bug away: a loss check is too weak, and the canary sees only some of them.
     assert all(r["gradient_error"] > 1e-6 for r in spoiled), [r for r in spoiled if r["gradient_error"] <= 1e-6]
     assert all(not r["passed"] for r in spoiled)
@@ -203,7 +203,7 @@ def test_a_proof_of_a_policy_loss(run, loss, keys):
 
 
 def test_what_is_made_up_reaches_every_branch(pool, models):
-    """Ratios beyond the clipping bounds and within, advantages of both signs: agreement is not about nothing."""
+    """Ratios beyond the clipping bounds and within, advantages of both signs: they do not agree on nothing."""
     keys = [f"model.path={models}/dense", "model.from_scratch=true", "data.max_length=512", "batch.global_size=6"]
     data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache"]
     config = prove.configuration("clip", [*keys, *data])
@@ -212,9 +212,8 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
     advantages = torch.cat([s.fields["advantages"] for s in samples])
     assert (advantages > 0).any() and (advantages < 0).any()
     assert all((values[~s.mask_T] == 0).all() for s in samples for values in s.fields.values())
-    details = prove.prove(config, samples, {Layout(): [Case(0, config.loss, config)]}, "fp64", pool=pool)[
-        0
-    ].found.details
+    rows = prove.prove(config, samples, {Layout(): [Case(0, config.loss, config)]}, "fp64", pool=pool)
+    details = rows[0].found.details
     assert 0.05 < details["clip_fraction"] < 0.5
     assert details["kl"] > 1e-3 and 0.05 < details["train_rollout_logprob_diff"] < 0.2
 
@@ -230,7 +229,8 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
     ],
 )
 def test_a_plant_that_cannot_show_is_refused(run, plant, arguments, needs):
-    status, proof, told = run("--plant", plant, *arguments, layouts="ulysses2" if "seq" not in plant else "dp2")
+    layout = "dp2" if plant.startswith("sequence") else "ulysses2"
+    status, proof, told = run("--plant", plant, *arguments, layouts=layout)
     assert status == 2 and not proof
     assert told.count("\n") == 1 and f"--plant {plant} shows in none of these runs" in told and needs in told
 

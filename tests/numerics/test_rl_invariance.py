@@ -21,6 +21,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
 from isoloss.tools.fabricated import rollout_fields
@@ -216,12 +217,12 @@ def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
     cases = [("gspo", "seq-mean-token-mean", 96), ("clip+k2-by-sequence", "token-mean", 96), ("grpo", "token-mean", 0)]
     grid.refer((name, mode) for name, mode, _ in cases)
-    lengths, costs = [len(sample) for sample in recorded_batch(False)], CostModel(1.0, 0.0)
+    samples, costs = recorded_batch(False), CostModel.of(read_architecture(grid.config.model.path))
     for layout in map(Layout.parse, ("ulysses2", "dp2", "1")):
         run = grid.run(layout, cases, RL_PLANTS[plant])
         for (name, mode, budget), found in zip(cases, run, strict=True):
             against = compare(found, grid.references[name, mode], TOLERANCE["fp64"])
             case = grid.case(name, mode, budget)
-            spoiled = RL_PLANTS[plant].spoils(case.run(layout, case.plan(layout, lengths, costs), lengths))
+            spoiled = RL_PLANTS[plant].spoils(case.run(layout, samples, costs))
             assert against.passed != spoiled, f"{plant} on {layout}, {name}: {against.reason or 'not noticed'}"
             assert not spoiled or against.gradient_error > 1e-6

@@ -16,7 +16,7 @@ from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
 from isoloss.parallel import sequence as sequence_module
 from isoloss.parallel.normalizer import take_census, weigh
-from isoloss.tools.plants.plant import Plant, patch_prepare, patch_reduction, with_weights
+from isoloss.tools.plants.plant import Plant, means_differ, patch_prepare, patch_reduction, with_weights
 
 
 def _mean_of_micro_batch_means():
@@ -116,7 +116,7 @@ DENSE = (
     Plant(
         "mean-of-micro-batch-means",
         _mean_of_micro_batch_means,
-        lambda run: run.divided or any(mode != "token-mean" for mode in run.aggregations),
+        lambda run: any(means_differ(run.targets, mode) for mode in run.aggregations),
         "two micro-batches, a layout with dp, or another aggregation than token-mean",
     ),
     Plant(
@@ -136,7 +136,7 @@ DENSE = (
     Plant(
         "targets-shifted-after-sharding", _targets_shifted_after_sharding, lambda run: run.layout.context > 1, CONTEXT
     ),
-    Plant("dropped-micro-batch", _dropped_micro_batch, lambda run: run.micro_batches > 1, "two micro-batches"),
+    Plant("dropped-micro-batch", _dropped_micro_batch, lambda run: run.filled > 1, "two micro-batches"),
     Plant(
         "fully-masked-sequence-counted",
         _fully_masked_sequence_counted,

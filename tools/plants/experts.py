@@ -13,7 +13,7 @@ from isoloss.engine import engine as engine_module
 from isoloss.engine import step as step_module
 from isoloss.models import balance as router_losses_module
 from isoloss.models.balance import RoutedTokens
-from isoloss.tools.plants.plant import Plant, Run, patch_reduction
+from isoloss.tools.plants.plant import Plant, Run, means_differ, patch_reduction
 
 
 def _expert_gradients_averaged():
@@ -81,8 +81,16 @@ def _rows_are_shared(run: Run) -> bool:
     return run.layout.tp * run.layout.context > 1
 
 
-def _has_router_losses(run: Run) -> bool:
-    return run.moe is not None and (run.moe.aux_loss_coef > 0 or run.moe.z_loss_coef > 0)
+def _averages_router_losses(run: Run) -> bool:
+    """Whether means over micro-batches, averaged, are other losses of the routers: one mean over documents, one over
+    tokens, and sums where the loss leaves the normalization to the caller."""
+    if run.moe is None:
+        return False
+    ones = tuple(tuple(1 for _ in lengths) for lengths in run.documents)
+    balanced = run.moe.aux_loss_coef > 0 and (run.aggregation == "sum" or means_differ(ones, "token-mean"))
+    return balanced or (
+        run.moe.z_loss_coef > 0 and (run.aggregation == "sum" or means_differ(run.documents, "token-mean"))
+    )
 
 
 BALANCED = "a model with experts, moe.aux_loss=sequence with its moe.aux_loss_coef"
@@ -98,7 +106,7 @@ EXPERTS = (
     Plant(
         "router-losses-by-micro-batch",
         _router_losses_by_micro_batch,
-        lambda run: _has_router_losses(run) and (run.divided or run.aggregation == "sum"),
+        _averages_router_losses,
         "a model with experts, moe.aux_loss_coef or moe.z_loss_coef above 0, and two micro-batches or a layout with dp",
     ),
     Plant(
@@ -110,8 +118,8 @@ EXPERTS = (
     Plant(
         "padding-counted",
         _padding_counted,
-        lambda run: run.padded and _rows_are_shared(run) and (run.biases or _balances_by_sequence(run)),
-        f"{BALANCED}, and a layout with tp, ulysses or ring that does not divide the tokens of a micro-batch",
+        lambda run: run.moe is not None and run.padded,
+        "a model with experts, and a layout with tp, ulysses or ring that does not divide the tokens of a micro-batch",
     ),
     Plant(
         "loads-of-its-own-rank",

@@ -19,19 +19,19 @@ from isoloss.parallel import Layout
 class Run:
     """What decides whether a plant shows.
 
-    micro_batches: of each rank. aggregation: of the loss's first term; others: those of further terms, where they
-    differ from it. policy: of a policy loss; None: cross-entropy. moe: of a model with experts; None: a dense one.
-    padded: whether a packed row has padding behind it. biases: whether selection biases after some steps are compared,
-    instead of loss and gradients.
+    documents, targets: tokens and targets of every sample, by micro-batch, of all dp ranks; () of an empty one.
+    aggregation: of the loss's first term; others: those of further terms, where they differ from it. policy: of a
+    policy loss; None: cross-entropy. moe: of a model with experts; None: a dense one. biases: whether selection biases
+    after some steps are compared, instead of loss and gradients.
     """
 
     layout: Layout
-    micro_batches: int
+    documents: tuple[tuple[int, ...], ...]
+    targets: tuple[tuple[int, ...], ...]
     aggregation: str
     others: tuple[str, ...] = ()
     policy: AlgorithmConfig | None = None
     moe: MoeConfig | None = None
-    padded: bool = True
     biases: bool = False
 
     @property
@@ -39,9 +39,32 @@ class Run:
         return (self.aggregation, *self.others)
 
     @property
-    def divided(self) -> bool:
-        """Whether an optimizer step is summed from several micro-batches, of one rank or of several."""
-        return self.micro_batches > 1 or self.layout.dp > 1
+    def filled(self) -> int:
+        """Micro-batches with a target, on the dp rank that has most of them."""
+        of_rank = len(self.targets) // self.layout.dp
+        ranks = (self.targets[first : first + of_rank] for first in range(0, len(self.targets), of_rank))
+        return max(sum(map(any, of_one)) for of_one in ranks)
+
+    @property
+    def padded(self) -> bool:
+        """Whether any packed row has padding behind it, or is nothing else."""
+        shards = self.layout.context * (self.layout.tp if self.layout.sequence_parallel else 1)
+        return any(sum(lengths) % shards or not lengths for lengths in self.documents)
+
+
+def means_differ(micro_batches: tuple[tuple[int, ...], ...], mode: str) -> bool:
+    """Whether the mean of the means over micro-batches weighs some token otherwise than `mode` does.
+
+    micro_batches: the tokens of every sample that count. They can agree: for seq-mean-token-mean where every
+    micro-batch holds one sequence, for token-mean where all hold as many tokens.
+    """
+    counts = [count for of_one in micro_batches for count in of_one if count]
+    for of_one in micro_batches:
+        for count in filter(None, of_one):
+            right = {"token-mean": sum(counts), "seq-mean-token-mean": len(counts) * count}.get(mode)
+            if right != sum(of_one) * len(micro_batches):  # both are the inverse of a weight
+                return True
+    return False
 
 
 @dataclass(frozen=True)

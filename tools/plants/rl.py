@@ -8,7 +8,7 @@ import torch.distributed as dist
 from isoloss.engine import losses as losses_module
 from isoloss.parallel import sequence as sequence_module
 from isoloss.parallel.collectives import sum_parts
-from isoloss.tools.plants.plant import Plant, Run, patch_prepare, with_weights
+from isoloss.tools.plants.plant import Plant, Run, means_differ, patch_prepare, with_weights
 
 
 def _sequence_sum_of_its_own_shard():
@@ -69,7 +69,7 @@ RL = (
     Plant(
         "second-term-by-micro-batch-means",
         _second_term_by_micro_batch_means,
-        lambda run: bool(run.others) and (run.divided or any(mode != "token-mean" for mode in run.others)),
+        lambda run: any(means_differ(run.targets, mode) for mode in run.others),
         "a KL or entropy term with an aggregation of its own, such as --loss clip algorithm.kl_coef=0.1 "
         "algorithm.kl_aggregation=seq-mean-token-mean",
     ),
