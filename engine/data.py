@@ -181,7 +181,7 @@ def fingerprint(arrays: Mapping[str, np.ndarray]) -> str:
     """Of the rows that the arrays of a TokenDataset hold: their order, tokens and targets."""
     digest = hashlib.sha256()
     for name, dtype in ARRAYS.items():
-        digest.update(np.ascontiguousarray(arrays[name], np.dtype(dtype).newbyteorder("<")))
+        digest.update(np.ascontiguousarray(arrays[name], np.dtype(dtype).newbyteorder("<")).data)
     return digest.hexdigest()[:16]
 
 

@@ -70,4 +70,4 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _crc32(tensor: Tensor) -> int:
-    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return zlib.crc32(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
