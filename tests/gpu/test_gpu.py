@@ -66,7 +66,7 @@ def test_every_layout_agrees(config, samples, precision):
         for mode in ("token-mean", "seq-mean-token-mean")
         for budget in (600, 0)
     ]
-    rows = prove.prove(config, samples, [Layout.parse(layout) for layout in LAYOUTS], cases, precision)
+    rows = prove.prove(config, samples, {Layout.parse(layout): cases for layout in LAYOUTS}, precision)
     assert all(row.against.passed for row in rows), [row.against.reason for row in rows]
 
 
@@ -87,7 +87,7 @@ def test_one_call_for_all_documents_is_dense_attention(ring):
 def test_planted_bugs_show(config, plant):
     samples = prove.first_batch(config, PLANTS[plant])
     cases = [Case(budget, prove.loss_config("token-mean", config)) for budget in (600, 0)]
-    rows = prove.prove(config, samples, [Layout()], cases, "fp64", PLANTS[plant])
+    rows = prove.prove(config, samples, {Layout(): cases}, "fp64", PLANTS[plant])
     assert [row.against.passed for row in rows] == [False, True]
 
 
