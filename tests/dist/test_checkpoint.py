@@ -9,6 +9,7 @@ import pytest
 import torch
 from worlds.checkpoints import load_and_train, logits, train_and_save
 from worlds.families import CONFIGS, SPARSE, VOCAB, write_folder
+from worlds.saves import both_ways
 from worlds.thinned import thinned
 from worlds.transformers_parity import make_samples
 
@@ -45,6 +46,23 @@ def test_a_checkpoint_goes_on_in_another_layout(name, distributed_optimizer, tmp
     keys = {key for key in metadata.state_dict_metadata if not key.startswith("optimizer") and "_extra_state" not in key}
     expected = {place.key for weight in weight_map(arch) for place in places(weight, arch, native_style(arch))}
     assert {key for key in keys if not key.startswith("chained")} == expected
+
+
+def test_files_are_those_of_megatrons_own_strategy(tmp_path, pool):
+    """To the bit: tensors, what is not a tensor, and what `.metadata` tells of both."""
+    folder, theirs, ours = write_folder("qwen3-moe", tmp_path / "model"), tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    ours.mkdir()
+    pool.run(2, both_ways, folder, theirs, ours, VOCAB)
+    files = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in ours.iterdir()) == files
+    assert sum(name.endswith(".distcp") for name in files) == 4
+    for name in files:
+        if name != ".metadata":
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    of_theirs, of_ours = (pickle.loads((each / ".metadata").read_bytes()) for each in (theirs, ours))
+    assert of_ours.storage_data == of_theirs.storage_data
+    assert of_ours.state_dict_metadata == of_theirs.state_dict_metadata
 
 
 @pytest.fixture

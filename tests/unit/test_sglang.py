@@ -23,7 +23,7 @@ from isoloss.engine.rl.sglang.generate import Fleet, sampling_params
 from isoloss.engine.rl.sglang.group import own_address
 from isoloss.engine.rl.sglang.process import GUARD, ServerProcess
 from isoloss.engine.rl.trajectory import Request, Sampling
-from isoloss.parallel import UserError, launch
+from isoloss.parallel import UserError, launch, processes
 
 # ---------------------------------------------------------------------------------------------------- replies, requests
 
@@ -151,10 +151,11 @@ def test_a_server_does_not_outlive_its_run(tmp_path):
     """Neither the command nor what it started, though the run is killed and could not clean up; but it does outlive
     the thread that started it. The run is a process without isoloss, whose imports take seconds."""
     script = f"""
-import os, subprocess, sys, threading, time
+import os, runpy, sys, threading, time
+helper = runpy.run_path({processes.__file__!r})["Helper"]
 command = ["bash", "-c", "sleep 1001 & echo up > {tmp_path}/up; sleep 1002"]
-guard = [sys.executable, "-I", {str(GUARD)!r}, str(os.getpid()), *command]
-thread = threading.Thread(target=lambda: subprocess.Popen(guard, start_new_session=True))
+guard = [sys.executable, "-IS", {str(GUARD)!r}, *command]
+thread = threading.Thread(target=lambda: helper(guard))
 thread.start()
 thread.join()
 while not os.path.exists("{tmp_path}/up"):

@@ -1,0 +1,35 @@
+"""A rank that is killed ends its job, and what reads the job's output comes to the end of it."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+
+def test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint(arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0"]
+    options = [*arguments, "train.steps=1000000", "checkpoint.every=1"]
+    job = subprocess.Popen(
+        [*command, "-m", "isoloss.recipes.sft", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_new_session=True,  # so that what is left can be found
+    )
+    try:
+        while not list(Path("out").glob("checkpoints/step_*")):
+            assert job.poll() is None, job.communicate()[0].decode()
+            time.sleep(0.1)
+        (rank,) = psutil.Process(job.pid).children()
+        assert rank.children(recursive=True) == []
+        os.kill(rank.pid, signal.SIGKILL)
+        said, _ = job.communicate(timeout=60)  # to the end of the pipe; torchrun itself takes a moment
+        assert job.returncode == 1 and b"SIGKILL" in said
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # nothing is left, as it should be
+            os.killpg(job.pid, signal.SIGKILL)
