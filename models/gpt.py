@@ -10,7 +10,7 @@ from isoloss.models.balance import RoutedTokens
 from isoloss.models.expert_layer import RoutedRow
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, sum_gradient
-from isoloss.parallel.vocab import vocab_parallel_logprobs
+from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
 
 class PackedGPT(GPTModel):
@@ -74,12 +74,14 @@ def labelled_logprobs(
     temperature: logits are divided by it.
     Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
     """
-    labelled_ND = _labelled_hidden(hidden, labelled_N, mesh)
-    if temperature != 1.0:
-        labelled_ND = labelled_ND / temperature  # the same as dividing the logits, which never exist as a whole
-    weight_VD = unwrap(chunk).output_weight()
     return vocab_parallel_logprobs(
-        labelled_ND, weight_VD, targets_N, arch.vocab_size, mesh.tp, with_entropy=with_entropy
+        _labelled_hidden(hidden, labelled_N, mesh),
+        unwrap(chunk).output_weight(),
+        targets_N,
+        arch.vocab_size,
+        mesh.tp,
+        temperature=temperature,
+        with_entropy=with_entropy,
     )
 
 
@@ -92,11 +94,11 @@ def labelled_values(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, mesh: 
 
 
 def labelled_logits(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, arch: Architecture, mesh: Mesh) -> Tensor:
-    """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, never to train with.
+    """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, without gradients.
 
     Collectives over TP: a gather of the slice if it is sequence-parallel, and one of the logits.
     """
-    logits_NV = _labelled_hidden(hidden, labelled_N, mesh) @ unwrap(chunk).output_weight().T
+    logits_NV = unrounded_logits(_labelled_hidden(hidden, labelled_N, mesh), unwrap(chunk).output_weight())
     return gather_rows(logits_NV.T, mesh.tp).T[:, : arch.vocab_size]
 
 

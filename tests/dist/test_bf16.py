@@ -49,3 +49,11 @@ def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
         assert found[0] == pytest.approx(reference[0], rel=2e-3), layout
         assert found[-1] == pytest.approx(reference[-1], rel=3e-2), layout
         assert found[-1] < 0.9 * found[0], layout
+
+
+def test_log_probabilities_in_bf16_are_those_of_the_divided_logits(pool, config):
+    """Temperatures divide logits in fp32. Hidden states divided in bf16 have other logits, as has a rounded product."""
+    bf16 = on_layout(config, Layout.parse("tp2"), "bf16")
+    for found in pool.run(2, world.of_temperatures, bf16, freeze(first_batch(config, NONE)), [1.0, 0.7, 0.6]):
+        for mean, largest in found:
+            assert mean <= 1e-5 and largest <= 1e-4

@@ -9,7 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from worlds.vocab import dense_reference
 
-from isoloss.parallel.vocab import vocab_parallel_logprobs
+from isoloss.parallel import vocab
+from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
@@ -76,18 +77,45 @@ def test_values_and_gradients_are_those_of_a_dense_log_softmax(dtype, tolerance,
     check_all()
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("std", [3.0, 6.0])
+def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, one_rank):
+    """Nothing is rounded to bf16 on the way, neither logits nor what a temperature divides: that would move log p by
+    0.01 to 0.02 on average."""
+    random = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(256, 512, generator=random) * std * 512**-0.5).bfloat16()
+    weight = torch.randn(4000, 512, generator=random).bfloat16()
+    logits = hidden.double() @ weight.double().T
+    assert torch.equal(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
+    likely = torch.softmax(logits / temperature, -1)  # targets as a policy draws them
+    targets = torch.multinomial(likely, 1, generator=random).squeeze(1)
+    nothing = (torch.zeros(256), torch.zeros(256))
+    wanted = dense_reference(hidden, weight, targets, nothing, temperature)
+    options = {"temperature": temperature, "with_entropy": True, "chunk_elements": 4000 * 100}
+    found = vocab_parallel_logprobs(hidden, weight, targets, 4000, one_rank, **options)
+    for got, reference in zip(found, wanted):
+        error = (got.double() - reference).abs()
+        assert float(error.mean()) <= 5e-6 and float(error.max()) <= 5e-5
+
+
+def test_a_large_bf16_matrix_is_converted_in_parts(one_rank, monkeypatch):
+    monkeypatch.setattr(vocab, "CONVERTED_ELEMENTS", 7 * 16)
+    hidden, weight = torch.randn(5, 16).bfloat16(), torch.randn(31, 16).bfloat16()
+    torch.testing.assert_close(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_chunks_change_rounding_only(one_rank, with_entropy):
+def test_chunks_change_rounding_only(one_rank, with_entropy, temperature):
     """13 positions in chunks of 1, 2, 5, 13 and 1000: a short last chunk, and logits kept for the backward."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(13, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
     targets, grads = torch.randint(31, (13,)), torch.randn(2, 13, dtype=torch.float64)
-    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy))
+    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy), temperature)
     for chunk in (1, 2, 5, 13, 1000):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, entropy = vocab_parallel_logprobs(
-            h, w, targets, 31, one_rank, with_entropy=with_entropy, chunk_elements=31 * chunk
-        )
+        options = {"temperature": temperature, "with_entropy": with_entropy, "chunk_elements": 31 * chunk}
+        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, **options)
         ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
         for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
             if got is not None:

@@ -9,6 +9,7 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.models import build
+from isoloss.models.gpt import unwrap
 from isoloss.tools.parity import Measurement, measure, thaw
 
 VOCAB = 307
@@ -78,6 +79,25 @@ def with_batched_messages(config: Config, *rest) -> list[Measurement]:
 
     with mock.patch.object(build, "transformer_config", transformer_config):
         return measure(config, *rest)
+
+
+def of_temperatures(config: Config, frozen: bytes, temperatures: list[float]) -> list[tuple[float, float]]:
+    """For each temperature the mean and the largest distance between the engine's log-probabilities and those of its
+    logits divided by it, in fp64."""
+    engine, samples, found = Engine(config), thaw(frozen), []
+    with torch.no_grad():
+        output = unwrap(engine.chunks[-1]).output_weight()
+        output *= 3 / engine.logits(samples[:1])[0][samples[0].mask_T].std()  # as large as those of a trained model
+    targets = [sample.tokens_T[sample.mask_T] for sample in samples]
+    logits = [of_sample[sample.mask_T] for of_sample, sample in zip(engine.logits(samples), samples)]
+    for temperature in temperatures:
+        errors = [
+            torch.log_softmax(z.double() / temperature, -1).gather(1, t[:, None]).squeeze(1) - p[s.mask_T]
+            for z, t, p, s in zip(logits, targets, engine.logprobs(samples, temperature), samples)
+        ]
+        errors = torch.cat(errors).abs()
+        found.append((float(errors.mean()), float(errors.max())))
+    return found
 
 
 def evaluated(config: Config, frozen: bytes, loss: LossConfig) -> float:

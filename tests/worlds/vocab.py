@@ -8,10 +8,12 @@ from isoloss.parallel.collectives import sum_gradient
 from isoloss.parallel.vocab import vocab_parallel_logprobs
 
 
-def dense_reference(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, grads: tuple[Tensor, Tensor]):
+def dense_reference(
+    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, grads: tuple[Tensor, Tensor], temperature: float = 1.0
+):
     """log p(target), entropy, and the gradients of (grads[0] * log p + grads[1] * entropy).sum(), all in fp64."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD))
-    logp_NV = torch.log_softmax(hidden @ weight.T, -1)
+    logp_NV = torch.log_softmax(hidden @ weight.T / temperature, -1)
     logprobs, entropy = logp_NV.gather(1, targets_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)
     (grads[0].double() * logprobs + grads[1].double() * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
