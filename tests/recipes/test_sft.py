@@ -82,6 +82,7 @@ def test_tiny_preset(inputs, tmp_path, monkeypatch, capsys):
     assert config["train"]["steps"] == 2 and config["optim"]["lr"] == 4e-3 and config["loss"]["norm_length"] is None
     run = json.loads((out / "run.json").read_text())
     assert run["layout"] == "1" and run["world_size"] == 1 and run["versions"]["megatron-core"]
+    assert run["optimizer"] == "torch.optim.AdamW, fused"
 
     tokens = AutoTokenizer.from_pretrained(out / "hf")("Yes.", return_tensors="pt")["input_ids"]
     model = AutoModelForCausalLM.from_pretrained(out / "hf", local_files_only=True)
