@@ -16,6 +16,14 @@ from worlds.families import write_folder
 SECONDS = 5.0
 
 
+def command_line(process: psutil.Process) -> str:
+    """Empty for one that has ended, whether or not somebody has asked for its status yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""
+
+
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[str]], bool]]:
     """A process that started every kind of helper and got SIGKILL: how many there were of each kind, which of them were
@@ -37,7 +45,7 @@ def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[st
         left = {}
         for kind, processes in started.items():
             _, alive = psutil.wait_procs(processes, max(0.0, deadline - time.monotonic()))
-            left[kind] = [" ".join(process.cmdline()) for process in alive]
+            left[kind] = [line for process in alive if (line := command_line(process))]
         try:
             owner.communicate(timeout=max(0.1, deadline - time.monotonic()))
             ended = True
