@@ -55,11 +55,10 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
         for layout in layouts:
             legality.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
         modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
-        budgets = [int(b) for b in arguments.budgets.split(",")] if arguments.budgets else None
         policy = config if isinstance(config, RLConfig) else None
         losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
         samples = first_batch(config, plant)
-        runs = choose_runs(config, samples, layouts, losses, budgets)
+        runs = choose_runs(config, samples, layouts, losses, arguments.budgets)
         with ranks_for(layouts, pool) as ranks:
             if policy is not None:
                 samples = with_rollout(policy, samples, arguments.precision, ranks)
@@ -80,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--budgets",
+        type=token_budgets,
         help="token budgets of a micro-batch, 0: all in one; default, from the data: one micro-batch, about three, one "
         "sample each",
     )
@@ -95,6 +95,11 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
     return parser
+
+
+def token_budgets(text: str) -> list[int]:
+    """argparse tells of a ValueError in one line."""
+    return [int(budget) for budget in text.split(",")]
 
 
 def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
