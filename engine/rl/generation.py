@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
+from isoloss.parallel.vocab import unrounded_logits
 
 MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a longer row is read alone
 
@@ -159,18 +160,18 @@ def decode(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _forward(model: PreTrainedModel, tokens_BL: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
-    """lengths_B: of the rows with these tokens."""
+    """lengths_B: of the rows with these tokens. The head is the trainer's, so that rounding is the same in both."""
     columns = cache.get_seq_length() + tokens_BL.shape[1]
     positions_BL = torch.arange(columns) - (columns - lengths_B)[:, None]
-    output: Any = model(
+    output: Any = model.base_model(
         input_ids=tokens_BL.to(model.device),
         attention_mask=(positions_BL >= 0).to(model.device),
         position_ids=positions_BL[:, -tokens_BL.shape[1] :].clamp(min=0).to(model.device),
         past_key_values=cache,
         use_cache=True,
-        logits_to_keep=1,
     )
-    return output.logits[:, -1]
+    head: Any = model.get_output_embeddings()
+    return unrounded_logits(output.last_hidden_state[:, -1], head.weight)
 
 
 def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -> Batch:

@@ -243,10 +243,27 @@ def test_a_completion_that_is_over_is_left_alone(model):
     ]
 
 
+def test_bf16_weights_have_the_logits_that_their_numbers_give(tmp_path):
+    """Not rounded to bf16: a log-probability is that of last hidden state and head, as they are, in fp64."""
+    folder = write_folder("llama", tmp_path)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    sampling = Sampling(1, temperature=0.7, seed=3)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5 / model.lm_head.weight.std() / model.config.hidden_size**0.5)
+    for request in make_requests(2):
+        (found,) = generate(model, [request], sampling, 1, version=0)
+        with torch.inference_mode():
+            hidden_D = model.base_model(torch.tensor([request.prompt_tokens])).last_hidden_state[0, -1]
+        logits_V = model.lm_head.weight.double() @ hidden_D.double()
+        assert 2 < logits_V.std() < 10
+        wanted = torch.log_softmax(logits_V / 0.7, -1)[found.tokens[0]]
+        assert found.logprobs[0] == pytest.approx(wanted.item(), abs=1e-4)
+
+
 def shapes_of_forwards(model: PreTrainedModel, requests, sampling: Sampling, concurrency: int) -> list[tuple[int, ...]]:
     """[rows, columns] of every forward."""
     shapes = []
-    hook = model.register_forward_pre_hook(
+    hook = model.base_model.register_forward_pre_hook(
         lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     generate(model, requests, sampling, concurrency, version=0)
