@@ -36,11 +36,11 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Worker:
-    """lifeline: our end of the pipe with which it ends (`isoloss.parallel.processes`)."""
+    """lifelines: our ends of the pipes with which it and its fork server end (`isoloss.parallel.processes`)."""
 
     process: Any
     connection: Connection
-    lifeline: Connection
+    lifelines: tuple[Connection, Connection]
 
 
 class WorkerPool:
@@ -96,16 +96,18 @@ class WorkerPool:
         worker.connection.close()
         worker.process.kill()
         worker.process.join()
-        worker.lifeline.close()
+        for lifeline in worker.lifelines:
+            lifeline.close()
 
     def _start_worker(self, index: int) -> Worker:
         here, there = self._context.Pipe()
-        theirs, ours = self._context.Pipe(duplex=False)
-        process = self._context.Process(target=_serve, args=(there, theirs, index))
+        (theirs, ours), (of_server, ours_of_server) = (self._context.Pipe(duplex=False) for _ in range(2))
+        process = self._context.Process(target=_serve, args=(there, (theirs, of_server), index))
         process.start()
         there.close()
         theirs.close()
-        return Worker(process, here, ours)
+        of_server.close()
+        return Worker(process, here, (ours, ours_of_server))
 
     def _receive(self, connection: Connection) -> Any:
         try:
@@ -122,11 +124,12 @@ def _worn_out(process: Any) -> bool:
     return not process.is_alive() or psutil.Process(process.pid).num_threads() > MAX_THREADS
 
 
-def _serve(connection: Connection, lifeline: Connection, index: int) -> None:
-    """A worker's life: join a world, run, leave it, until the parent hangs up. It ends with the parent, also within a
-    collective; the fork server and multiprocessing's tracker, which wait for nothing else, then do as well."""
-    processes.tie(lifeline.fileno(), os.getpid())
-    if lifeline.poll():  # the parent ended before
+def _serve(connection: Connection, lifelines: tuple[Connection, Connection], index: int) -> None:
+    """A worker's life: join a world, run, leave it, until the owner of the pool hangs up. It ends with that owner, also
+    within a collective, and so does the fork server, which else takes its time to leave Python."""
+    processes.tie(lifelines[1].fileno(), os.getppid())
+    processes.tie(lifelines[0].fileno(), os.getpid())
+    if lifelines[0].poll():  # the owner ended before
         return
     torch.set_num_threads(1)
     if torch.cuda.is_available():
