@@ -21,7 +21,7 @@ def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -
     """
 
     def reduced(of_parts: Sequence[Tensor]) -> Tensor:
-        found = torch.stack(of_parts)
+        found = torch.stack(list(of_parts))
         return torch.cat([found[:, :sums].sum(0), found[:, sums:].amax(0)])
 
     zeros = torch.zeros(sums + largest, dtype=torch.float64, device=torch.cuda.current_device())

@@ -84,7 +84,7 @@ class Plant:
         return (_by_name, (self.name,))  # functions made in a table do not pickle; the name does
 
 
-def _by_name(name: str) -> Plant:
+def _by_name(name: str):
     from isoloss.tools.plants import EVERY_PLANT  # the table imports this module
 
     return EVERY_PLANT.get(name, NONE)
