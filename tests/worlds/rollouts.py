@@ -134,7 +134,7 @@ def failure_of_rank_1(folder: Path, requests: Sequence[Request], sampling: Sampl
     backend = make_backend(engine, folder)
     backend.update_weights(stream(engine), 4)
     if dist.get_rank() == 1:
-        backend.model.forward = None
+        backend.model.base_model.forward = None
     try:
         backend.generate(requests, sampling)
     except RuntimeError as error:
