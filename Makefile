@@ -10,7 +10,8 @@ ARGS ?=
 
 BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
-RUN := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --nproc_per_node $(NPROC)
+ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+RUN := $(ONE_THREAD) $(BIN)/torchrun --nproc_per_node $(NPROC)
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
 SORT := runs/sft-sort
@@ -51,14 +52,14 @@ grpo dapo: install
 	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
 
 test: install
-	$(BIN)/pytest $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest $(ARGS)
 
 test-docs: install
-	$(BIN)/pytest -m docs $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -m docs $(ARGS)
 
 # A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own.
 test-sglang: install .sglang-venv/.ready
-	$(BIN)/pytest -m sglang $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -m sglang $(ARGS)
 
 .sglang-venv/.ready: tests/sglang/requirements.txt
 	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
@@ -67,7 +68,7 @@ test-sglang: install .sglang-venv/.ready
 	touch $@
 
 prove-all: install
-	$(BIN)/pytest -m slow $(ARGS)
+	$(ONE_THREAD) $(BIN)/pytest -m slow $(ARGS)
 
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done

@@ -77,8 +77,8 @@ def key(
     words made from these.
     """
     meaning = Meaning(text, required, tuple(choices), at_least, above, at_most, below, refusal)
-    if isinstance(default, Mapping):  # a dataclass takes no default that can change
-        return dataclasses.field(default_factory=lambda: dict(default), metadata={"key": meaning})
+    if isinstance(default, Mapping):  # a dataclass takes no default that can change, and a dict has no hash
+        return dataclasses.field(default_factory=lambda: dict(default), hash=False, metadata={"key": meaning})
     return dataclasses.field(default=default, metadata={"key": meaning})
 
 

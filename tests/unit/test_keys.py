@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.engine import config, key_help
+from isoloss.engine.config import DataConfig
 from isoloss.engine.config_tree import known_keys
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
@@ -182,3 +183,8 @@ def test_every_form_of_a_key_is_told():
 def test_bounds_are_held_when_a_configuration_is_changed_in_python():
     with pytest.raises(UserError, match=r"optim\.schedule='step' is not one of constant, linear, cosine"):
         dataclasses.replace(config.OptimConfig(), schedule="step")
+
+
+def test_a_configuration_with_names_and_values_has_a_hash():
+    thinking, plain = (DataConfig(template_kwargs={"enable_thinking": value}) for value in (True, False))
+    assert thinking != plain and len({thinking, plain, DataConfig(template_kwargs={"enable_thinking": True})}) == 2
