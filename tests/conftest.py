@@ -1,19 +1,41 @@
-"""Fixtures of the whole suite."""
+"""Fixtures of the whole suite: ranks, tiny models, and runs of whole recipes that take seconds."""
 
-from collections.abc import Iterator
+import itertools
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from support import plain_megatron, tiny_models
 
-from isoloss.parallel import launch, mesh
+from isoloss.engine.config import Config
+from isoloss.parallel import launch as ranks
+from isoloss.parallel import mesh
+from isoloss.recipes import launch, sft
 from isoloss.tools.pool import WorkerPool
+
+TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     """Eight ranks at most, started when a test first needs them and kept to the end of the session.
 
-    What they run must be importable by name: put it into `tests/worlds`.
+    What they run must be importable by name: put it into `tests/support`.
     """
     with WorkerPool(8) as workers:
         yield workers
@@ -22,8 +44,106 @@ def pool() -> Iterator[WorkerPool]:
 @pytest.fixture
 def one_rank() -> Iterator[dist.ProcessGroup]:
     """A world of this process alone, left again after the test."""
-    launch.init_process_group()
+    ranks.init_process_group()
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     mesh.destroy()
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def tiny_hf(tmp_path_factory) -> Callable[..., Path]:
+    """tiny_hf(architecture, **changes of its configuration) -> a Hugging Face folder, not to be written to."""
+    written: dict[str, Path] = {}
+
+    def of(architecture: str, **changes: Any) -> Path:
+        key = f"{architecture} {sorted(changes.items())}"
+        if key not in written:
+            written[key] = tiny_models.write(tmp_path_factory.mktemp("hf"), architecture, **changes)
+        return written[key]
+
+    return of
+
+
+@pytest.fixture(scope="session")
+def plain_checkpoint(tmp_path_factory, pool) -> Callable[..., Path]:
+    """plain_checkpoint(hf, world, **options) -> a checkpoint of plain Megatron-Core, not to be written to."""
+    written: dict[str, Path] = {}
+
+    def of(hf: Path, world: int = 1, **options: Any) -> Path:
+        key = f"{hf} {world} {sorted(options.items(), key=str)}"
+        if key not in written:
+            folder = tmp_path_factory.mktemp("mcore") / "checkpoint"
+            pool.run(world, plain_megatron.save_as, hf, folder, options)
+            written[key] = folder
+        return written[key]
+
+    return of
+
+
+def conversation(question: str, answer: str) -> dict:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+def write_rows(path: Path, rows: Sequence[dict | str]) -> Path:
+    """A JSON Lines file; a row that is a string is written as it stands."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with `model` (config.json and tokenizer, no weights) and `rows.jsonl` (12 short conversations)."""
+    folder = tmp_path_factory.mktemp("inputs")
+    model = folder / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, model)
+    (model / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | SMALL))
+    rows = [conversation(f"What is {n} plus {n}?", f"{n} plus {n} is {n + n}." + " Yes." * (n % 5)) for n in range(12)]
+    write_rows(folder / "rows.jsonl", rows)
+    return folder
+
+
+@pytest.fixture
+def arguments(inputs, tmp_path, monkeypatch) -> list[str]:
+    """Overrides for a run of two steps in the empty folder `tmp_path/work`, which becomes the
+    working directory."""
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    return [
+        f"model.path={inputs}/model",
+        "model.from_scratch=true",
+        f"data.train={inputs}/rows.jsonl",
+        "data.eval=[]",
+        "data.max_length=128",
+        "batch.global_size=4",
+        "batch.max_tokens=256",
+        "train.steps=2",
+        "output_dir=out",
+    ]
+
+
+@pytest.fixture(scope="session")
+def sorter(tmp_path_factory) -> Path:
+    """A folder with `hf`, a model that sorts three letters of a to f as a careless demonstrator taught it, and with the
+    120 problems that there are, as `rl.jsonl` and `eval.jsonl`."""
+    folder, chance = tmp_path_factory.mktemp("sorter"), random.Random(0)
+    problems = ["".join(letters) for letters in itertools.permutations("abcdef", 3)]
+
+    def row(problem: str, **more: str) -> dict:
+        return {"prompt": [{"role": "user", "content": f"Sort the letters: {problem}"}], **more}
+
+    def careless(problem: str) -> str:
+        first, second, third = sorted(problem)
+        return first + (third + second if chance.random() < 0.65 else second + third)
+
+    demonstrations = [row(problem, completion=careless(problem)) for _ in range(16) for problem in problems]
+    data = write_rows(folder / "sft.jsonl", demonstrations)
+    for name in ("rl.jsonl", "eval.jsonl"):
+        write_rows(folder / name, [row(problem, answer="".join(sorted(problem))) for problem in problems])
+    short = ["train.steps=150", "batch.global_size=32", "optim.lr=3e-3", "optim.warmup_steps=5"]
+    argv = ["preset=sort", f"data.train={data}", *short, f"output_dir={folder}/sft"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    return (folder / "sft" / "hf").rename(folder / "hf").parent

@@ -6,7 +6,7 @@ assertion of Megatron-Core that a user could reach. `check` needs no process gro
 
 A refusal is one line: the key, its value, why it cannot be, and what would do. Where several rules are broken the first
 in the table speaks, so causes stand before their consequences. To add a rule, write it down in the tuple of its
-subject, and a run that breaks it into tests/worlds/impossible.py.
+subject, and a run that breaks it into tests/support/impossible.py.
 """
 
 from isoloss.engine.config import Config

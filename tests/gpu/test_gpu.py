@@ -12,12 +12,12 @@ from importlib.resources import files
 
 import pytest
 import torch
+from support import attention as attention_world
+from support import invariance as world
+from support.checkpoints import logits
+from support.families import CONFIGS, VOCAB, write_folder
+from support.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
-from worlds import attention as attention_world
-from worlds import invariance as world
-from worlds.checkpoints import logits
-from worlds.families import CONFIGS, VOCAB, write_folder
-from worlds.transformers_parity import make_samples
 
 from isoloss.engine.config import Config
 from isoloss.parallel import Layout

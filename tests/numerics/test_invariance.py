@@ -14,9 +14,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from worlds import invariance as world
-from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
-from worlds.thinned import covering_pairs, thinned
+from support import invariance as world
+from support.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
+from support.thinned import covering_pairs, thinned
 
 from isoloss.engine import legality
 from isoloss.engine.batch import Sample

@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from worlds import experts as world
-from worlds import invariance
-from worlds.experts import MODELS
-from worlds.invariance import VOCAB
-from worlds.thinned import thinned
+from support import experts as world
+from support import invariance
+from support.experts import MODELS
+from support.invariance import VOCAB
+from support.thinned import thinned
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import (

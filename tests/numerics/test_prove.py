@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
-from worlds.experts import MODELS
-from worlds.finite_difference import slope
-from worlds.invariance import QWEN3
+from support.experts import MODELS
+from support.finite_difference import slope
+from support.invariance import QWEN3
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import LossConfig

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from worlds import recompute, training
-from worlds.families import VOCAB, write_folder
-from worlds.transformers_parity import make_samples
+from support import recompute, training
+from support.families import VOCAB, write_folder
+from support.transformers_parity import make_samples
 
 from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.tools.parity import freeze

@@ -14,8 +14,8 @@ import tempfile
 import numpy as np
 import pytest
 import torch
-from worlds import rl_calls as world
-from worlds.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
+from support import rl_calls as world
+from support.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from worlds.families import CONFIGS, DENSE, SPARSE, VOCAB, write_folder
-from worlds.thinned import thinned
-from worlds.transformers_parity import (
+from support.families import CONFIGS, DENSE, SPARSE, VOCAB, write_folder
+from support.thinned import thinned
+from support.transformers_parity import (
     TOKEN_MEAN,
     evaluate,
     gradients_by_hf_name,
@@ -24,6 +22,8 @@ from worlds.transformers_parity import (
     make_samples,
     train_and_export,
 )
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batch import Sample
 from isoloss.models.checkpoint_hf import HFReader

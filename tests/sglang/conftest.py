@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from worlds import tiny_models
-from worlds.servers import ARCHITECTURE, CHANGES
+from support import tiny_models
+from support.servers import ARCHITECTURE, CHANGES
 
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang.backend import SGLangBackend

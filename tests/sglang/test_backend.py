@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from worlds.servers import CHANGES, VOCAB, buckets, greedy, policy, requests, worst
+from support.servers import CHANGES, VOCAB, buckets, greedy, policy, requests, worst
 
 from isoloss.engine.rl.sglang.client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling

@@ -4,8 +4,8 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from support.servers import buckets, on_two_ranks, policy, requests, worst
 from transformers import AutoModelForCausalLM
-from worlds.servers import buckets, on_two_ranks, policy, requests, worst
 
 from isoloss.engine.rl.sglang.client import SGLangServer
 from isoloss.engine.rl.trajectory import Sampling

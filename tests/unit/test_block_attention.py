@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.attention import Case, dense_reference, round_the_ring
 from torch import Tensor
-from worlds.attention import Case, dense_reference, round_the_ring
 
 from isoloss.parallel import block_attention
 from isoloss.parallel.block_attention import blocks_of

@@ -93,7 +93,7 @@ def test_the_rule_finds(path, source):
         ("engine/x.py", "from isoloss.parallel.mesh import Mesh\nfrom isoloss.models import gpt\nfrom . import step"),
         ("engine/rl/x.py", "from ..step import run_step"),
         ("tools/x.py", "import isoloss.engine.engine, toolshed"),
-        ("tests/unit/x.py", "from isoloss.tools import pool\nimport worlds.vocab"),
+        ("tests/unit/x.py", "from isoloss.tools import pool\nimport support.vocab"),
     ],
 )
 def test_the_rule_lets_pass(path, source):

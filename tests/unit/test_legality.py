@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from worlds import impossible
+from support import impossible
 
 from isoloss.engine import legality
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ModelConfig, ParallelConfig
@@ -46,7 +46,7 @@ def broken_rule(row: impossible.Impossible, models: Path) -> Rule | None:
 
 def test_every_rule_is_broken_by_some_row(broken):
     told = {id(rule) for rule in broken.values()}
-    # Most about Transformer Engine speak only where it is: tests/unit/test_transformer_engine.py.
+    # Most about Transformer Engine speak only where it is: tests/te/test_te_rules.py.
     rules = [rule for rule in legality.RULES if rule not in legality.TRANSFORMER_ENGINE]
     assert not [rule for rule in rules if id(rule) not in told]
 

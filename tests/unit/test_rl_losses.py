@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from oracles.rl import formulas
-from worlds.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
+from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
 
 from isoloss.engine import totals
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig

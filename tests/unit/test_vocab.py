@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from worlds.vocab import dense_reference
+from support.vocab import dense_reference
 
 from isoloss.parallel import vocab
 from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs

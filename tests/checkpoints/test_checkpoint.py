@@ -1,0 +1,122 @@
+"""A training checkpoint goes on in any other layout, for every family, under Transformer Engine's names."""
+
+import itertools
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from support.checkpoints import load_and_train, logits, train_and_save
+from support.families import CONFIGS, SPARSE, VOCAB, write_folder
+from support.saves import both_ways
+from support.thinned import thinned
+from support.transformers_parity import make_samples
+
+from isoloss.models.checkpoint_keys import native_style, places
+from isoloss.models.manifest import check_checksums
+from isoloss.models.manifest import read as read_manifest
+from isoloss.models.registry import read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel import UserError
+
+LENGTHS = (2, 40, 17, 29, 33, 60)
+
+
+ROWS = list(itertools.product(CONFIGS, (False, True)))
+
+
+@pytest.mark.parametrize(("name", "distributed_optimizer"), thinned(ROWS, lambda row: ROWS.index(row) % 4 in (1, 2)))
+def test_a_checkpoint_goes_on_in_another_layout(name, distributed_optimizer, tmp_path, pool):
+    folder = write_folder(name, tmp_path / "model")
+    samples = make_samples(LENGTHS, VOCAB)
+    saved_in = {"tp": 2, "ep": 2 if name in SPARSE else 1, "distributed_optimizer": distributed_optimizer}
+    checkpoint = tmp_path / "checkpoint"
+    wanted = pool.run(2, train_and_save, folder, checkpoint, samples, saved_in)
+    found = pool.run(2, load_and_train, folder, checkpoint, samples, {**saved_in, "tp": 1, "ep": 1, "pp": 2})
+
+    wanted = {weight: tensor for rank in wanted for weight, tensor in rank.items()}
+    found = {weight: tensor for rank in found for weight, tensor in rank.items()}
+    assert found.keys() == wanted.keys()
+    for weight, tensor in wanted.items():
+        torch.testing.assert_close(found[weight], tensor, rtol=0, atol=2e-5, msg=lambda m, w=weight: f"{w}: {m}")
+
+    arch = read_architecture(folder)
+    metadata = pickle.loads((checkpoint / ".metadata").read_bytes())
+    keys = {
+        key for key in metadata.state_dict_metadata if not key.startswith("optimizer") and "_extra_state" not in key
+    }
+    expected = {place.key for weight in weight_map(arch) for place in places(weight, arch, native_style(arch))}
+    assert {key for key in keys if not key.startswith("chained")} == expected
+
+
+def test_files_are_those_of_megatrons_own_strategy(tmp_path, pool):
+    """To the bit: tensors, what is not a tensor, and what `.metadata` tells of both."""
+    folder, theirs, ours = write_folder("qwen3-moe", tmp_path / "model"), tmp_path / "theirs", tmp_path / "ours"
+    theirs.mkdir()
+    ours.mkdir()
+    pool.run(2, both_ways, folder, theirs, ours, VOCAB)
+    files = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in ours.iterdir()) == files
+    assert sum(name.endswith(".distcp") for name in files) == 4
+    for name in files:
+        if name != ".metadata":
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+    of_theirs, of_ours = (pickle.loads((each / ".metadata").read_bytes()) for each in (theirs, ours))
+    assert of_ours.storage_data == of_theirs.storage_data
+    assert of_ours.state_dict_metadata == of_theirs.state_dict_metadata
+
+
+@pytest.fixture
+def checkpoint(tmp_path, pool) -> Path:
+    folder = write_folder("qwen3-moe", tmp_path / "model")
+    pool.run(2, train_and_save, folder, tmp_path / "checkpoint", make_samples(LENGTHS, VOCAB), {"tp": 2})
+    return tmp_path / "checkpoint"
+
+
+def test_the_manifest_names_every_file(checkpoint):
+    manifest = read_manifest(checkpoint)
+    files = {path.relative_to(checkpoint).as_posix() for path in checkpoint.rglob("*") if path.is_file()}
+    assert files == {*manifest.files, "isoloss.json"}
+    assert (manifest.kind, manifest.family, manifest.vocab_size) == ("trained", "qwen3_moe", VOCAB)
+    assert manifest.dtypes == ("float32",)
+    check_checksums(checkpoint, manifest)
+    config = json.loads((checkpoint / "huggingface" / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3MoeForCausalLM"]
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "delete"])
+def test_a_damaged_file_is_named_on_every_rank(checkpoint, damage, tmp_path, pool):
+    path = max(checkpoint.glob("__1_*.distcp"), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncate":
+        path.write_bytes(content[:-1])
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=path.name) as refusal:
+        pool.run(2, load_and_train, tmp_path / "model", checkpoint, make_samples(LENGTHS, VOCAB), {"ep": 2})
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2, "pp": 2}, {"ep": 2}])
+def test_a_checkpoint_is_a_model_to_start_from(checkpoint, parallel, tmp_path, pool):
+    """model.path=CHECKPOINT has the weights that loading the checkpoint gives; without the Hugging Face folder."""
+    samples = make_samples(LENGTHS, VOCAB, seed=5)
+    world = 1 if not parallel else 4 if "tp" in parallel else 2
+    loaded = pool.run(world, logits, tmp_path / "model", samples, parallel, checkpoint)
+    started = pool.run(world, logits, checkpoint, samples, parallel)
+    untrained = pool.run(world, logits, tmp_path / "model", samples, parallel)
+    assert torch.equal(loaded[0], started[0])
+    assert not torch.equal(loaded[0], untrained[0])
+
+
+def test_a_flipped_bit_of_a_checkpoint_to_start_from_is_named_on_every_rank(checkpoint, tmp_path, pool):
+    path = max(checkpoint.glob("__1_*.distcp"), key=lambda p: p.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path.name} is damaged"):
+        pool.run(2, logits, checkpoint, make_samples(LENGTHS, VOCAB, seed=5), {"ep": 2})

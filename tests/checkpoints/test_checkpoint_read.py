@@ -1,0 +1,215 @@
+"""Checkpoints of plain Megatron-Core, in every style and layout, read without a model; damaged ones refused by name."""
+
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import plain_megatron
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.checkpoint_hf import HFReader
+from isoloss.models.checkpoint_keys import Style
+from isoloss.models.checkpoint_read import CheckpointWeights
+from isoloss.models.distcp import Folder
+from isoloss.models.registry import FAMILIES, read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel.errors import UserError
+
+
+def assert_reads_back(checkpoint: Path, hf: Path, dtype=torch.float32) -> CheckpointWeights:
+    arch = read_architecture(hf)
+    weights, reader = CheckpointWeights(checkpoint, arch), HFReader(hf)
+    for weight in weight_map(arch):
+        found = weights.whole(weight)
+        wanted = reader.whole(weight).to(torch.float32 if not weight.trained else dtype)
+        assert found.is_contiguous() and torch.equal(found, wanted), weight.name
+        assert weights.dtype(weight) == found.dtype == wanted.dtype
+    return weights
+
+
+def read_all(folder: Path, arch: Architecture) -> None:
+    weights = CheckpointWeights(folder, arch)
+    for weight in weight_map(arch):
+        weights.whole(weight)
+
+
+def native(style: str, arch) -> Style:
+    """What Megatron-Core makes of "stacked" where layers differ."""
+    return Style.PER_LAYER if style == "stacked" and arch.experts and arch.experts.dense_layers else Style(style)
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_every_family_in_every_style(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    weights = assert_reads_back(plain_checkpoint(hf, style=style), hf)
+    assert weights.style == native(style, weights.arch)
+    assert weights.padded_vocab == 256 and not weights.skipped
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
+def test_layouts(architecture, layout, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+    weights = assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout]), hf)
+    assert weights.padded_vocab == 148
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM"])
+def test_experts_and_tensors_on_different_ranks(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture)), hf)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_and_a_prefix(dtype, tiny_hf, plain_checkpoint):
+    hf = tiny_hf("MixtralForCausalLM")
+    assert_reads_back(plain_checkpoint(hf, dtype=dtype, prefix="model."), hf, dtype)
+
+
+@pytest.fixture
+def checkpoint(tiny_hf, plain_checkpoint, tmp_path) -> tuple[Path, Path]:
+    """(Hugging Face folder, checkpoint of it at tp2), the latter to be damaged."""
+    hf = tiny_hf("LlamaForCausalLM")
+    return hf, shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
+
+
+def edit_metadata(folder: Path, change) -> None:
+    path = folder / ".metadata"
+    found = pickle.loads(path.read_bytes())
+    change(found)
+    path.write_bytes(pickle.dumps(found))
+
+
+def rename(old: str, new: str):
+    def change(found):
+        entry = found.state_dict_metadata.pop(old)
+        found.state_dict_metadata[new] = entry
+        for chunk in entry.chunks:
+            info = found.storage_data.pop(MetadataIndex(old, chunk.offsets))
+            found.storage_data[MetadataIndex(new, chunk.offsets)] = info
+
+    return change
+
+
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
+
+
+def test_what_does_not_belong_to_the_model_is_named(checkpoint):
+    hf, folder = checkpoint
+    arch = read_architecture(hf)
+    for changed, says in (
+        (replace(arch, num_layers=5), r"linear_qkv.layer_norm_weight has shape \[4, 48\] where .* \[5, 48\]"),
+        (replace(arch, vocab_size=300), r"word_embeddings.weight has shape \[256, 48\] where .* \[300, 48\]"),
+        (replace(arch, tie_embeddings=True), r"has output_layer.weight \(1 such\), a tensor that the model"),
+        (replace(arch, qk_norm=True), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
+    ):
+        with pytest.raises(UserError, match=says):
+            CheckpointWeights(folder, changed)
+    edit_metadata(folder, rename(FC2, "decoder.layers.mlp.linear_fc3.weight"))
+    with pytest.raises(UserError, match=f"lacks {FC2}"):
+        CheckpointWeights(folder, arch)
+
+
+def test_the_optimizer_is_passed_over(checkpoint):
+    hf, folder = checkpoint
+
+    def add(found):
+        for name in ("optimizer.state.exp_avg.", "chained_0.optimizer.state.exp_avg."):
+            found.state_dict_metadata[name + FC2] = found.state_dict_metadata[FC2]
+            for chunk in found.state_dict_metadata[FC2].chunks:
+                info = found.storage_data[MetadataIndex(FC2, chunk.offsets)]
+                found.storage_data[MetadataIndex(name + FC2, chunk.offsets)] = info
+
+    edit_metadata(folder, add)
+    assert_reads_back(folder, hf)
+
+
+def test_a_key_twice_under_two_spellings_is_refused(checkpoint):
+    hf, folder = checkpoint
+    other = "decoder.layers.pre_mlp_layernorm.weight"
+
+    def add(found):
+        old = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+        found.state_dict_metadata[other] = found.state_dict_metadata[old]
+        for chunk in found.state_dict_metadata[old].chunks:
+            found.storage_data[MetadataIndex(other, chunk.offsets)] = found.storage_data[
+                MetadataIndex(old, chunk.offsets)
+            ]
+
+    edit_metadata(folder, add)
+    with pytest.raises(UserError, match=rf"has {other} \(1 such\)"):
+        CheckpointWeights(folder, read_architecture(hf))
+
+
+def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
+    _, folder = checkpoint
+
+    def drop(found):
+        found.state_dict_metadata[FC2].chunks.pop()
+
+    edit_metadata(folder, drop)
+    with pytest.raises(UserError, match=rf"pieces of {FC2} do not add up to its shape \[4, 48, 72\]"):
+        Folder(folder)
+
+    def overlap(found):
+        first = found.state_dict_metadata[FC2].chunks[0]
+        offsets = torch.Size([0, 0, 1])
+        found.state_dict_metadata[FC2].chunks.append(ChunkStorageMetadata(offsets, first.sizes))
+        found.storage_data[MetadataIndex(FC2, offsets)] = found.storage_data[MetadataIndex(FC2, first.offsets)]
+
+    edit_metadata(folder, overlap)
+    opened = Folder(folder)
+    for layer in (0, 3):  # there twice in part; not there in part
+        with pytest.raises(UserError, match=rf"pieces of {FC2} do not cover \[{layer}, 0, 0\] to .* once"):
+            opened.read_into(torch.empty(48, 72), opened.tensors[FC2], (layer,))
+
+
+def test_damaged_files_are_named(checkpoint):
+    hf, folder = checkpoint
+    arch = read_architecture(hf)
+    file = folder / "__0_0.distcp"
+    whole = file.read_bytes()
+    opened = Folder(folder)
+    stored = opened.tensors[FC2]
+    piece = next(piece for piece in stored.pieces if piece.file == file.name)
+    start, _ = opened.payload(stored, piece)
+    file.write_bytes(whole[:-1])
+    with pytest.raises(UserError, match=r"__0_0.distcp has \d+ bytes where .metadata calls for .* cut short"):
+        CheckpointWeights(folder, arch)
+    flipped = bytearray(whole)
+    flipped[start + 100] ^= 16
+    file.write_bytes(flipped)
+    with pytest.raises(UserError, match=f"__0_0.distcp is damaged: {FC2} fails its checksum"):
+        read_all(folder, arch)
+    file.write_bytes(bytes(len(whole)))
+    with pytest.raises(UserError, match=r"__0_0.distcp is damaged at byte \d+, where .* should stand"):
+        read_all(folder, arch)
+    file.unlink()
+    with pytest.raises(UserError, match=r"lacks __0_0.distcp, which its .metadata names"):
+        CheckpointWeights(folder, arch)
+    (folder / ".metadata").write_bytes(b"nothing")
+    with pytest.raises(UserError, match=r".metadata is damaged or not a checkpoint's"):
+        CheckpointWeights(folder, arch)
+    shutil.rmtree(folder)
+    with pytest.raises(UserError, match=r"is not a torch_dist checkpoint: it has no .metadata"):
+        CheckpointWeights(folder, arch)
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_metadata_runs_nothing(checkpoint, capsys):
+    _, folder = checkpoint
+    edit_metadata(folder, lambda found: setattr(found, "planner_data", Bomb()))
+    with pytest.raises(UserError, match=r"builtins.print has no place in a checkpoint's metadata"):
+        Folder(folder)
+    assert "must not run" not in capsys.readouterr().out

@@ -1,0 +1,162 @@
+"""Checkpoints back into Hugging Face folders."""
+
+import json
+import shutil
+from collections.abc import Set
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support import plain_megatron
+
+from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
+from isoloss.models.checkpoint_read import CheckpointWeights
+from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
+from isoloss.models.conversion.mcore_to_hf import plan_export
+from isoloss.models.conversion.segments import Sources
+from isoloss.models.conversion.weight_segments import WeightRows
+from isoloss.models.registry import FAMILIES, read_architecture
+from isoloss.models.weights import weight_map
+from isoloss.parallel.errors import UserError
+
+
+def assert_segments_are_the_split_weights(checkpoint: Path, hf: Path, dtype: torch.dtype) -> None:
+    arch, sources = read_architecture(hf), Sources()
+    weights = CheckpointWeights(checkpoint, arch)
+    for weight in weight_map(arch):
+        rows, parts = WeightRows(weights, weight), weight.form.split(weights.whole(weight))
+        for index, (part, wanted) in enumerate(zip(weight.parts, parts, strict=True)):
+            segments = rows.part(index, dtype)
+            found = b"".join(bytes(piece) for segment in segments for piece in segment.read(sources))
+            assert sum(segment.nbytes for segment in segments) == len(found) == wanted.numel() * dtype.itemsize
+            assert found == wanted.to(dtype).contiguous().view(torch.uint8).numpy().tobytes(), part
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_segments_of_every_family_in_every_style(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    assert_segments_are_the_split_weights(plain_checkpoint(hf, style=style), hf, torch.float32)
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
+def test_segments_of_every_layout(architecture, layout, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+    checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout])
+    assert_segments_are_the_split_weights(checkpoint, hf, torch.bfloat16)
+
+
+@pytest.mark.parametrize("style", plain_megatron.METADATA)
+@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM"])
+def test_segments_of_experts_apart(architecture, style, tiny_hf, plain_checkpoint):
+    hf = tiny_hf(architecture)
+    checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture))
+    assert_segments_are_the_split_weights(checkpoint, hf, torch.float32)
+
+
+def convert(checkpoint: Path, out: Path, **options) -> dict:
+    """Returns the record of the conversion."""
+    transfer.run(plan_export(checkpoint, **options).plan, out, workers=1)
+    return json.loads((out / certificate.NAME).read_text())
+
+
+def assert_same_folder(found: Path, published: Path, but: Set[str] = frozenset()) -> None:
+    """The same files, byte by byte, but for how the index is laid out."""
+    names = {path.name for path in published.iterdir()} - but
+    assert {path.name for path in found.iterdir()} - but == names | {certificate.NAME}
+    for name in names - {INDEX}:
+        assert (found / name).read_bytes() == (published / name).read_bytes(), name
+    if INDEX in names:
+        ours, theirs = (json.loads((folder / INDEX).read_text()) for folder in (found, published))
+        assert ours["weight_map"] == theirs["weight_map"]
+        assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+
+
+def published(tiny_hf, architecture: str, sharded: bool, dtype: torch.dtype, **changes) -> Path:
+    return tiny_hf(architecture, dtype=dtype, max_shard_size="150KB" if sharded else "50GB", **changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_there_and_back_again(architecture, sharded, dtype, tiny_hf, tmp_path):
+    """Whole files, bit by bit: with them every tensor, header, configuration and the names of the shards."""
+    hf = published(tiny_hf, architecture, sharded, dtype)
+    transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
+    record = convert(tmp_path / "mcore", tmp_path / "out")
+    assert_same_folder(tmp_path / "out", hf)
+    assert record["files"].keys() == {path.name for path in hf.iterdir()} and record["verified"] is False
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
+def test_plain_megatron_core_into_the_files_that_were_published(layout, tie, tiny_hf, plain_checkpoint, tmp_path):
+    hf = published(tiny_hf, "LlamaForCausalLM", True, torch.float32, tie_word_embeddings=tie)
+    record = convert(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]), tmp_path / "out", hf=hf)
+    assert_same_folder(tmp_path / "out", hf)
+    assert (record["vocab_size"], record["padded_vocab"]) == (131, 148)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_tied_embeddings_there_and_back_again(architecture, tiny_hf, tmp_path):
+    hf = published(tiny_hf, architecture, True, torch.bfloat16, tie_word_embeddings=True)
+    transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
+    convert(tmp_path / "mcore", tmp_path / "out")
+    assert_same_folder(tmp_path / "out", hf)
+
+
+def test_without_a_record_files_are_filled_in_order(tiny_hf, plain_checkpoint, tmp_path, monkeypatch):
+    hf = tiny_hf("Glm4MoeForCausalLM")
+    checkpoint = shutil.copytree(plain_checkpoint(hf), tmp_path / "mcore")
+    copy_sidecars(hf, checkpoint / "huggingface", read_architecture(hf))
+    record = convert(checkpoint, tmp_path / "one")
+    assert sorted(record["files"]) == ["config.json", "generation_config.json", "model.safetensors"]
+    assert (tmp_path / "one" / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()
+    monkeypatch.setattr(hf_files.arrange, "__defaults__", (100_000,))
+    record = convert(checkpoint, tmp_path / "several", dtype="bfloat16")
+    shards = sorted(name for name in record["files"] if name.endswith(".safetensors"))
+    assert shards == [f"model-{k + 1:05d}-of-{len(shards):05d}.safetensors" for k in range(len(shards))]
+    assert len(shards) > 2 and all(record["files"][name]["bytes"] < 110_000 for name in shards)
+    reader, arch = HFReader(tmp_path / "several"), read_architecture(tmp_path / "several")
+    check(reader, arch)
+    assert arch.dtype == "bfloat16"
+    for weight in weight_map(arch):
+        wanted = HFReader(hf).whole(weight).to(torch.bfloat16 if weight.trained else torch.float32)
+        assert torch.equal(reader.whole(weight), wanted)
+
+
+def test_a_flipped_bit_is_named_though_there_is_no_manifest(tiny_hf, plain_checkpoint, tmp_path):
+    hf = tiny_hf("LlamaForCausalLM")
+    checkpoint = shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
+    weights = CheckpointWeights(checkpoint, read_architecture(hf))
+    fc2 = weights.folder.tensors["decoder.layers.mlp.linear_fc2.weight"].pieces[0]
+    start, _ = weights.folder.payload(weights.folder.tensors["decoder.layers.mlp.linear_fc2.weight"], fc2)
+    with (checkpoint / fc2.file).open("r+b") as file:
+        file.seek(start + 1000)
+        byte = file.read(1)[0]
+        file.seek(start + 1000)
+        file.write(bytes([byte ^ 4]))
+    with pytest.raises(UserError, match=rf"{fc2.file} is damaged at byte {start} or behind it"):
+        convert(checkpoint, tmp_path / "out", hf=hf)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_files_without_checksums_of_their_own_are_read_whole(tiny_hf, plain_checkpoint, tmp_path):
+    hf = tiny_hf("LlamaForCausalLM")
+    assert not any(source.checksum for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
+    transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
+    assert all(source.checksum for source in plan_export(tmp_path / "mcore").plan.sources)
+
+
+def test_a_number_too_large_for_the_type_is_named(tiny_hf, tmp_path, pool):
+    """In a tensor that is put together from the columns of two ranks."""
+    hf = shutil.copytree(tiny_hf("LlamaForCausalLM"), tmp_path / "hf")
+    tensors = load_file(hf / SINGLE)
+    tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = 1e6
+    save_file(tensors, hf / SINGLE, metadata={"format": "pt"})
+    pool.run(2, plain_megatron.save_as, hf, tmp_path / "mcore", {"tp": 2})
+    with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.weight in .* holds numbers too large for float16"):
+        convert(tmp_path / "mcore", tmp_path / "out", hf=hf, dtype="float16")

@@ -1,0 +1,297 @@
+"""A run that was interrupted and goes on is the run that was not."""
+
+import dataclasses
+import json
+import multiprocessing
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+from support import training as world
+from support.thinned import thinned
+
+from isoloss.engine import checkpoint, output, trainer
+from isoloss.engine.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
+from isoloss.parallel import Layout, UserError
+from isoloss.recipes import launch, sft
+from isoloss.tools.prove import on_layout
+
+STEPS, SAVED = 8, 4
+
+
+def config_of(inputs, out: Path, layout: str, precision: str, distributed_optimizer: bool | None) -> Config:
+    config = Config(
+        ModelConfig(path=f"{inputs}/model", from_scratch=True),
+        data=DataConfig((f"{inputs}/rows.jsonl",), max_length=128),
+        batch=BatchConfig(5, 128),  # 12 rows: the second epoch begins within a step, and is shuffled anew
+        optim=OptimConfig(lr=1e-3, warmup_steps=2),
+        train=TrainConfig(STEPS),
+        checkpoint=CheckpointConfig(every=SAVED),
+        output_dir=str(out),
+    )
+    config = on_layout(config, Layout.parse(layout), precision)
+    parallel = dataclasses.replace(config.parallel, distributed_optimizer=distributed_optimizer)
+    return dataclasses.replace(config, parallel=parallel)
+
+
+def resumed(config: Config) -> Config:
+    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
+
+
+def rows_of(config: Config) -> list[dict]:
+    return [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
+
+
+def numbers(config: Config) -> list[tuple]:
+    """Everything of metrics.jsonl that is not about time."""
+    return [
+        tuple(v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "mfu")) for row in rows_of(config)
+    ]
+
+
+@pytest.fixture
+def train(pool):
+    def run(config: Config, layout: str, killed_after: int | None = None, killed_in_save: int | None = None):
+        size = Layout.parse(layout).world_size
+        return world.merged(pool.run(size, world.train, config, killed_after, killed_in_save))
+
+    return run
+
+
+STATES = (("fp32", True), ("fp32", False), ("bf16", True), ("bf16", False), ("fp64", False))
+RESUMED = [(layout, *state) for layout in ("1", "dp2", "tp2+pp2") for state in STATES]
+
+
+@pytest.mark.parametrize(
+    ("layout", "precision", "distributed_optimizer"),
+    thinned(RESUMED, lambda row: row[0] == "tp2+pp2" or row[1:] == ("fp32", True) or row == ("dp2", "bf16", True)),
+)
+def test_resume_is_exact(train, inputs, tmp_path, layout, precision, distributed_optimizer):
+    """Losses, gradient norms, learning rates and weights, bit for bit, whatever was logged after the checkpoint."""
+    whole, parts = (
+        config_of(inputs, tmp_path / name, layout, precision, distributed_optimizer) for name in ("whole", "parts")
+    )
+    expected = train(whole, layout)
+    train(parts, layout, killed_after=6)
+    assert [row["step"] for row in rows_of(parts)] == [1, 2, 3, 4, 5, 6]
+    found = train(resumed(parts), layout)
+    assert numbers(parts) == numbers(whole)
+    assert [row["step"] for row in rows_of(parts)] == list(range(1, STEPS + 1))
+    assert world.same(found, expected)
+
+
+@pytest.fixture(scope="module")
+def saved_at_tp2(pool, inputs, tmp_path_factory):
+    """(folder of a run of tp2 killed after step 6, rows of the run without an accident, and the weights at its end)."""
+    folder = tmp_path_factory.mktemp("tp2")
+    whole, parts = (config_of(inputs, folder / name, "tp2", "fp32", True) for name in ("whole", "parts"))
+    weights = world.merged(pool.run(2, world.train, whole))
+    pool.run(2, world.train, parts, 6)
+    return folder / "parts", rows_of(whole), weights
+
+
+@pytest.mark.parametrize("layout", ("1", "pp2", "dp2", "ulysses2", "ring2", "pp2+vpp2", "tp2+pp2+ulysses2"))
+def test_resume_on_another_layout(train, inputs, tmp_path, saved_at_tp2, layout):
+    folder, expected, _ = saved_at_tp2
+    shutil.copytree(folder, tmp_path / "run")
+    config = config_of(inputs, tmp_path / "run", layout, "fp32", True)
+    train(resumed(config), layout)
+    rows = rows_of(config)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    for key in ("loss", "grad_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-6)
+    assert rows[SAVED - 1] == json.loads((folder / "metrics.jsonl").read_text().splitlines()[SAVED - 1])
+    assert rows[-1]["loss"] < 0.999 * rows[SAVED]["loss"]  # the weights did move after the resume
+
+
+@pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("to plainopt", "to distopt"))
+def test_the_optimizer_cannot_be_switched(train, inputs, tmp_path, distributed_optimizer):
+    """Their states have different forms in the checkpoint."""
+    config = config_of(inputs, tmp_path / "run", "1", "fp32", distributed_optimizer)
+    train(config, "1", killed_after=6)
+    switched = config_of(inputs, tmp_path / "run", "1", "fp32", not distributed_optimizer)
+    before = Path(config.output_dir, "config.yaml").read_text()
+    said = f"parallel.distributed_optimizer={not distributed_optimizer} differs from the {distributed_optimizer}"
+    with pytest.raises(UserError, match=said):
+        train(resumed(switched), "1")
+    assert Path(config.output_dir, "config.yaml").read_text() == before
+
+
+# ---- what the configuration only names -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own(inputs, arguments) -> tuple[Path, list[str]]:
+    """A folder `mine` with model and rows that a test may change, and the overrides of a run with them."""
+    shutil.copytree(inputs, "mine")
+    return Path("mine").absolute(), [argument.replace(str(inputs), "mine") for argument in arguments]
+
+
+def other_answer(folder: Path) -> None:
+    rows = (folder / "rows.jsonl").read_text()
+    (folder / "rows.jsonl").write_text(rows.replace("7 plus 7 is 14", "7 plus 7 is 15"))
+
+
+def other_order(folder: Path) -> None:
+    first, *rest = (folder / "rows.jsonl").read_text().splitlines(keepends=True)
+    (folder / "rows.jsonl").write_text("".join([*rest, first]))
+
+
+def other_template(folder: Path) -> None:
+    template = folder / "model" / "chat_template.jinja"
+    template.write_text("Talk:\n" + template.read_text())
+
+
+def other_tokenizer(folder: Path) -> None:
+    """Two words have changed places."""
+    path = folder / "model" / "tokenizer.json"
+    spec = json.loads(path.read_text())
+    words = spec["model"]["vocab"]
+    words["\u0120the"], words["\u0120is"] = words["\u0120is"], words["\u0120the"]
+    path.write_text(json.dumps(spec))
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides"),
+    (
+        (other_answer, ()),
+        (other_order, ()),
+        (other_template, ()),
+        (other_tokenizer, ()),
+        (None, ("data.max_length=34", "data.overlong=drop")),
+        (None, ("data.max_length=34", "data.overlong=truncate")),
+    ),
+    ids=("answer", "order", "template", "tokenizer", "drop", "truncate"),
+)
+def test_other_rows_are_another_run(change, overrides, own, capsys):
+    folder, argv = own
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    if change:
+        change(folder)
+    capsys.readouterr()
+    argv = [*argv, "checkpoint.resume=true", "train.steps=3", *overrides]
+    assert launch.main("sft", Config, sft.run, argv) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert all(part in err for part in ("the content of data.train", "step_00000002", "another run", "set it back"))
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+def test_the_same_rows_elsewhere_are_the_same_run(own):
+    """Another path, another name, and a limit that no row meets."""
+    folder, argv = own
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    (folder / "rows.jsonl").rename(folder / "moved.jsonl")
+    moved = ["data.train=mine/moved.jsonl", "data.max_length=130", "checkpoint.resume=true", "train.steps=3"]
+    assert launch.main("sft", Config, sft.run, [*argv, *moved]) == 0
+
+
+def test_a_checkpoint_that_does_not_tell_its_rows(own, capsys, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer, "record", lambda found: {"data.train": ["mine/rows.jsonl"]})  # as it was once
+        assert launch.main("sft", Config, sft.run, own[1]) == 0
+    capsys.readouterr()
+    assert launch.main("sft", Config, sft.run, [*own[1], "checkpoint.resume=true"]) == 2
+    says = ("does not tell the content of data.train", "an earlier isoloss", "model.path=out/checkpoints/step_00000002")
+    err = capsys.readouterr().err
+    assert all(part in err for part in says), err
+
+
+# ---- folders --------------------------------------------------------------------------------------------------------
+
+
+def test_a_kill_while_saving(train, inputs, tmp_path):
+    """The half-written checkpoint is never chosen, the run goes on from the one before it, and no trace remains."""
+    whole, parts = (config_of(inputs, tmp_path / name, "dp2", "fp32", True) for name in ("whole", "parts"))
+    expected = train(whole, "dp2")
+    train(parts, "dp2", killed_in_save=STEPS)
+    folder = Path(parts.output_dir, "checkpoints")
+    assert len(list(folder.iterdir())) == 2  # step 4, and what the kill left
+    assert checkpoint.latest(folder) == folder / "step_00000004"
+    assert world.same(train(resumed(parts), "dp2"), expected)
+    assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000008"]
+    assert numbers(parts) == numbers(whole)
+
+
+@pytest.mark.parametrize("named", ("nothing", "the same", "the same, to resume"))
+def test_two_runs_at_once(pool, inputs, tmp_path, named):
+    """Each has a folder of its own, or is told on every rank."""
+    config = config_of(inputs, tmp_path / "out", "dp2", "fp32", None)
+    if named == "nothing":
+        config = dataclasses.replace(config, output_dir=None)
+    found = pool.run(2, world.at_once, resumed(config) if "resume" in named else config, str(tmp_path))
+    out = f"{tmp_path}/out"
+    told = f"output_dir={out} is being written by another run; wait for its end, or choose another output_dir"
+    assert set(found) == {("runs/test", "runs/test-2") if named == "nothing" else (out, told)}
+
+
+def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
+    def hold_until_killed(ready):
+        with output._alone(tmp_path):
+            ready.set()
+            signal.pause()
+
+    context = multiprocessing.get_context("fork")
+    ready = context.Event()
+    process = context.Process(target=hold_until_killed, args=(ready,))
+    process.start()
+    assert ready.wait(60)
+    with pytest.raises(UserError, match="another run"), output._alone(tmp_path):
+        raise AssertionError("two have it")
+    process.kill()
+    process.join()
+    with output._alone(tmp_path):
+        pass
+
+
+def test_only_the_newest_checkpoints_stay(arguments):
+    argv = [*arguments, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=2"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    folder = Path("out/checkpoints")
+    assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000005"]
+
+
+def test_prune_after_a_kill(tmp_path):
+    """What a kill in the middle of a prune or of a save leaves behind goes with the next prune."""
+    for name in ("step_00000001", "step_00000002", "step_00000003", ".step_00000001.old", ".step_00000004.partial"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "isoloss.json").touch()
+    checkpoint.prune(tmp_path, 1)
+    assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def test_a_finished_run_can_be_made_longer(arguments, capsys):
+    """The exported model is that of the new end; nothing is told twice."""
+    argv = [*arguments, "optim.schedule=constant"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    before = Path("out/hf/model.safetensors").read_bytes()
+    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0  # nothing left to do
+    assert Path("out/hf/model.safetensors").read_bytes() == before
+    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 0
+    assert Path("out/hf/model.safetensors").read_bytes() != before
+    steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
+
+
+@pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
+def test_a_checkpoint_before_the_first_step(pool, inputs, tmp_path, distributed_optimizer):
+    config = config_of(inputs, tmp_path / "unused", "dp2", "fp32", distributed_optimizer)
+    straight, loaded = (
+        pool.run(2, world.first_step, config, folder) for folder in (None, str(tmp_path / "step_00000000"))
+    )
+    assert straight == loaded
+
+
+def test_resume_without_a_run_starts_one(arguments):
+    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true"]) == 0
+    assert Path("out/hf").is_dir()

@@ -1,0 +1,59 @@
+"""bf16 weights with fp32 gradients and optimizer state: the layouts agree to bf16 rounding, and training works."""
+
+import dataclasses
+
+import pytest
+from support import invariance as world
+
+from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import ASSETS
+from isoloss.tools.parity import freeze
+from isoloss.tools.plants import NONE
+from isoloss.tools.prove import first_batch, on_layout
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    tiny = ASSETS / "tiny"
+    return Config(
+        ModelConfig(path=str(tiny), from_scratch=True),
+        data=DataConfig(
+            (str(tiny / "eval.jsonl"),),
+            max_length=128,
+            overlong="truncate",
+            cache_dir=str(tmp_path_factory.mktemp("cache")),
+        ),
+        batch=BatchConfig(global_size=4, max_tokens=256),
+        optim=OptimConfig(lr=2e-3),
+        train=TrainConfig(precision="fp32"),
+    )
+
+
+@pytest.mark.parametrize("layout", ("1", "pp2", "dp2"))
+def test_gradients_are_accumulated_and_reduced_in_fp32(pool, config, layout):
+    bf16 = on_layout(config, Layout.parse(layout), "bf16")
+    for weights, gradients in pool.run(Layout.parse(layout).world_size, world.dtypes, bf16):
+        assert weights == {"torch.bfloat16"} and gradients == {"torch.float32"}
+
+
+@pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
+def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
+    frozen = freeze(first_batch(config, NONE))
+    reference = pool.run(1, world.losses, config, frozen, 6)[0]
+    for layout in ("1", "tp2", "pp2", "ulysses2", "ring2", "ulysses2+ring2", "dp2"):
+        bf16 = on_layout(config, Layout.parse(layout), "bf16")
+        parallel = dataclasses.replace(bf16.parallel, distributed_optimizer=distributed_optimizer)
+        bf16 = dataclasses.replace(bf16, parallel=parallel)
+        found = pool.run(Layout.parse(layout).world_size, world.losses, bf16, frozen, 6)[0]
+        assert found[0] == pytest.approx(reference[0], rel=2e-3), layout
+        assert found[-1] == pytest.approx(reference[-1], rel=3e-2), layout
+        assert found[-1] < 0.9 * found[0], layout
+
+
+def test_log_probabilities_in_bf16_are_those_of_the_divided_logits(pool, config):
+    """Temperatures divide logits in fp32. Hidden states divided in bf16 have other logits, as has a rounded product."""
+    bf16 = on_layout(config, Layout.parse("tp2"), "bf16")
+    for found in pool.run(2, world.of_temperatures, bf16, freeze(first_batch(config, NONE)), [1.0, 0.7, 0.6]):
+        for mean, largest in found:
+            assert mean <= 1e-5 and largest <= 1e-4

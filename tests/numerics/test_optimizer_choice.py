@@ -1,0 +1,116 @@
+"""Which optimizer runs, and which kernels, is what the configuration says, whatever is installed."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import layers
+from support.families import VOCAB, write_folder
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, ModelConfig, ParallelConfig
+from isoloss.engine.engine import Engine, check_model
+from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.models import nvidia_apex
+from isoloss.parallel import UserError
+
+FUSED_ADAM = """
+class FusedAdam:
+    def __init__(self, *args, **kwargs):
+        raise AssertionError("apex's optimizer was chosen because it is there")
+
+FusedSGD = FusedAdam
+"""
+TRAIN = """
+import sys
+import torch
+from pathlib import Path
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, ModelConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, negative_log_likelihood
+
+if __name__ == "__main__":
+    engine = Engine(Config(ModelConfig(sys.argv[1])))
+    tokens = torch.arange(1, 40)
+    engine.train_step([Sample(tokens, tokens > 3)], Loss.of(negative_log_likelihood), 1e-2)
+    engine.save(Path(sys.argv[2]))
+    engine.load(Path(sys.argv[2]))
+    (part,) = engine.optimizer.chained_optimizers
+    (step,) = {int(state["step"]) for state in part.optimizer.state.values()}
+    print(type(part.optimizer).__module__, type(part.optimizer).__name__, part.optimizer.param_groups[0]["fused"], step)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return write_folder("qwen3", tmp_path_factory.mktemp("qwen3"))
+
+
+def apex(site: Path, *submodules: str) -> None:
+    """A package of that name in the folder `site`."""
+    for name in ("", *submodules):
+        (site / "apex" / name).mkdir(parents=True)
+        (site / "apex" / name / "__init__.py").write_text(FUSED_ADAM if name == "optimizers" else "")
+
+
+def test_torchs_adamw_runs_also_where_another_one_is_installed(folder, tmp_path):
+    apex(tmp_path / "site", "optimizers")
+    (tmp_path / "train.py").write_text(TRAIN)
+    ran = subprocess.run(
+        [sys.executable, tmp_path / "train.py", folder, tmp_path / "checkpoint"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site"), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split()[-4:] == ["torch.optim.adamw", "AdamW", "True", "1"]
+
+
+def test_a_stranger_of_the_name_apex_is_refused(folder, tmp_path, monkeypatch):
+    apex(tmp_path / "stranger", "interfaces")
+    monkeypatch.syspath_prepend(tmp_path / "stranger")
+    with pytest.raises(UserError, match=r"apex in .*stranger/apex is not NVIDIA's .*pip uninstall apex"):
+        check_model(Config(ModelConfig(str(folder))))
+    apex(tmp_path / "nvidia", "optimizers")
+    monkeypatch.syspath_prepend(tmp_path / "nvidia")
+    check_model(Config(ModelConfig(str(folder))))
+
+
+class Kernel:
+    """What NVIDIA's apex offers, in torch: weight gradient += grad_output^T input, in fp32."""
+
+    calls = 0
+
+    @classmethod
+    def wgrad_gemm_accum_fp32(cls, inputs, grad_output, main_grad):
+        cls.calls += 1
+        main_grad += grad_output.float().t() @ inputs.float()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
+def test_products_that_accumulate_weight_gradients_give_the_same(family, tmp_path, one_rank, monkeypatch):
+    folder = write_folder(family, tmp_path / family)
+    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernel, raising=False)
+    monkeypatch.setattr(nvidia_apex, "fuses_weight_gradients", lambda: True)
+    monkeypatch.setattr("isoloss.models.build.fuses_weight_gradients", lambda: True)
+    monkeypatch.setattr(Kernel, "calls", 0)
+    tokens = torch.arange(1, 50) % VOCAB
+    samples = [Sample(tokens[:n], tokens[:n] > 2) for n in (9, 49, 20)]
+
+    def gradients(fusion: bool) -> dict[str, torch.Tensor]:
+        parallel = ParallelConfig(distributed_optimizer=False, gradient_accumulation_fusion=fusion)
+        engine = Engine(Config(ModelConfig(str(folder)), parallel=parallel))
+        for _ in range(2):  # the second adds to what is there
+            engine.forward_backward(samples, Loss.of(negative_log_likelihood, aggregation="sum"))
+        return {name: gradient.clone() for name, gradient in engine.gradients()}
+
+    plain, fused = gradients(False), gradients(True)
+    assert Kernel.calls > 0 and plain.keys() == fused.keys()
+    for name, gradient in plain.items():
+        assert gradient.any()
+        torch.testing.assert_close(fused[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))

@@ -1,0 +1,76 @@
+"""Nothing that a run started outlives it, or holds its output open, however it ends."""
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from support.families import write_folder
+
+SECONDS = 5.0
+
+
+def command_line(process: psutil.Process) -> str:
+    """Empty for one that has ended, whether or not somebody has asked for its status yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[str]], bool]]:
+    """A process that started every kind of helper and got SIGKILL: how many there were of each kind, which of them were
+    left after SECONDS, and whether its standard output and standard error had come to their end."""
+    folder = tmp_path_factory.mktemp("owner")
+    write_folder("qwen3", folder / "model")
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "support.owner", str(folder)]
+    owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    started: dict[str, list[psutil.Process]] = {}
+    try:
+        while not (folder / "started.json").exists():
+            assert owner.poll() is None, owner.communicate()[0].decode()
+            time.sleep(0.05)
+        pids = json.loads((folder / "started.json").read_text())
+        started = {kind: [psutil.Process(pid) for pid in pids[kind]] for kind in pids}
+        os.kill(owner.pid, signal.SIGKILL)
+        deadline = time.monotonic() + SECONDS
+        left = {}
+        for kind, processes in started.items():
+            _, alive = psutil.wait_procs(processes, max(0.0, deadline - time.monotonic()))
+            left[kind] = [line for process in alive if (line := command_line(process))]
+        try:
+            owner.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            ended = True
+        except subprocess.TimeoutExpired:
+            ended = False
+        yield {kind: len(pids[kind]) for kind in pids}, left, ended
+    finally:
+        owner.kill()
+        for process in itertools.chain.from_iterable(started.values()):
+            if process.is_running():
+                process.kill()
+
+
+@pytest.mark.parametrize("kind", ["pool of ranks", "reward functions", "conversion", "server", "checkpoint"])
+def test_helpers_end_with_an_owner_that_is_killed(killed, kind):
+    _, left, _ = killed
+    assert left[kind] == []
+
+
+def test_the_owners_output_ends_with_it(killed):
+    _, _, ended = killed
+    assert ended
+
+
+def test_a_checkpoint_takes_no_process(killed):
+    started, _, _ = killed
+    assert started == {"pool of ranks": 3, "reward functions": 3, "conversion": 2, "server": 4, "checkpoint": 0}

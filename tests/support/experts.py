@@ -1,0 +1,148 @@
+"""Tiny models with experts, and what their ranks run."""
+
+from collections.abc import Sequence
+
+import torch
+
+from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import cross_entropy
+from isoloss.engine.optimizer import global_grad_norm
+from isoloss.tools.parity import thaw
+from isoloss.tools.plants import NONE, Plant
+from support.invariance import QWEN3
+
+STEP = 1e-8  # of a finite difference
+SIZES = QWEN3 | {"num_hidden_layers": 4}
+MODELS = {
+    "qwen3-moe": SIZES
+    | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 28,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {k: v for k, v in SIZES.items() if k != "head_dim"}
+    | {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_size": 48,  # 8 heads of 6
+        "intermediate_size": 28,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": None,
+    },
+    # A selection bias, groups of which some are kept, a shared expert and a dense first layer.
+    "glm-4.5": SIZES
+    | {
+        "architectures": ["Glm4MoeForCausalLM"],
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "moe_intermediate_size": 28,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.7,
+        "norm_topk_prob": True,
+        "use_qk_norm": True,
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+}
+
+
+def selection_biases(config: Config, frozen: bytes, steps: int, plant: Plant = NONE) -> dict[str, list[float]]:
+    """This rank's selection biases after some steps on the same samples, by weight name.
+
+    Between the steps the samples are evaluated and asked for log-probabilities, which must not count.
+    """
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(config.loss)
+    with plant.planted():
+        for _ in range(steps):
+            engine.forward_backward(samples, loss)
+            engine.evaluate(samples, loss)
+            engine.logprobs(samples)
+            assert engine.optim_step().applied
+    return biases_of(engine)
+
+
+def biases_of(engine: Engine) -> dict[str, list[float]]:
+    return {name: weight.tolist() for name, weight in engine.weights() if name.endswith("expert_bias")}
+
+
+def biases_by_calls(config: Config, frozen: bytes, parts: Sequence[Sequence[int]]) -> dict[str, list[float]]:
+    """After a step whose samples came in several calls."""
+    engine = Engine(config)
+    samples = thaw(frozen)
+    for part in parts:
+        engine.forward_backward([samples[index] for index in part], cross_entropy(LossConfig("sum")))
+    assert engine.optim_step().applied
+    return biases_of(engine)
+
+
+def biases_of_steps_not_taken(config: Config, frozen: bytes) -> dict[str, list[float]]:
+    """After a step that was thrown away and one whose loss was not finite, which is not applied."""
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(LossConfig())
+    engine.forward_backward(samples, loss)
+    engine.zero_grad()
+    engine.forward_backward(samples, loss)
+    engine._finite = False
+    assert not engine.optim_step().applied
+    return biases_of(engine)
+
+
+def biases_resumed(config: Config, frozen: bytes, folder: str, steps: int) -> tuple[dict, dict]:
+    """After `steps`, a checkpoint, and as many more steps of the engine that wrote it and of one that read it."""
+    loss, samples = cross_entropy(LossConfig()), thaw(frozen)
+    engine = Engine(config)
+    for _ in range(steps):
+        engine.train_step(samples, loss)
+    engine.save(folder)
+    for _ in range(steps):
+        engine.train_step(samples, loss)
+    resumed = Engine(config)
+    resumed.load(folder)
+    for _ in range(steps):
+        resumed.train_step(samples, loss)
+    return biases_of(engine), biases_of(resumed)
+
+
+def loss_without_gradients(config: Config, frozen: bytes) -> tuple[float, float, float]:
+    """The loss that training differentiates, its terms without those of the routers, and what evaluation reports."""
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(LossConfig())
+    with torch.no_grad():
+        evaluated = engine.evaluate(samples, loss)
+    trained = engine.forward_backward(samples, loss)
+    assert set(evaluated.terms) == {"loss"}
+    return trained.loss, trained.terms["loss"], evaluated.loss
+
+
+def slope(config: Config, frozen: bytes) -> tuple[float, float]:
+    """(squared gradient norm, central difference of the training loss along the gradient).
+
+    The step is so small that no token chooses other experts.
+    """
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(LossConfig("seq-mean-token-mean"))
+    engine.forward_backward(samples, loss)
+    engine.reduce_gradients()
+    engine.optimizer.prepare_grads()
+    claimed = global_grad_norm(engine.optimizer) ** 2
+    parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
+    gradients = [p.main_grad.clone() for p in parameters]
+    values = []
+    for sign in (1, -2):  # theta + h g, then theta - h g
+        with torch.no_grad():
+            for p, g in zip(parameters, gradients):
+                p.add_(g, alpha=sign * STEP)
+        engine.zero_grad()
+        values.append(engine.forward_backward(samples, loss).loss)
+    return claimed, (values[0] - values[1]) / (2 * STEP)

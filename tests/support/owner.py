@@ -1,0 +1,85 @@
+"""A process that starts every kind of helper that there is, busy ones and idle ones, and is to be killed."""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+
+from isoloss.engine.rl.reward.pool import Call, RewardPool
+from isoloss.engine.rl.sglang.process import ServerProcess
+from isoloss.models.conversion.worker import WriteFile
+from isoloss.models.conversion.workers import Workers
+from isoloss.tools.pool import WorkerPool
+from support.transformers_parity import make_engine
+
+# A function that starts a process and never lets Python run again.
+REWARD = """
+import re, subprocess, sys
+def never(completion):
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+    re.match(r"(a+)+$", "a" * 60 + "b")
+"""
+SERVER = "bash -c 'sleep 1001 & sleep 1002'"
+# A segment of a file that a conversion waits for, as for a disk that hangs.
+SEGMENT = """
+import time
+from dataclasses import dataclass
+@dataclass(frozen=True)
+class Never:
+    nbytes: int = 1
+    paths: tuple = ()
+    def read(self, sources):
+        time.sleep(1000)
+"""
+
+
+def in_background(function: Callable[..., object], *args: object) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def main(folder: Path) -> None:
+    """Writes folder/started.json, {kind: process ids}, once all are there. folder: has a folder `model` in it."""
+    mine, started = psutil.Process(), {}
+
+    @contextlib.contextmanager
+    def counted(kind: str, count: int) -> Iterator[None]:
+        before = set(mine.children(recursive=True))
+        yield
+        while len(found := set(mine.children(recursive=True)) - before) < count:
+            time.sleep(0.05)
+        started[kind] = [process.pid for process in found]
+
+    with counted("pool of ranks", 3):  # a worker, the fork server, multiprocessing's tracker
+        pool = WorkerPool(1)
+        in_background(pool.run, 1, time.sleep, 1000)
+    with counted("reward functions", 3):
+        (folder / "reward.py").write_text(REWARD)
+        rewards = RewardPool([f"{folder}/reward.py:never"], 2, 1000.0)
+        in_background(rewards.run, [Call(0, {"completion": ""})])
+    with counted("conversion", 2), open(folder / "lock", "w") as lock:
+        workers = Workers(2, lock.fileno(), "")
+        (folder / "never.py").write_text(SEGMENT)
+        sys.path.insert(0, str(folder))
+        import never
+
+        job = WriteFile(str(folder / "file"), str(folder / "record"), (never.Never(),))
+        in_background(list, workers.answers([(None, job)], lambda _: None))
+        time.sleep(1)
+    with counted("server", 4):  # the guard, the command, and what that started
+        server = ServerProcess(SERVER, "http://127.0.0.1:5", folder, folder)
+        server.start()
+    with counted("checkpoint", 0):
+        make_engine(folder / "model", "fp32").save(folder / "checkpoint")
+    (folder / "partial").write_text(json.dumps(started))
+    os.rename(folder / "partial", folder / "started.json")
+    time.sleep(1000)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,220 @@
+"""Runs of the reinforcement learning loop with a model so small that one takes seconds; on every rank of a pool."""
+
+import contextlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl import loop
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import to_sample
+from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.rollout import Rollout
+from isoloss.engine.rl.trajectory import Completion
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import compose_config
+from isoloss.tools.prove import on_layout
+from support.training import Arrays, Killed, weights
+
+TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
+SMALL = {
+    "num_hidden_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 256,
+}
+# A model of random weights says random things: rewards that vary are made of its token ids.
+REWARDS = """
+def quarters(completion_tokens):
+    return sum(completion_tokens) % 4 / 4
+
+def coin(completion_tokens):
+    return sum(completion_tokens) % 2
+"""
+PROMPTS = 5
+TIMES = ("seconds", "tokens_per_second", "mfu", "generate_seconds", "train_seconds", "sync_seconds")
+
+
+def write_inputs(folder: Path) -> Path:
+    """`model` (config.json and tokenizer, no weights), `prompts.jsonl` (five of different lengths), `rewards.py`."""
+    model = folder / "model"
+    model.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, model)
+    (model / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | SMALL))
+    stop = list(range(3, 1000, 16))  # so that completions end at different lengths
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
+    # U+2028 ends a line for str.splitlines, and not for JSON Lines.
+    rows = [{"prompt": "Add up:\u2028" + "1 + " * n + "1 =", "answer": n + 1} for n in range(PROMPTS)]
+    write_prompts(folder / "prompts.jsonl", rows)
+    (folder / "rewards.py").write_text(REWARDS)
+    return folder
+
+
+def write_prompts(path: Path, rows: Sequence[dict | str]) -> Path:
+    """A JSON Lines file; a row that is a string is written as it stands."""
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return path
+
+
+def overrides_of(inputs: Path, out: Path | str) -> list[str]:
+    """Of a run of three steps, each with two prompts x four completions of its own."""
+    return [
+        f"model.path={inputs}/model",
+        "model.from_scratch=true",
+        f"data.train={inputs}/prompts.jsonl",
+        "data.max_length=128",
+        "batch.global_size=2",
+        "batch.max_tokens=160",
+        "optim.lr=1e-2",
+        "optim.schedule=constant",
+        "train.steps=3",
+        "rollout.num_generations=4",
+        "rollout.max_new_tokens=12",
+        "rollout.concurrency=16",
+        f"reward.function={inputs}/rewards.py:quarters",
+        "reward.workers=1",
+        "checkpoint.export_hf=false",
+        f"output_dir={out}",
+    ]
+
+
+def config_of(inputs: Path, out: Path, layout: str = "1", *overrides: str, precision: str = "fp32") -> RLConfig:
+    config = compose_config("grpo", RLConfig, [*overrides_of(inputs, out), *overrides])[0]
+    config = on_layout(config, Layout.parse(layout), precision)
+    return replace(config, parallel=replace(config.parallel, distributed_optimizer=None))  # as the recipe has it
+
+
+def resumed(config: RLConfig) -> RLConfig:
+    return replace(config, checkpoint=replace(config.checkpoint, resume=True))
+
+
+def rows_of(config: RLConfig, name: str = "metrics") -> list[dict]:
+    lines = Path(str(config.output_dir), f"{name}.jsonl").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    return [json.loads(line, parse_constant=_refuse) for line in lines]
+
+
+def _refuse(constant: str):
+    raise ValueError(f"{constant} is not JSON")
+
+
+def numbers(config: RLConfig) -> list[dict]:
+    """Everything of metrics.jsonl that is not about time."""
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows_of(config)]
+
+
+def train(
+    config: RLConfig,
+    killed_after: int | None = None,
+    killed_in_save: int | None = None,
+    without: str | None = None,
+) -> Arrays:
+    """The loop; weights of policy and critic when the last checkpoint was due. Or killed after that step, or between
+    the critic's and the policy's checkpoint of that step. without: completions whose id ends so are taken out."""
+    kept: Arrays = {}
+    store, save, check, groups = loop.store, loop.save, loop.BadStepGuard.check, Rollout.groups
+
+    def keep_weights(engine, critic, *rest):
+        kept.update(weights(engine))
+        if critic:
+            kept.update({f"critic/{name}": weight for name, weight in weights(critic._engine).items()})
+        store(engine, critic, *rest)
+
+    def save_or_die(engine, config, output_dir, step, *rest):
+        if step == killed_in_save:
+            raise Killed
+        return save(engine, config, output_dir, step, *rest)
+
+    def check_or_die(self, step, *rest):
+        if step == killed_after:
+            raise Killed
+        check(self, step, *rest)
+
+    def fewer(self, *args):
+        found = groups(self, *args)
+        if without is None:
+            return found
+        return [
+            replace(group, trajectories=tuple(t for t in group.trajectories if not t.completion.id.endswith(without)))
+            for group in found
+        ]
+
+    with (
+        mock.patch.object(Rollout, "groups", fewer),
+        mock.patch.object(loop, "store", keep_weights),
+        mock.patch.object(loop, "save", save_or_die),
+        mock.patch.object(loop.BadStepGuard, "check", check_or_die),
+        contextlib.suppress(*((Killed,) if killed_after or killed_in_save else ())),
+    ):
+        loop.train_rl(config, "test")
+        assert not (killed_after or killed_in_save)
+    return kept
+
+
+@dataclass(frozen=True)
+class Watched:
+    """calls: of the backend, each with its number of requests. worst: for every batch, the largest difference of a
+    token's log-probability, rollout against trainer."""
+
+    calls: tuple[int, ...]
+    worst: tuple[float, ...]
+    completions: tuple[Completion, ...]
+    counted: int
+
+
+def watched(config: RLConfig, stale: bool = False) -> Watched:
+    """The loop, looked at from outside. stale: a planted bug, weights reach the rollout for the first batch only."""
+    calls: list[int] = []
+    worst: list[float] = []
+    completions: list[Completion] = []
+    rollouts: list[Rollout] = []
+    engines: list[Engine] = []
+    generate, sync, groups, prepare = InProcessBackend.generate, Rollout.sync, Rollout.groups, loop.prepare
+
+    def counting(self, requests, sampling):
+        calls.append(len(requests))
+        return generate(self, requests, sampling)
+
+    def sync_once(self, version):
+        if not (stale and rollouts):
+            sync(self, version)
+        if self not in rollouts:
+            rollouts.append(self)
+            engines.append(self.engine)
+
+    def noting(self, *args):
+        found = groups(self, *args)
+        completions.extend(t.completion for group in found for t in group.trajectories)
+        return found
+
+    def comparing(groups, models, config, *rest):
+        trajectories = [t for group in groups for t in group.trajectories]
+        samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
+        found = engines[0].logprobs(samples, config.rollout.temperature)
+        worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
+        return prepare(groups, models, config, *rest)
+
+    with (
+        mock.patch.object(InProcessBackend, "generate", counting),
+        mock.patch.object(Rollout, "sync", sync_once),
+        mock.patch.object(Rollout, "groups", noting),
+        mock.patch.object(loop, "prepare", comparing),
+    ):
+        loop.train_rl(config, "test")
+    return Watched(tuple(calls), tuple(worst), tuple(completions), rollouts[0].calls)
+
+
+def difference(completion: Completion, logprobs_T: Tensor) -> float:
+    told_C = torch.tensor(completion.logprobs, dtype=torch.float64)
+    return float((logprobs_T[len(logprobs_T) - len(told_C) :] - told_C).abs().max())

@@ -1,0 +1,101 @@
+"""Policies with other weights than a server has, and what their completions must look like."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.sglang.backend import SGLangBackend
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.parallel import UserError
+from support import tiny_models
+
+ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2, "max_position_embeddings": 1024}
+VOCAB = tiny_models.SIZES["vocab_size"]
+
+
+def policy(seed: int) -> PreTrainedModel:
+    return tiny_models.make(ARCHITECTURE, seed=seed, **CHANGES).eval()
+
+
+def buckets(model: PreTrainedModel, size: int = 7) -> Iterator[Bucket]:
+    """The weights of `model` under their Hugging Face names, `size` tensors at a time."""
+    named = [(name, parameter.detach()) for name, parameter in model.named_parameters()]
+    for start in range(0, len(named), size):
+        yield named[start : start + size]
+
+
+def requests(number: int, length: int = 6) -> list[Request]:
+    return [Request(f"row:{i}", tuple((7 * i + 11 * t) % VOCAB for t in range(length))) for i in range(number)]
+
+
+@torch.no_grad()
+def logprobs(model: PreTrainedModel, request: Request, tokens: Sequence[int], temperature: float = 1.0):
+    """log p of each token of a completion under softmax(logits / temperature): [T]."""
+    context = [*request.prompt_tokens, *tokens]
+    logits = model(torch.tensor([context])).logits[0].float() / (temperature or 1.0)
+    chosen = torch.log_softmax(logits, dim=-1)[:-1].gather(1, torch.tensor(context[1:])[:, None])[:, 0]
+    return chosen[len(request.prompt_tokens) - 1 :]
+
+
+def worst(
+    model: PreTrainedModel,
+    request: Request,
+    completion: Completion,
+    temperature: float = 1.0,
+    version: int | None = None,
+) -> float:
+    """The largest difference between a completion's log-probabilities and the model's; of one version's tokens."""
+    wanted = logprobs(model, request, completion.tokens, temperature)
+    gap = (torch.tensor(completion.logprobs) - wanted).abs()
+    if version is not None:
+        gap = gap[torch.tensor(completion.versions) == version]
+    assert gap.numel()
+    return float(gap.max())
+
+
+@torch.no_grad()
+def greedy(model: PreTrainedModel, request: Request, length: int) -> tuple[int, ...]:
+    context = list(request.prompt_tokens)
+    for _ in range(length):
+        context.append(int(model(torch.tensor([context])).logits[0, -1].argmax()))
+    return tuple(context[len(request.prompt_tokens) :])
+
+
+def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[str, Any]:
+    """What a rank sees of an update, a generation, a refused update and a refused request."""
+    config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
+    backend = SGLangBackend(config, model_folder, sync_dir)
+    model, seen = policy(5), {}
+    drawn = []
+
+    def mine(spoiled: bool = False) -> Iterator[Bucket]:
+        """As the trainer makes them: every rank takes part in making each bucket, and some get none of it."""
+        for bucket in buckets(model):
+            dist.barrier()
+            drawn.append(len(bucket))
+            has = backend.receives == "every rank" or dist.get_rank() == 0
+            yield [(name, tensor[:-1] if spoiled else tensor) for name, tensor in bucket] if has else []
+
+    try:
+        backend.update_weights(mine(), 3)
+        seen["version"] = backend.weight_version()
+        seen["completions"] = backend.generate(requests(3), Sampling(6))
+        seen["mistakes"] = []
+        for wrong in (
+            lambda: backend.update_weights(mine(spoiled=True), 4),
+            lambda: backend.generate([Request("row:9", (1,) * 5000)], Sampling(6)),
+        ):
+            try:
+                seen["mistakes"].append(wrong())
+            except UserError as error:
+                seen["mistakes"].append(str(error))
+            backend.update_weights(mine(), 5)
+        seen["drawn"] = sum(drawn)
+    finally:
+        backend.close()
+    return seen
