@@ -41,11 +41,8 @@ class Experience:
         return self.done == len(self.steps)
 
     def take(self) -> tuple[list[Sample], "Experience"]:
-        """The samples of the next optimizer step, their prompts numbered within it, and what is left."""
-        samples = [self.samples[index] for index in self.steps[self.done]]
-        number_of = {group: number for number, group in enumerate(sorted({sample.group for sample in samples}))}
-        numbered = [replace(sample, group=number_of[sample.group]) for sample in samples]
-        return numbered, replace(self, done=self.done + 1)
+        """The samples of the next optimizer step, and what is left."""
+        return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
 
     def state(self) -> dict[str, object]:
         """As a checkpoint holds it: plain containers and tensors."""

@@ -19,9 +19,7 @@ from isoloss.engine.packing import pack
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.experience import Experience, Models, minibatches, prepare
-from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
-from isoloss.parallel.normalizer import take_census, weigh
 
 LONGEST, BUFFER = 6, 3
 # (prompt length, (completion length, reward) of each): uneven, with failed rewards, an empty completion, a group with
@@ -360,22 +358,6 @@ def test_take_gives_the_steps_in_turn():
     assert experience.used_up
     wanted = [[experience.samples[i].tokens_T.tolist() for i in step] for step in experience.steps]
     assert taken == wanted and experience.steps == minibatches(20, 0, config_of(minibatches=5, epochs=2))
-
-
-def test_the_prompts_of_a_step_are_those_in_it(one_rank):
-    """A mean over prompts that counts fully masked ones must not count prompts of other mini-batches."""
-    config = config_of(minibatches=10, loss=LossConfig("prompt-mean-token-mean", count_fully_masked=True))
-    experience = prepared(minibatches=10)
-    (aggregation,) = policy_loss(config).aggregations
-    while not experience.used_up:
-        step = experience.steps[experience.done]
-        prompts = {experience.samples[index].group for index in step}
-        samples, experience = experience.take()
-        assert sorted({sample.group for sample in samples}) == [*range(len(prompts))]
-        groups = [sample.group for sample in samples]
-        masks = [sample.mask_T for sample in samples]
-        census = take_census(masks, one_rank, group_ids=groups, num_groups=max(groups) + 1)
-        assert weigh(masks, census, aggregation)[1].prompts == len(prompts)
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
