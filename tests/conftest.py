@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support import plain_megatron, tiny_models
+from support import covered, plain_megatron, tiny_models
 
 from isoloss.engine.config import Config
 from isoloss.parallel import launch as ranks
@@ -39,6 +39,8 @@ def pool() -> Iterator[WorkerPool]:
     """
     with WorkerPool(8) as workers:
         yield workers
+        if covered.is_measured():
+            workers.run(workers.size, covered.save)
 
 
 @pytest.fixture
