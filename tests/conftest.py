@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from support import plain_megatron, tiny_models
+from support.durations import Durations
+from support.tiers import Schedule
 
 from isoloss.engine.config import Config
 from isoloss.parallel import launch as ranks
@@ -29,6 +31,11 @@ SMALL = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
+    config.pluginmanager.register(Schedule())
 
 
 @pytest.fixture(scope="session")
