@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from support import plain_megatron, tiny_models
@@ -19,7 +20,7 @@ from isoloss.engine.config import Config
 from isoloss.parallel import launch as ranks
 from isoloss.parallel import mesh
 from isoloss.recipes import launch, sft
-from isoloss.tools.pool import WorkerPool
+from isoloss.tools.pool import MAX_THREADS, WorkerPool, collect_garbage
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 SMALL = {
@@ -36,6 +37,15 @@ SMALL = {
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Durations(config))
     config.pluginmanager.register(Schedule())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """What a recipe run in this process leaves behind goes, before its threads slow down all other tests."""
+    yield
+    if psutil.Process().num_threads() > MAX_THREADS:
+        mesh.destroy()
+        collect_garbage()
 
 
 @pytest.fixture(scope="session")
