@@ -7,25 +7,30 @@ TORCH ?= torch==2.13.0
 # Ranks of a local run: one a GPU, two on a CPU.
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | wc -l | sed 's/^0$$/2/')
 ARGS ?=
+# Processes that run the tests; those that need ranks, or share something expensive, stay together.
+WORKERS ?= 2
 
 BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
 ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 RUN := $(ONE_THREAD) $(BIN)/torchrun --nproc_per_node $(NPROC)
+PYTEST := $(ONE_THREAD) $(BIN)/pytest
+PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
 SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-docs test-sglang prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-all slowest test-docs test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
-	@echo "make test       the whole CPU test suite"
+	@echo "make test       the quick CPU tests: every claim once, at most ten minutes on two cores"
+	@echo "make test-all   the whole CPU test suite, at most half an hour;  make slowest: the slowest tests of the last run"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  the grids whole: every layout, mode and token budget (about half an hour on two cores)"
@@ -52,14 +57,20 @@ grpo dapo: install
 	@$(BIN)/python -m isoloss.tools.reward_curve "$(RUN_FOLDER)"
 
 test: install
-	$(ONE_THREAD) $(BIN)/pytest $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
+
+test-all: install
+	$(PYTEST) $(PARALLEL) $(ARGS)
+
+slowest:
+	$(BIN)/python tests/support/durations.py
 
 test-docs: install
-	$(ONE_THREAD) $(BIN)/pytest -m docs $(ARGS)
+	$(PYTEST) -m docs --timeout 1800 $(ARGS)
 
 # A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own.
 test-sglang: install .sglang-venv/.ready
-	$(ONE_THREAD) $(BIN)/pytest -m sglang $(ARGS)
+	$(PYTEST) -m sglang --timeout 1200 $(ARGS)
 
 .sglang-venv/.ready: tests/sglang/requirements.txt
 	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
@@ -68,7 +79,7 @@ test-sglang: install .sglang-venv/.ready
 	touch $@
 
 prove-all: install
-	$(ONE_THREAD) $(BIN)/pytest -m slow $(ARGS)
+	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
 
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done

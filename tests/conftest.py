@@ -9,15 +9,18 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from support import covered, plain_megatron, tiny_models
+from support.durations import Durations
+from support.tiers import Schedule
 
 from isoloss.engine.config import Config
 from isoloss.parallel import launch as ranks
 from isoloss.parallel import mesh
 from isoloss.recipes import launch, sft
-from isoloss.tools.pool import WorkerPool
+from isoloss.tools.pool import MAX_THREADS, WorkerPool, collect_garbage
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 SMALL = {
@@ -29,6 +32,20 @@ SMALL = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Durations(config))
+    config.pluginmanager.register(Schedule())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Iterator[None]:
+    """What a recipe run in this process leaves behind goes, before its threads slow down all other tests."""
+    yield
+    if psutil.Process().num_threads() > MAX_THREADS:
+        mesh.destroy()
+        collect_garbage()
 
 
 @pytest.fixture(scope="session")

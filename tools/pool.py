@@ -20,11 +20,12 @@ from typing import Any
 import psutil
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from isoloss.parallel import UserError, mesh, processes
 
-# A worker with more threads is replaced: Megatron's distributed optimizer sits in a reference cycle through C++, which
-# Python cannot collect, so each one that was built keeps its process groups, and every gloo group its threads.
+# A worker with more threads is replaced: what a function leaves behind keeps its process groups, and every gloo group
+# its threads.
 MAX_THREADS = 64
 # Everything that a worker would otherwise import for itself: the fork server imports it once.
 PRELOAD = ["isoloss.engine.engine"]
@@ -134,7 +135,7 @@ def _serve(connection: Connection, lifelines: tuple[Connection, Connection], ind
     torch.set_num_threads(1)
     if torch.cuda.is_available():
         torch.cuda.set_device(index)
-    _collect_garbage()
+    collect_garbage()
     while True:
         try:
             rank, world, store, timeout, function, args = connection.recv()
@@ -149,7 +150,7 @@ def _serve(connection: Connection, lifelines: tuple[Connection, Connection], ind
             dist.barrier()  # a rank that closes its connections early would break those that still connect
             mesh.destroy()
             dist.destroy_process_group()
-            _collect_garbage()  # models hold their groups in reference cycles, and every gloo group holds threads
+            collect_garbage()
         except UserError as error:
             answer = ("mistake", str(error))
         except Exception:
@@ -158,7 +159,15 @@ def _serve(connection: Connection, lifelines: tuple[Connection, Connection], ind
             connection.send(answer)
 
 
-def _collect_garbage() -> None:
-    """Collect, and leave what stays (imported modules: a million objects) out of later collections."""
+def collect_garbage() -> None:
+    """Collect the engines of a world that was left, and leave what stays (imported modules: a million objects) out of
+    later collections.
+
+    Engines hold their groups in reference cycles, and every gloo group holds threads. That of Megatron's distributed
+    optimizer goes through C++, where Python cannot collect it: each that was built since the last call is emptied.
+    """
+    for found in gc.get_objects():  # not those that earlier calls froze
+        if type(found) is DistributedOptimizer:
+            vars(found).clear()
     gc.collect()
     gc.freeze()
