@@ -9,17 +9,16 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
+from support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "recipes" / "scripts"
-WAIT = 60  # seconds that say that something hangs
 WATCHED = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )  # fmt: skip
@@ -35,7 +34,7 @@ call["environment"] = {{key: os.environ[key] for key in {WATCHED!r} if key in os
 with open(record, "a") as file:
     file.write(json.dumps(call) + "\\n")
 def wait_for_the_servers():
-    deadline = time.monotonic() + {WAIT}
+    deadline = time.monotonic() + {LONG}
     while open(record).read().count('"name": "python"') < int(os.environ.get("SERVERS", 0)):
         if time.monotonic() > deadline:
             sys.exit("the servers did not start")
@@ -55,7 +54,7 @@ elif name == "python":
     if os.environ.get("DIES") in sys.argv:
         wait_for_the_servers()
         sys.exit(3)
-    time.sleep({WAIT})
+    time.sleep({LONG})
 """
 
 
@@ -111,7 +110,7 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
             start_new_session=True,  # serve.sh ends its whole process group
         )
         started.append(process.pid)
-        said, _ = process.communicate(timeout=WAIT)
+        said, _ = process.communicate(timeout=LONG)
         return Done(process.returncode, said, calls())
 
     yield run
@@ -124,15 +123,15 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
 
 def ended(calls: list[Call]) -> bool:
     """Whether these processes end by themselves."""
-    deadline = time.monotonic() + WAIT / 2
-    while time.monotonic() < deadline:
-        left = [call for call in calls if psutil.pid_exists(call.pid)]
-        if all(
-            psutil.Process(call.pid).status() == psutil.STATUS_ZOMBIE for call in left if psutil.pid_exists(call.pid)
-        ):
-            return True
-        time.sleep(0.02)
-    return False
+    return until(lambda: not any(map(runs, [call.pid for call in calls])), "the servers had ended")
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended stays a zombie until whoever inherited it looks after it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.iterdir()))
