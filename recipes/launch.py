@@ -59,11 +59,11 @@ def main(
     try:
         if arguments.help is not None:
             told = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
-            print(told if arguments.help else f"{parser.format_help()}\n{told}", end="")
+            print_once(told if arguments.help else f"{parser.format_help()}\n{told}")
             return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
         if arguments.cfg:
-            print(yaml.safe_dump(values, sort_keys=False), end="")
+            print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
         run(config, f"{recipe}-{preset}")
         return 0
@@ -122,6 +122,12 @@ def compose_config(
     assert isinstance(composed, dict)
     values = {str(key): value for key, value in composed.items()}
     return build(config_class, values), values, preset
+
+
+def print_once(text: str) -> None:
+    """What was asked for, on standard output: rank 0 says it for all."""
+    if launch.rank_and_world()[0] == 0:
+        print(text, end="")
 
 
 def tell_once(message: str) -> None:

@@ -17,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from support.faults import DISK_BROKEN, DISK_FULL, struck
+from support.waiting import until
 
 from isoloss.models.conversion import segments, transfer, workers
 from isoloss.models.conversion.segments import Cast, Literal, Run, Strided, Zeros
@@ -286,10 +287,11 @@ def test_killed_at_any_operation_the_target_is_absent_or_complete_and_the_next_r
 
 def test_killed_again_and_again_it_still_gets_there(tmp_path):
     plan, expected = example(tmp_path / "in")
-    target, point = tmp_path / "out", 5
-    while not target.exists():
+    target = tmp_path / "out"
+    for point in range(5, 500):
         assert strike(plan, target, point)[0] == "killed"
-        point += 1
+        if target.exists():
+            break
     check_complete(target, expected)
 
 
@@ -345,19 +347,18 @@ def test_workers_end_with_their_parent(tmp_path):
         run(plan, tmp_path / "out", workers=1)
         os._exit(0)
     lock = tmp_path / ".out.partial" / "lock"
-    deadline = time.monotonic() + 20
-    while not lock.exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.5)
+    until(lock.exists, "the parent had taken the lock")
+    time.sleep(0.5)  # so that the worker waits for its disk
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    deadline = time.monotonic() + 5
+
+    def free() -> bool:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
     with lock.open() as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+        until(free, "the worker had let go of the lock")
     assert not (tmp_path / "out").exists()

@@ -5,10 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
+from support.waiting import LONG, until
 
 
 def test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint(arguments):
@@ -22,13 +22,12 @@ def test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint(
         start_new_session=True,  # so that what is left can be found
     )
     try:
-        while not list(Path("out").glob("checkpoints/step_*")):
-            assert job.poll() is None, job.communicate()[0].decode()
-            time.sleep(0.1)
+        saved = lambda: list(Path("out").glob("checkpoints/step_*"))
+        until(saved, "a checkpoint was there", lambda: job.poll() is None)
         (rank,) = psutil.Process(job.pid).children()
         assert rank.children(recursive=True) == []
         os.kill(rank.pid, signal.SIGKILL)
-        said, _ = job.communicate(timeout=60)  # to the end of the pipe; torchrun itself takes a moment
+        said, _ = job.communicate(timeout=LONG)  # to the end of the pipe
         assert job.returncode == 1 and b"SIGKILL" in said
     finally:
         with contextlib.suppress(ProcessLookupError):  # nothing is left, as it should be

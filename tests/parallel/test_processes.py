@@ -6,15 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from support.families import write_folder
-
-SECONDS = 5.0
+from support.waiting import LONG, until
 
 
 def command_line(process: psutil.Process) -> str:
@@ -28,7 +26,7 @@ def command_line(process: psutil.Process) -> str:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[str]], bool]]:
     """A process that started every kind of helper and got SIGKILL: how many there were of each kind, which of them were
-    left after SECONDS, and whether its standard output and standard error had come to their end."""
+    left after a LONG while, and whether its standard output and standard error had come to their end."""
     folder = tmp_path_factory.mktemp("owner")
     write_folder("qwen3", folder / "model")
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
@@ -36,19 +34,21 @@ def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[st
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started: dict[str, list[psutil.Process]] = {}
     try:
-        while not (folder / "started.json").exists():
-            assert owner.poll() is None, owner.communicate()[0].decode()
-            time.sleep(0.05)
+        try:
+            until((folder / "started.json").exists, "all kinds were there", lambda: owner.poll() is None)
+        except AssertionError as error:
+            owner.kill()
+            raise AssertionError(f"{error}\n{owner.communicate(timeout=LONG)[0].decode()}") from None
         pids = json.loads((folder / "started.json").read_text())
         started = {kind: [psutil.Process(pid) for pid in pids[kind]] for kind in pids}
         os.kill(owner.pid, signal.SIGKILL)
-        deadline = time.monotonic() + SECONDS
+        _, remaining = psutil.wait_procs([each for of_kind in started.values() for each in of_kind], LONG)
         left = {}
         for kind, processes in started.items():
-            _, alive = psutil.wait_procs(processes, max(0.0, deadline - time.monotonic()))
+            alive = [each for each in processes if each in remaining]
             left[kind] = [line for process in alive if (line := command_line(process))]
         try:
-            owner.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            owner.communicate(timeout=1 if remaining else LONG)
             ended = True
         except subprocess.TimeoutExpired:
             ended = False

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.waiting import LONG, until
 
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.rl.config import RewardConfig
@@ -71,7 +72,7 @@ def prompt(answer="4", text="2+2=", **extra) -> Prompt:
 
 def gone(pids) -> bool:
     """Whether the processes end by themselves; the last signal may be on its way."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + LONG
     while (left := [pid for pid in pids if runs(pid)]) and time.monotonic() < end:
         time.sleep(0.05)
     for pid in left:
@@ -342,21 +343,21 @@ SAID = {
     "exit": "one: ended its process with status 7",
     "_exit": "one: ended its process with status 0",
     "segfault": "one: ended its process by signal 11",
-    "sleep": "one: took longer than reward.timeout=1 seconds",
-    "regex": "one: took longer than reward.timeout=1 seconds",
 }
+HANGS = dict.fromkeys(("sleep", "regex"), "one: took longer than reward.timeout=3 seconds")
 
 
-def test_a_failure_costs_its_own_completion_only(score, write):
+@pytest.mark.parametrize(("said", "timeout"), [(SAID, LONG), (HANGS, 3.0)], ids=("ends", "hangs"))
+def test_a_failure_costs_its_own_completion_only(score, write, said, timeout):
     path = write(FAULTS)
-    texts = [text for fault in SAID for text in (fault, "good")]
-    scored = score([f"{path}:one", "exact_match"], texts, timeout=1.0, workers=2)
+    texts = [text for fault in said for text in (fault, "good")]
+    scored = score([f"{path}:one", "exact_match"], texts, timeout=timeout, workers=2)
     for text, each in zip(texts, scored):
         if text == "good":
             assert each == Scored(4.0, {"one": 4.0, "exact_match": 0.0}, None, "good")
         else:
             assert math.isnan(each.reward) and math.isnan(each.parts["one"]) and each.parts["exact_match"] == 0
-            assert re.match(SAID[text], each.error), each.error
+            assert re.match(said[text], each.error), each.error
 
 
 def test_nothing_but_failures(score, write, completion):
@@ -383,38 +384,41 @@ def test_batched_failures(score, write):
     assert "returned float nan" in scored[2].error and "returned str 'x'" in scored[3].error
     with pytest.raises(UserError, match=r"mine.py:short returned 4 rewards for 5 completions: return one for each"):
         score(f"{path}:short", ["4"] * 5)
-    for name, says in {
-        "single": "returned float 1.0, not a list of numbers",
-        "mapping": "returned dict",
-        "slow": "took longer than reward.timeout=0.5 seconds",
-    }.items():
-        assert all(f"{name}: {says}" in each.error for each in score(f"{path}:{name}", ["4"] * 2, timeout=0.5))
+    for name, says, timeout in [
+        ("single", "returned float 1.0, not a list of numbers", LONG),
+        ("mapping", "returned dict", LONG),
+        ("slow", "took longer than reward.timeout=0.5 seconds", 0.5),
+    ]:
+        assert all(f"{name}: {says}" in each.error for each in score(f"{path}:{name}", ["4"] * 2, timeout=timeout))
 
 
-def test_order_and_workers(score, write):
-    """Results belong to their completions however long each takes, and processes share the work."""
-    path = write("""
+def test_order_and_workers(score, write, tmp_path):
+    """Results belong to their completions however long each takes, and processes share the work: no call of three ends
+    before the others have begun."""
+    path = write(f"""
         import os, time
         def slow_first(completion, id):
             time.sleep(0.2 if id == "t:1/0/0" else 0)
             return float(completion)
         def process(completion):
-            time.sleep(0.05)
+            open(f"{tmp_path}/{{completion}}.begun", "w").close()
+            while sum(name.endswith(".begun") for name in os.listdir("{tmp_path}")) < 3:
+                time.sleep(0.01)
             return os.getpid()
         """)
     texts = [str(number) for number in range(40)]
     assert [each.reward for each in score(f"{path}:slow_first", texts, workers=3)] == list(range(40))
-    assert len({each.reward for each in score(f"{path}:process", texts[:12], workers=3)}) == 3
+    assert len({each.reward for each in score(f"{path}:process", texts[:3], workers=3, timeout=LONG)}) == 3
 
 
 def test_from_another_thread(score, write):
     """Time limits do not need the main thread, as alarms do."""
     path, found = write(FAULTS), []
     thread = threading.Thread(
-        target=lambda: found.extend(score(f"{path}:one", ["sleep", "good", "good"], timeout=0.5, workers=1))
+        target=lambda: found.extend(score(f"{path}:one", ["sleep", "good", "good"], timeout=3.0, workers=1))
     )
     thread.start()
-    thread.join()
+    thread.join(LONG)
     assert [each.reward for each in found][1:] == [4, 4] and math.isnan(found[0].reward)
 
 
@@ -438,7 +442,7 @@ CHILDREN = """
 def test_nothing_is_left_behind(score, write, tmp_path):
     pids = tmp_path / "pids"
     path = write(CHILDREN.format(pids=str(pids)))
-    scored = score(f"{path}:start", ["ok", "hang", "crash"], timeout=1.0)
+    scored = score(f"{path}:start", ["ok", "hang", "crash"], timeout=3.0)
     assert [each.error is None for each in scored] == [True, False, False]
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 6 and gone(started)
@@ -454,9 +458,8 @@ def test_workers_end_with_a_parent_that_is_killed(write, tmp_path):
         pool.run([Call(0, {{"completion": "hang"}}), Call(0, {{"completion": "ok"}})])
         """
     with subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)]) as parent:
-        while not (pids.exists() and pids.read_text().count("\n") == 4):
-            assert parent.poll() is None
-            time.sleep(0.05)
+        all_there = lambda: pids.exists() and pids.read_text().count("\n") == 4
+        until(all_there, "both workers had started a process", lambda: parent.poll() is None)
         started = [int(pid) for pid in pids.read_text().split()]
         assert all(psutil.pid_exists(pid) for pid in started)
         parent.kill()
@@ -489,7 +492,7 @@ def test_a_worker_that_is_killed_while_idle_is_replaced(tokenizer, completion):
     with Rewarder(RewardConfig(workers=1), tokenizer, [prompt()]) as rewarder:
         (worker,) = {child.pid for child in psutil.Process().children()} - before
         os.kill(worker, signal.SIGKILL)
-        psutil.wait_procs([psutil.Process(worker)], timeout=30)
+        psutil.wait_procs([psutil.Process(worker)], timeout=LONG)
         scored = rewarder.score([prompt()] * 2, [completion("4"), completion("4", 1)])
         assert [each.reward for each in scored] == [1, 1]
 

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from support.servers import CHANGES, VOCAB, buckets, greedy, policy, requests, worst
+from support.waiting import LONG, until
 
 from isoloss.engine.rl.sglang.client import Refused, SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
@@ -47,12 +48,12 @@ class Background:
     def wait_for(self, number: int, url: str) -> None:
         """Until the server has made tokens for so many requests."""
         server = SGLangServer(url, 60.0)
-        while server.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"] < number:
-            assert self.completions is None, "it ended before it could be interrupted"
+        running = lambda: server.get("/v1/loads?include=core")["loads"][0]["num_running_reqs"] >= number
+        until(running, f"{number} requests were running", lambda: self.completions is None)
         server.close()
 
     def result(self):
-        self._thread.join(60)
+        self._thread.join(LONG)
         assert self.completions is not None
         return self.completions
 

@@ -1,13 +1,13 @@
 """The parts of the SGLang backend that need no server (tests/sglang has the rest)."""
 
 import base64
+import contextlib
 import io
 import os
 import pickletools
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
@@ -15,6 +15,7 @@ import torch
 from doubles.sglang_server import Unpickler
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
 from isoloss.engine.rl.sglang.bucket import flatten, serialize
@@ -147,6 +148,15 @@ def test_our_address_as_a_server_sees_it():
 # ----------------------------------------------------------------------------------------------------------- processes
 
 
+def sleeping(pid: int) -> list[psutil.Process]:
+    """The commands that stand for servers, below that process. One may end while it is asked for its name."""
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [process] if process.name() == "sleep" else []
+    return found
+
+
 def test_a_server_does_not_outlive_its_run(tmp_path):
     """Neither the command nor what it started, though the run is killed and could not clean up; but it does outlive
     the thread that started it. The run is a process without isoloss, whose imports take seconds."""
@@ -168,23 +178,21 @@ time.sleep(1000)
     assert run.stdout is not None
     try:
         assert run.stdout.readline() == "up\n"
-        family = []
-        while sum(process.name() == "sleep" for process in family) < 2:
-            family = psutil.Process(run.pid).children(recursive=True)
+        until(lambda: len(sleeping(run.pid)) == 2, "the command and what it started were there")
+        family = psutil.Process(run.pid).children(recursive=True)
     finally:
         os.kill(run.pid, signal.SIGKILL)
         run.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=LONG)
     assert not alive
 
 
 def test_starting_again_ends_what_ran(tmp_path):
     server = ServerProcess("sleep 1003", "http://127.0.0.1:5", tmp_path, tmp_path)
     server.start()
-    while not (first := [p for p in psutil.Process().children(recursive=True) if p.name() == "sleep"]):
-        time.sleep(0.01)
+    first = until(lambda: sleeping(os.getpid()), "the command was there")
     server.start()
-    _, alive = psutil.wait_procs(first, timeout=20)
+    _, alive = psutil.wait_procs(first, timeout=LONG)
     assert server.running and not alive
     server.stop()
     assert not server.running

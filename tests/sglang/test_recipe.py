@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
+from support.waiting import until
 
 from .conftest import DOUBLE, SGLANG, free_url
 
@@ -102,8 +102,7 @@ def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_p
     training = subprocess.Popen(
         arguments(sorter, out, DOUBLE, "broadcast", "train.steps=6"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    while len(rows(out / "metrics.jsonl")) < 2 and training.poll() is None:
-        time.sleep(0.05)
+    until(lambda: len(rows(out / "metrics.jsonl")) >= 2, "two steps were done", lambda: training.poll() is None)
     victims = [p for p in left_over(sorter) if p.cmdline()[1].endswith("/sglang_server.py")]
     assert victims
     for victim in victims:

@@ -17,6 +17,7 @@ from isoloss.models.conversion.worker import WriteFile
 from isoloss.models.conversion.workers import Workers
 from isoloss.tools.pool import WorkerPool
 from support.transformers_parity import make_engine
+from support.waiting import until
 
 # A function that starts a process and never lets Python run again.
 REWARD = """
@@ -51,8 +52,9 @@ def main(folder: Path) -> None:
     def counted(kind: str, count: int) -> Iterator[None]:
         before = set(mine.children(recursive=True))
         yield
-        while len(found := set(mine.children(recursive=True)) - before) < count:
-            time.sleep(0.05)
+        enough = lambda: len(mine.children(recursive=True)) >= len(before) + count
+        until(enough, f"there were {count} processes of {kind}")
+        found = set(mine.children(recursive=True)) - before
         started[kind] = [process.pid for process in found]
 
     with counted("pool of ranks", 3):  # a worker, the fork server, multiprocessing's tracker

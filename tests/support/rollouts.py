@@ -2,7 +2,6 @@
 
 import math
 import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.weight_stream import Named, Receives, stream_weights
 from support.families import VOCAB
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
+from support.waiting import until
 
 
 def stream(engine: Engine, bucket_bytes: int = 20_000, receives: Receives = "every rank"):
@@ -111,8 +111,7 @@ def interrupted(folder: Path, requests: Sequence[Request], sampling: Sampling) -
         dist.barrier()  # the pause of rank 0 is known before any rank begins
 
         def later():
-            while backend._gate._call == begun:
-                time.sleep(0.01)
+            until(lambda: backend._gate._call != begun, "generation was under way")
             act()
 
         thread = threading.Thread(target=later)

@@ -1,0 +1,303 @@
+"""The scripts of recipes/scripts, run whole, with stand-ins for a cluster's commands that record how they are called.
+
+What is expected is worked out by hand from the nodes of the job.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from support.waiting import LONG, until
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "recipes" / "scripts"
+WATCHED = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
+)  # fmt: skip
+
+# By its name: scontrol tells the nodes of a job; srun runs its command in a session of its own, as on another node, and
+# ends it when it is told to end; torchrun trains until all SERVERS are there; python serves until it is killed, but for
+# the server that DIES once all are there.
+STAND_IN = f"""#!{sys.executable} -IS
+import json, os, signal, subprocess, sys, time
+name, record = os.path.basename(sys.argv[0]), os.environ["RECORD"]
+call = {{"name": name, "folder": os.path.dirname(sys.argv[0]), "arguments": sys.argv[1:], "pid": os.getpid()}}
+call["environment"] = {{key: os.environ[key] for key in {WATCHED!r} if key in os.environ}}
+with open(record, "a") as file:
+    file.write(json.dumps(call) + "\\n")
+def wait_for_the_servers():
+    deadline = time.monotonic() + {LONG}
+    while open(record).read().count('"name": "python"') < int(os.environ.get("SERVERS", 0)):
+        if time.monotonic() > deadline:
+            sys.exit("the servers did not start")
+        time.sleep(0.02)
+if name == "scontrol":
+    print(*os.environ["NODES_OF_JOB"].split(), sep="\\n")
+elif name == "srun":
+    script = next(index for index, argument in enumerate(sys.argv) if argument.endswith(".sh"))
+    task = subprocess.Popen(sys.argv[script:], start_new_session=True)
+    signal.signal(signal.SIGTERM, lambda *_: task.terminate())
+    status = task.wait()
+    sys.exit(status if status >= 0 else 128 - status)
+elif name == "torchrun":
+    wait_for_the_servers()
+    sys.exit(int(os.environ.get("STATUS", 0)))
+elif name == "python":
+    if os.environ.get("DIES") in sys.argv:
+        wait_for_the_servers()
+        sys.exit(3)
+    time.sleep({LONG})
+"""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a stand-in. environment: what it was given of the variables WATCHED."""
+
+    name: str
+    folder: str
+    arguments: list[str]
+    pid: int
+    environment: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int
+    said: str
+    calls: list[Call]
+
+    def of(self, name: str) -> list[Call]:
+        return [call for call in self.calls if call.name == name]
+
+    def line(self, name: str) -> str:
+        """The command line of the only call of it."""
+        (call,) = self.of(name)
+        return " ".join([name, *call.arguments])
+
+
+@pytest.fixture
+def run(tmp_path) -> Iterator[Callable[..., Done]]:
+    """run(script, *arguments, **environment) in the root of the checkout; what the stand-ins were called with."""
+    folder, record = tmp_path / "bin", tmp_path / "record"
+    folder.mkdir()
+    for name in ("scontrol", "srun", "torchrun", "python"):
+        (folder / name).write_text(STAND_IN)
+        (folder / name).chmod(0o755)
+    started = []
+
+    def calls() -> list[Call]:
+        return [Call(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
+
+    def run(script: str, *arguments: str, **variables: str) -> Done:
+        # Nothing of ours but PATH: a script that needs a variable must be given it, or make it.
+        environment = {"PATH": f"{folder}:/usr/bin:/bin", "RECORD": str(record), **variables}
+        process = subprocess.Popen(
+            ["bash", str(SCRIPTS / script), *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # serve.sh ends its whole process group
+        )
+        started.append(process.pid)
+        said, _ = process.communicate(timeout=LONG)
+        return Done(process.returncode, said, calls())
+
+    yield run
+    for pid in [*started, *(call.pid for call in calls())]:
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def ended(calls: list[Call]) -> bool:
+    """Whether these processes end by themselves."""
+    return until(lambda: not any(map(runs, [call.pid for call in calls])), "the servers had ended")
+
+
+def runs(pid: int) -> bool:
+    """A process that has ended stays a zombie until whoever inherited it looks after it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.iterdir()))
+def test_the_shell_reads_it(script):
+    done = subprocess.run(["bash", "-n", str(SCRIPTS / script)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert os.access(SCRIPTS / script, os.X_OK) or script.endswith(".slurm")  # srun runs the others by their name
+
+
+# ---- multi_node.sh --------------------------------------------------------------------------------------------------
+
+OF_A_NODE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+
+
+def test_one_agent_a_node(run):
+    done = run("multi_node.sh", "sft", "preset=32b_h100", "model.path=a folder", HEAD="node0", NODES="2")
+    assert done.status == 0, done.said
+    assert done.line("torchrun") == (
+        "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint node0:29500 --rdzv_id isoloss "
+        "--max_restarts 0 -m isoloss.recipes.sft preset=32b_h100 model.path=a folder"
+    )
+    (call,) = done.calls
+    assert call.arguments[-2:] == ["preset=32b_h100", "model.path=a folder"]
+    assert call.environment == OF_A_NODE
+
+
+def test_what_can_be_set_of_an_agent(run):
+    options = {"HEAD": "h", "NODES": "3", "GPUS": "4", "PORT": "1234", "JOB": "77", "RESTARTS": "5", "STATUS": "9"}
+    done = run("multi_node.sh", "grpo", **options)
+    assert done.status == 9  # torchrun's
+    assert done.line("torchrun") == (
+        "torchrun --nnodes 3 --nproc_per_node 4 --rdzv_backend c10d --rdzv_endpoint h:1234 --rdzv_id 77 "
+        "--max_restarts 5 -m isoloss.recipes.grpo"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "says"),
+    [
+        (["sft"], {"NODES": "2"}, "set HEAD to the host name of one node"),
+        (["sft"], {"HEAD": "node0"}, "set NODES to the number of nodes"),
+        ([], {"HEAD": "node0", "NODES": "2"}, "usage: multi_node.sh RECIPE"),
+    ],
+)
+def test_what_an_agent_must_be_told(run, arguments, variables, says):
+    done = run("multi_node.sh", *arguments, **variables)
+    assert done.status != 0 and says in done.said and done.calls == []
+
+
+# ---- sft.slurm ------------------------------------------------------------------------------------------------------
+
+
+def directives(script: str) -> set[str]:
+    lines = (SCRIPTS / script).read_text().splitlines()
+    return {line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH ")}
+
+
+@pytest.mark.parametrize("script", ["sft.slurm", "rl.slurm"])
+def test_what_a_job_asks_for(script):
+    """One task a node, for torchrun starts the ranks, and all GPUs of it."""
+    assert directives(script) >= {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive"}
+
+
+def test_an_sft_job(run):
+    job = {"SLURM_JOB_NODELIST": "n[7-9]", "SLURM_NNODES": "3", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7 n8 n9"}
+    done = run("sft.slurm", "preset=32b_h100", "data.train=a b", **job)
+    assert done.status == 0, done.said
+    assert done.line("scontrol") == "scontrol show hostnames n[7-9]"
+    (srun,) = done.of("srun")
+    assert srun.arguments == ["recipes/scripts/multi_node.sh", "sft", "preset=32b_h100", "data.train=a b"]
+    assert done.line("torchrun") == (
+        "torchrun --nnodes 3 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint n7:29500 --rdzv_id 42 "
+        "--max_restarts 0 -m isoloss.recipes.sft preset=32b_h100 data.train=a b"
+    )
+
+
+def test_a_job_has_the_status_of_its_training(run):
+    job = {"SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7"}
+    assert run("sft.slurm", **job, STATUS="1").status == 1
+
+
+# ---- serve.sh -------------------------------------------------------------------------------------------------------
+
+
+def served(done: Done) -> list[tuple[str, str]]:
+    """(CUDA_VISIBLE_DEVICES, command line) of every server, in the order of their GPUs."""
+    calls = done.of("python")
+    return sorted((call.environment["CUDA_VISIBLE_DEVICES"], " ".join(call.arguments)) for call in calls)
+
+
+def line_of_a_server(tp: int, port: int, more: str) -> str:
+    return f"-m sglang.launch_server --model-path a model --tp {tp} --host 0.0.0.0 --port {port}{more}"
+
+
+def test_servers_of_a_node(run):
+    """One that dies ends the others and the script. Each has its own two GPUs: none serves the seventh."""
+    options = {"TP": "2", "GPUS": "7", "PORT": "7000", "SERVERS": "3", "DIES": "7001"}
+    done = run("serve.sh", "a model", "--load-format", "dummy", **options)
+    assert done.status != 0, done.said
+    more = " --load-format dummy"
+    assert served(done) == [
+        ("0,1", line_of_a_server(2, 7000, more)),
+        ("2,3", line_of_a_server(2, 7001, more)),
+        ("4,5", line_of_a_server(2, 7002, more)),
+    ]
+    assert ended(done.of("python"))
+
+
+def test_a_server_for_every_gpu(run):
+    done = run("serve.sh", "a model", SERVERS="8", DIES="30007")
+    assert done.status != 0, done.said
+    assert served(done) == [(str(gpu), line_of_a_server(1, 30000 + gpu, "")) for gpu in range(8)]
+
+
+# ---- rl.slurm -------------------------------------------------------------------------------------------------------
+
+
+def test_a_reinforcement_learning_job(run, tmp_path):
+    """Four nodes, of which two train: the addresses that the trainer is told are those that the others serve at."""
+    sglang = tmp_path / "sglang"
+    shutil.copytree(tmp_path / "bin", sglang)
+    job = {"SLURM_JOB_NODELIST": "n[1-4]", "SLURM_NNODES": "4", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n1 n2 n3 n4"}
+    wanted = {"MODEL": "a model", "TRAIN_NODES": "2", "TP": "4", "SGLANG_PYTHON": str(sglang), "SERVERS": "2"}
+    done = run("rl.slurm", "dapo", "preset=8b_h100", "rollout.timeout=60", **job, **wanted)
+    assert done.status == 0, done.said
+    assert done.line("scontrol") == "scontrol show hostnames n[1-4]"
+
+    by_nodes = {call.arguments[3]: call for call in done.of("srun")}
+    serving, training = by_nodes["n3,n4"], by_nodes["n1,n2"]
+    assert serving.arguments == [
+        *("--nodes", "2", "--nodelist", "n3,n4", "recipes/scripts/serve.sh", "a model", "--load-format", "dummy")
+    ]
+    assert training.arguments[:4] == ["--nodes", "2", "--nodelist", "n1,n2"]
+    servers = "http://n3:30000,http://n3:30001,http://n4:30000,http://n4:30001"
+    assert done.line("torchrun") == (
+        "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint n1:29500 --rdzv_id 42 "
+        f"--max_restarts 0 -m isoloss.recipes.dapo model.path=a model rollout.servers=[{servers}] "
+        "rollout.timeout=1800 preset=8b_h100 rollout.timeout=60"  # the last word is the user's
+    )
+    more = " --load-format dummy"
+    assert served(done) == [  # of one of the two nodes: this srun has one
+        ("0,1,2,3", line_of_a_server(4, 30000, more)),
+        ("4,5,6,7", line_of_a_server(4, 30001, more)),
+    ]
+    # SGLang's environment is the servers' alone.
+    assert {call.folder for call in done.of("python")} == {str(sglang)}
+    assert {call.folder for call in done.of("torchrun")} == {str(tmp_path / "bin")}
+    assert ended(done.of("python"))  # the servers end with the training
+
+
+def test_one_node_trains_and_one_serves(run):
+    job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "1", "NODES_OF_JOB": "a b", "MODEL": "m", "SERVERS": "8"}
+    done = run("rl.slurm", "grpo", **job)
+    assert done.status == 0, done.said
+    assert sorted(call.arguments[3] for call in done.of("srun")) == ["a", "b"]
+    servers = ",".join(f"http://b:{port}" for port in range(30000, 30008))
+    assert done.line("torchrun").startswith("torchrun --nnodes 1 ") and "--rdzv_endpoint a:29500" in done.line(
+        "torchrun"
+    )
+    assert f" model.path=m rollout.servers=[{servers}] rollout.timeout=1800" in done.line("torchrun")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "says"),
+    [(["grpo"], {}, "set MODEL to the Hugging Face folder"), ([], {"MODEL": "m"}, "usage: rl.slurm RECIPE")],
+)
+def test_what_a_job_must_be_told(run, arguments, variables, says):
+    done = run("rl.slurm", *arguments, **variables, SLURM_JOB_NODELIST="a", SLURM_JOB_ID="1", NODES_OF_JOB="a b")
+    assert done.status != 0 and says in done.said and done.calls == []

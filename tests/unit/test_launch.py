@@ -1,0 +1,101 @@
+"""What a rank takes from torchrun's environment, and what others are given of ours. The process group is a stand-in."""
+
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isoloss.parallel import launch
+
+# Rank 11 of 16, the fourth of its node of eight: as torchrun sets it on the second of two nodes.
+SECOND_NODE = {
+    "RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2", "ROLE_RANK": "11", "ROLE_WORLD_SIZE": "16", "ROLE_NAME": "default", "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500", "TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "TORCHELASTIC_RUN_ID": "42",
+}  # fmt: skip
+
+
+@pytest.fixture
+def second_node(monkeypatch) -> None:
+    for name, value in SECOND_NODE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def joined(monkeypatch) -> list[tuple[tuple, dict]]:
+    """Every call of init_process_group."""
+    calls = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *args, **options: calls.append((args, options)))
+    return calls
+
+
+def test_a_rank_of_many(second_node):
+    assert launch.rank_and_world() == (11, 16)
+    assert launch.local_rank() == 3
+
+
+def test_without_torchrun(monkeypatch):
+    for name in SECOND_NODE:
+        monkeypatch.delenv(name, raising=False)
+    assert launch.rank_and_world() == (0, 1) and launch.local_rank() == 0
+
+
+def test_a_rank_takes_the_gpu_of_its_place_in_the_node(second_node, joined, monkeypatch):
+    taken = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    launch.init_process_group(timedelta(seconds=7))
+    assert taken == [3]
+    assert joined == [(("nccl",), {"timeout": timedelta(seconds=7)})]  # torch reads the rest from the environment
+
+
+def test_ranks_without_gpus(second_node, joined, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    launch.init_process_group()
+    assert joined == [(("gloo",), {"timeout": timedelta(minutes=30)})]
+
+
+def test_one_rank_needs_no_rendezvous(joined, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    launch.init_process_group()
+    ((backend,), options) = joined[0]
+    assert (backend, options["rank"], options["world_size"]) == ("gloo", 0, 1)
+    assert isinstance(options["store"], dist.HashStore)
+
+
+def test_who_has_joined_does_not_join_again(second_node, joined, monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    launch.init_process_group()
+    assert joined == []
+
+
+def test_other_programs_get_nothing_of_torchruns(second_node, monkeypatch):
+    monkeypatch.setenv("MINE", "kept")
+    theirs = launch.environment_without_torchrun()
+    assert theirs.keys() & SECOND_NODE.keys() == set()
+    assert theirs["MINE"] == "kept" and theirs["PATH"] == os.environ["PATH"]
+
+
+def test_deterministic_algorithms(monkeypatch):
+    """cuBLAS's workspace is one of the two that NVIDIA names for it; a user's own choice stays."""
+    asked = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    launch.use_deterministic_algorithms()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    launch.use_deterministic_algorithms()
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8") and asked == [True, True]
+
+
+def test_gpus_that_are_left_to_this_process(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert launch.visible_gpus() == "2,3"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # all are hidden, which is not the same as all being there
+    assert launch.visible_gpus() == ""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert launch.visible_gpus() is None
