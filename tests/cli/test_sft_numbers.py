@@ -5,12 +5,11 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.optimizer_steps import adamw, fp64_model, mean_loss, step
+from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.engine import trainer
@@ -30,18 +29,6 @@ def conversation(question: str, answer: str) -> dict:
 
 # Uneven lengths: no mean over batches or rows is the mean over tokens.
 EVAL = [conversation("Count.", " and ".join(str(k) for k in range(n))) for n in (1, 2, 3, 20, 1, 12, 1)]
-
-
-def tokenized(row: dict, tokenizer) -> SimpleNamespace:
-    """The chat template of the tiny model written out; the targets are the answer and the token that ends it."""
-    question, answer = (message["content"] for message in row["messages"])
-    head = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    encoded = tokenizer(
-        f"{head}{answer}<|im_end|>\n", return_offsets_mapping=True, return_tensors="pt", add_special_tokens=False
-    )
-    start_T = encoded["offset_mapping"][0, :, 0]
-    mask_T = (start_T >= len(head)) & (start_T < len(head) + len(answer) + len("<|im_end|>"))
-    return SimpleNamespace(tokens_T=encoded["input_ids"][0], mask_T=mask_T)
 
 
 @dataclass(frozen=True)

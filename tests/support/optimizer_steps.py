@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -118,3 +119,15 @@ def mean_loss(model: nn.Module, samples: Sequence[Sample]) -> Tensor:
         summed = summed + of_tokens[sample.mask_T[1:]].sum()
         targets += int(sample.mask_T.sum())
     return summed / targets
+
+
+def tokenized(row: dict, tokenizer) -> SimpleNamespace:
+    """The chat template of the tiny model written out; the targets are the answer and the token that ends it."""
+    question, answer = (message["content"] for message in row["messages"])
+    head = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+    encoded = tokenizer(
+        f"{head}{answer}<|im_end|>\n", return_offsets_mapping=True, return_tensors="pt", add_special_tokens=False
+    )
+    start_T = encoded["offset_mapping"][0, :, 0]
+    mask_T = (start_T >= len(head)) & (start_T < len(head) + len(answer) + len("<|im_end|>"))
+    return SimpleNamespace(tokens_T=encoded["input_ids"][0], mask_T=mask_T)
