@@ -16,7 +16,7 @@ from isoloss.engine import balance, checkpoint, legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
-from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_learning_rate, wrap_ddp
+from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_hyperparameters, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
 from isoloss.models import manifest, nvidia_apex
@@ -119,7 +119,7 @@ class Engine:
         applied = self._finite and math.isfinite(norm) and self._tokens > 0
         if applied:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
-            set_learning_rate(self.optimizer, lr)
+            set_hyperparameters(self.optimizer, self.config.optim, lr)
             self.optimizer.step_with_ready_grads()
             if self.balancing is not None:
                 balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)

@@ -68,7 +68,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     )
     if config.memory.offload_optimizer > 0:
         host_optimizer.switch_on(settings, config.memory.offload_optimizer)
-    # Megatron's standard overrides: no weight decay on biases and norms.
+    # Megatron's standard overrides mark biases and norms, which have no weight decay: see `set_hyperparameters`.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
@@ -139,9 +139,12 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape
 
 
-def set_learning_rate(optimizer: MegatronOptimizer, lr: float) -> None:
+def set_hyperparameters(optimizer: MegatronOptimizer, optim: OptimConfig, lr: float) -> None:
+    """Of the next step, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms; Megatron leaves it to the
+    training loop to multiply with it."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"], group["betas"], group["eps"] = lr, optim.betas, optim.eps
+        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
 
 @torch.no_grad()

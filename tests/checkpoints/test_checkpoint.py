@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.checkpoints import load_and_train, logits, train_and_save
 from support.families import CONFIGS, SPARSE, VOCAB, write_folder
-from support.saves import both_ways
+from support.saves import both_ways, operations
 from support.thinned import thinned
 from support.transformers_parity import make_samples
 
@@ -65,6 +65,31 @@ def test_files_are_those_of_megatrons_own_strategy(tmp_path, pool):
     of_theirs, of_ours = (pickle.loads((each / ".metadata").read_bytes()) for each in (theirs, ours))
     assert of_ours.storage_data == of_theirs.storage_data
     assert of_ours.state_dict_metadata == of_theirs.state_dict_metadata
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, pool):
+    """Every file whole, and the names of all; the rank that wrote a file syncs it itself, be it on another machine."""
+    model = write_folder("qwen3", tmp_path / "model")
+    folder = tmp_path / "kept" / "checkpoint"
+    folder.parent.mkdir()
+    first, second = pool.run(2, operations, model, folder, VOCAB)
+    renamed = first.index(("rename", str(folder), 0))
+    before, after = first[:renamed], first[renamed + 1 :]
+    partial = str(folder.with_name(".checkpoint.partial"))
+    files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
+    assert len(files) > 8
+    for name, size in files.items():
+        assert ("fsync", f"{partial}/{name}", size) in before, name
+    synced = [path for _, path, _ in before]
+    for entry in (partial, *(f"{partial}/{path.relative_to(folder)}" for path in folder.rglob("*") if path.is_dir())):
+        assert entry in synced, entry
+    assert str(folder.parent) in [path for _, path, _ in after]
+    for rank, done in enumerate((first, second)):
+        own = {f"{partial}/{name}": size for name, size in files.items() if name.startswith(f"__{rank}_")}
+        assert own and own.items() <= {path: size for _, path, size in done}.items()
+        # While it writes: before the manifest is.
+        of_manifest = [at for at, (_, path, _) in enumerate(first) if path.endswith("isoloss.json")]
+        assert rank or all(first.index(("fsync", path, size)) < min(of_manifest) for path, size in own.items())
 
 
 @pytest.fixture

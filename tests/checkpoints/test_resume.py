@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 from support import training as world
 from support.thinned import thinned
@@ -91,20 +92,25 @@ def test_resume_is_exact(train, inputs, tmp_path, layout, precision, distributed
 
 @pytest.fixture(scope="module")
 def saved_at_tp2(pool, inputs, tmp_path_factory):
-    """(folder of a run of tp2 killed after step 6, rows of the run without an accident, and the weights at its end)."""
+    """(folder of a run of tp2 killed after step 6, rows of the run without an accident, its first and last weights)."""
     folder = tmp_path_factory.mktemp("tp2")
     whole, parts = (config_of(inputs, folder / name, "tp2", "fp32", True) for name in ("whole", "parts"))
     weights = world.merged(pool.run(2, world.train, whole))
     pool.run(2, world.train, parts, 6)
-    return folder / "parts", rows_of(whole), weights
+    start = world.merged(pool.run(2, world.untrained, whole))
+    return folder / "parts", rows_of(whole), start, weights
 
 
 @pytest.mark.parametrize("layout", ("1", "pp2", "dp2", "ulysses2", "ring2", "pp2+vpp2", "tp2+pp2+ulysses2"))
 def test_resume_on_another_layout(train, inputs, tmp_path, saved_at_tp2, layout):
-    folder, expected, _ = saved_at_tp2
+    folder, expected, start, weights = saved_at_tp2
     shutil.copytree(folder, tmp_path / "run")
     config = config_of(inputs, tmp_path / "run", layout, "fp32", True)
-    train(resumed(config), layout)
+    found = train(resumed(config), layout)
+    assert found.keys() == weights.keys() and len(found) > 30
+    for name, wanted in weights.items():
+        moved = np.linalg.norm(wanted - start[name])
+        assert moved > 0 and np.linalg.norm(found[name] - wanted) <= 1e-5 * moved, name
     rows = rows_of(config)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
@@ -185,6 +191,44 @@ def test_other_rows_are_another_run(change, overrides, own, capsys):
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in ("the content of data.train", "step_00000002", "another run", "set it back"))
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("name", "value"), (("rms_norm_eps", 1e-5), ("rope_theta", 5e3)))
+def test_another_architecture_is_another_run(name, value, own, capsys):
+    """Also where no shape of a weight tells."""
+    folder, argv = own
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
+    described = folder / "model" / "config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {name: value}))
+    capsys.readouterr()
+    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and len(err.splitlines()) == 1
+    assert all(part in err for part in ("architecture of model.path", "step_00000002", "another run")), err
+    assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
+
+
+DAMAGED = ("__0_0.distcp", "common.pt", ".metadata", "isoloss.json", "huggingface/config.json")
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_a_damaged_newest_checkpoint_ends_the_run(name, arguments, capsys):
+    """In one line that names the file; the run neither starts anew nor goes back, and its numbers stay."""
+    argv = [*arguments, "checkpoint.every=1"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    damaged = Path("out/checkpoints/step_00000002") / name
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 0x80  # in a text no longer UTF-8
+    damaged.write_bytes(content)
+    kept = [Path("out/metrics.jsonl"), *(path for path in Path("out/checkpoints").rglob("*") if path.is_file())]
+    before = {path: path.read_bytes() for path in kept}
+    capsys.readouterr()
+    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
+    told = [line for line in capsys.readouterr().err.splitlines() if "Warning" not in line]
+    assert len(told) == 1 and told[0].startswith("isoloss: error: ") and str(damaged) in told[0], told
+    assert {path: path.read_bytes() for path in kept} == before
+    assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
 
 
 def test_the_same_rows_elsewhere_are_the_same_run(own):

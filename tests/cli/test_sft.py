@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
@@ -261,10 +262,22 @@ def test_overlapped_reduction_belongs_to_train_step(pool, inputs):
         pool.run(1, world.gradients, config, freeze(samples()), [range(8)])
 
 
-@pytest.mark.parametrize("layout", ("1", "tp2+pp2", "ulysses2+dp2"))
-def test_deterministic_runs_are_equal_bit_for_bit(pool, inputs, layout):
-    config = config_of(inputs, layout)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, deterministic=True))
-    one, two = (pool.run(size(layout), world.steps, config, freeze(samples()), 3) for _ in range(2))
-    assert one[0][:2] == two[0][:2]
-    assert world.same(world.merged([weights for *_, weights in one]), world.merged([weights for *_, weights in two]))
+@pytest.mark.parametrize("asked", (False, True))
+def test_deterministic_algorithms_are_torchs_where_they_are_asked_for(asked, arguments, monkeypatch):
+    """Runs on a CPU repeat anyway, so this looks at what torch was told when the steps run."""
+    found, train_step = [], Engine.train_step
+
+    def recorded(self, *step_arguments):
+        strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+        found.append((torch.are_deterministic_algorithms_enabled(), strict, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        return train_step(self, *step_arguments)
+
+    monkeypatch.setattr(Engine, "train_step", recorded)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is taken back after the test
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    try:
+        more = [f"train.deterministic={str(asked).lower()}"] if asked else []  # off by default
+        assert launch.main("sft", Config, sft.run, [*arguments, *more]) == 0
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert found == [(True, True, ":4096:8") if asked else (False, True, None)] * 2

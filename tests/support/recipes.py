@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.loop import train_rl
 from isoloss.engine.trainer import train_sft
@@ -24,6 +25,11 @@ def recipe_losses(folder: str, steps: int) -> list[float]:
 def minimal_losses(folder: str, steps: int) -> list[float]:
     with contextlib.chdir(folder):
         return minimal_sft.main(steps)
+
+
+def first_weights(folder: str) -> None:
+    """What the tiny preset starts from, as a folder of Hugging Face."""
+    Engine(compose_config("sft", Config, [])[0]).export_hf(folder)
 
 
 def recipe_rl_steps(model: str, task: str, folder: str, steps: int) -> list[minimal_rl.Step]:

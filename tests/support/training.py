@@ -62,6 +62,10 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
     return kept
 
 
+def untrained(config: Config) -> Arrays:
+    return weights(Engine(config))
+
+
 def at_once(config: Config, folder: str) -> tuple[str, str]:
     """Two runs in the working folder `folder`, the second begins while the first has written no metrics yet: the folder
     of each, or what its user is told."""

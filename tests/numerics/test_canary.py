@@ -1,0 +1,100 @@
+"""A step whose loss head consumed other weights than the counts promise ends the run, on every rank."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from support import canary
+from torch import nn
+
+from isoloss.engine import step
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import (
+    BatchConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, Term, negative_log_likelihood
+from isoloss.engine.step import CanaryError, check_canary
+from isoloss.parallel.normalizer import Aggregation, Counts
+from isoloss.recipes import launch, sft
+
+
+@pytest.mark.parametrize(
+    ("dtype", "promised", "consumed", "raises"),
+    (
+        (torch.float32, 1.0, 1 + 3e-7, False),  # the rounding of fp32 weights
+        (torch.bfloat16, 1.0, 1 - 3e-7, False),  # whose weights of tokens are fp32
+        (torch.float32, 1.0, 1 + 3e-6, True),
+        (torch.bfloat16, 1.0, 1 - 3e-6, True),
+        (torch.float32, 1.0, 0.9999, True),  # one of ten thousand tokens is missing
+        (torch.float32, 1000.0, 1001.0, True),  # of a sum
+        (torch.float32, 1000.0, 1000.0005, False),
+        (torch.float32, 0.0, 1e-4, True),  # no token is valid, and one was consumed
+        (torch.float32, 0.0, 0.0, False),
+        (torch.float32, 1.0, math.nan, True),
+        (torch.float64, 1.0, 1 + 2e-14, False),
+        (torch.float64, 1.0, 1 + 1e-12, True),
+    ),
+)
+def test_the_tolerance_is_that_of_rounding(dtype, promised, consumed, raises):
+    chunk, counts = nn.Linear(1, 1, dtype=dtype), Counts(7, 3, 0, promised)
+    if not raises:
+        check_canary(consumed, counts, [chunk])
+        return
+    with pytest.raises(CanaryError, match="7 valid tokens in 3 sequences") as raised:
+        check_canary(consumed, counts, [chunk])
+    assert repr(consumed) in str(raised.value) and repr(promised) in str(raised.value)
+
+
+def test_every_aggregation_of_a_loss_is_watched(inputs, one_rank, monkeypatch):
+    """The weights of the second term alone are wrong."""
+    terms = [Term(negative_log_likelihood, Aggregation(mode), name=mode) for mode in ("token-mean", "sum")]
+    tokens = torch.arange(1, 9)
+    samples, engine = [Sample(tokens, tokens > 2)], Engine(Config(ModelConfig(f"{inputs}/model", from_scratch=True)))
+    assert engine.evaluate(samples, Loss(tuple(terms))).weight_sum == pytest.approx(1, abs=1e-6)
+    pack = step.pack
+
+    def spoiled(*arguments):
+        batch = pack(*arguments)
+        return dataclasses.replace(batch, weights_AN=batch.weights_AN * torch.tensor([[1.0], [1.25]]))
+
+    monkeypatch.setattr(step, "pack", spoiled)
+    with pytest.raises(CanaryError, match=r"add up to 7\.5, but 6 valid tokens in 1 sequences promise 6\.0"):
+        engine.evaluate(samples, Loss(tuple(terms)))
+
+
+@pytest.mark.parametrize("fault", ("counts", "target", "micro-batch"))
+def test_a_rank_that_goes_wrong_ends_the_run(fault, pool, inputs, tmp_path):
+    """At its first wrong step: nothing of it is logged, and nothing saved."""
+    config = Config(
+        ModelConfig(f"{inputs}/model", from_scratch=True),
+        data=DataConfig((f"{inputs}/rows.jsonl",), max_length=128),
+        batch=BatchConfig(8, 1024),  # one micro-batch on each of two ranks
+        parallel=ParallelConfig(),
+        train=TrainConfig(3),
+        output_dir=f"{tmp_path}/out",
+    )
+    said = pool.run(2, canary.told, config, fault)
+    for line in said:
+        assert "consumed weights that add up to" in line and "valid tokens" in line and "\n" not in line
+    assert [json.loads(row)["step"] for row in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()] == [1]
+    assert not (tmp_path / "out" / "checkpoints").exists() and not (tmp_path / "out" / "hf").exists()
+
+
+def test_it_ends_the_recipe(arguments):
+    """Not a mistake of the user: with its traceback, and one line at the end of it."""
+    with (
+        canary.fault("target"),
+        pytest.raises(CanaryError, match="a shard, a micro-batch or a mask is wrong") as raised,
+    ):
+        launch.main("sft", Config, sft.run, arguments)
+    assert "\n" not in str(raised.value)
+    assert Path("out/metrics.jsonl").exists() and not Path("out/hf").exists()

@@ -1,0 +1,70 @@
+"""Runs of the recipe in which one rank goes wrong from the second step on; runs on every rank."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import torch.distributed as dist
+
+from isoloss.engine import step, trainer
+from isoloss.engine.config import Config
+from isoloss.engine.packing import PackedBatch
+from isoloss.engine.step import CanaryError
+from isoloss.parallel.normalizer import Census
+
+
+def lost_target(batch: PackedBatch) -> PackedBatch:
+    """Without its last target."""
+    rest = {name: values[:-1] for name, values in batch.fields.items()}
+    return dataclasses.replace(
+        batch,
+        labelled_N=batch.labelled_N[:-1],
+        targets_N=batch.targets_N[:-1],
+        weights_AN=batch.weights_AN[:, :-1],
+        fields=rest,
+    )
+
+
+@contextlib.contextmanager
+def fault(name: str) -> Iterator[None]:
+    """In the last rank alone, from the second call of the function on."""
+    census, pack, schedule, calls = step.take_census, step.pack, step.run_schedule, []
+
+    def struck() -> bool:
+        calls.append(None)
+        return dist.get_rank() == dist.get_world_size() - 1 and len(calls) > 1
+
+    def of_its_own(masks, group, **prompts) -> Census:
+        """The counts of its own samples: a rank that left the others out."""
+        found = census(masks, group, **prompts)
+        own = int(found.tokens_S.sum())
+        return dataclasses.replace(found, tokens=own) if struck() else found
+
+    def packed(*arguments):
+        """A micro-batch without its last target."""
+        found = pack(*arguments)
+        return lost_target(found) if struck() else found
+
+    def scheduled(mesh, chunks, micro_batches, *rest, **options):
+        """The first micro-batch twice."""
+        again = [*micro_batches, micro_batches[0]] if struck() else micro_batches
+        return schedule(mesh, chunks, again, *rest, **options)
+
+    planted = {
+        "counts": ("take_census", of_its_own),
+        "target": ("pack", packed),
+        "micro-batch": ("run_schedule", scheduled),
+    }[name]
+    with mock.patch.object(step, *planted):
+        yield
+
+
+def told(config: Config, name: str) -> str:
+    """What the run ends with: the text of its CanaryError."""
+    with fault(name):
+        try:
+            trainer.train_sft(config, "test")
+        except CanaryError as error:
+            return str(error)
+    return "nothing"
