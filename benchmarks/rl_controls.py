@@ -100,9 +100,9 @@ def evaluate(model: Path, seed: int) -> float:
     assert data.eval is not None, "the preset has data.eval"
     with open_rewarder(config, data) as score:
         engine = Engine(config)
-        with open_rollout(config, engine, data, score) as rollout:
+        with open_rollout(config, engine, data, score, model) as rollout:
             rollout.sync(0)
-            found = completion_stats(rollout.evaluate(data.eval, config.eval_temperature))
+            found = completion_stats(rollout.evaluate(data.eval))
     dist.destroy_process_group()
     return found["reward_mean"]
 
