@@ -16,6 +16,7 @@ from support import attention as attention_world
 from support import invariance as world
 from support.checkpoints import logits
 from support.families import CONFIGS, VOCAB, write_folder
+from support.layouts import ON_GPUS, overrides
 from support.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
 
@@ -30,23 +31,7 @@ from isoloss.tools.plants import NONE, PLANTS
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
 SORT = files("isoloss.recipes") / "assets" / "sort"
-LAYOUTS = [
-    layout
-    for layout in (
-        "1",
-        "tp2",
-        "tp2+nosp",
-        "pp2",
-        "pp2+vpp2",
-        "ulysses2",
-        "ring2",
-        "ulysses2+ring2",
-        "dp2",
-        "tp2+pp2",
-        "tp2+pp2+dp2",
-    )
-    if Layout.parse(layout).world_size <= GPUS
-]
+LAYOUTS = [layout for layout in ON_GPUS if Layout.parse(layout).world_size <= GPUS]
 
 
 @pytest.fixture(scope="module")
@@ -131,11 +116,11 @@ def test_rollouts_of_a_run_have_the_trainers_logprobs(layout, tmp_path):
     """The grpo recipe, in process on the device, over NCCL: two generated batches, the weights synced between them."""
     out = tmp_path / "run"
     ranks = Layout.parse(layout)
-    degrees = [f"parallel.{axis}={getattr(ranks, axis)}" for axis in ("tp", "pp", "vpp", "ulysses")]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks.world_size}"]
     command += ["-m", "isoloss.recipes.grpo", "preset=tiny", f"model.path={SORT}", "model.from_scratch=true"]
-    command += ["data.eval=[]", "train.steps=4", f"output_dir={out}", *degrees]
+    command += ["data.eval=[]", "train.steps=4", f"output_dir={out}", *overrides(ranks)]
     subprocess.run(command, check=True)
+    assert json.loads((out / "run.json").read_text())["layout"] == str(ranks)  # not a smaller one
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert len(rows) == 4 and all(row["applied"] for row in rows)
     assert max(row["train_rollout_logprob_diff"] for row in rows) <= 1e-4

@@ -135,9 +135,10 @@ LAYOUTS = list(all_layouts(qwen3.architecture(QWEN3)))
 FULL_PRODUCT = ("tp2", "pp2+vpp2", "dp4", "tp2+pp2+ulysses2", "ring2", "ulysses2+ring2")
 
 
-def test_the_grid_is_what_it_says(grid):
-    """Every combination that the model admits is in the list, and the covering array uses every mode and budget."""
-    assert [str(layout) for layout in LAYOUTS] == [str(layout) for layout in all_layouts(grid.arch)]
+def test_the_grid_is_what_it_says():
+    """Every combination that the model admits is in the list: a rule that refuses too much would shorten it. The
+    covering array uses every mode and budget."""
+    assert sorted(str(layout) for layout in LAYOUTS) == sorted(world.BY_HAND.split())
     assert {pair for index, _ in enumerate(LAYOUTS) for pair in covering(index)} == set(PAIRS)
     assert len(LAYOUTS) == 97 and 10 < len(PAIRWISE) < 50
     assert {layout.ulysses for layout in LAYOUTS} == {1, 2, 4, 8}

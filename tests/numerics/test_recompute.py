@@ -74,6 +74,7 @@ def test_no_gradient_changes(pool, folder, family, memory, world):
         assert gradients.keys() == wanted_gradients.keys()
         for name, gradient in gradients.items():
             error = np.linalg.norm(gradient - wanted_gradients[name])
+            assert wanted_gradients[name].any(), f"{name}: nothing is compared"
             assert error <= 1e-12 * np.linalg.norm(wanted_gradients[name]), name
 
 
@@ -91,6 +92,29 @@ def test_every_module_saves_memory(pool, folder, family, module):
     )
     assert full.nbytes < saving.nbytes < plain.nbytes
     assert saving.forwards == plain.forwards
+
+
+@pytest.mark.parametrize(
+    ("family", "modules", "parallel"),
+    (
+        ("qwen3", ("core_attn", "layernorm"), {"tp": 2, "ulysses": 2}),
+        ("qwen3", ("mlp",), {"pp": 2, "ring": 2}),
+        ("gpt-oss", ("core_attn", "moe"), {"pp": 2, "ulysses": 2, "ep": 2}),
+        ("deepseek-v3", ("mla_up_proj", "shared_experts"), {"tp": 2, "ep": 2}),
+    ),
+    ids=("tp2+ulysses2", "pp2+ring2", "pp2+ulysses2+ep2", "tp2+ep2"),
+)
+def test_every_rank_saves_memory(pool, folder, family, modules, parallel):
+    """On each rank, the last stage too, the modules keep less and whole layers least, and those run twice."""
+    world = 2 ** len(parallel.keys() - {"ep"})
+    plain, saving, full = (
+        pool.run(world, recompute.kept, config(folder(family), memory, **parallel), SAMPLES)
+        for memory in (MemoryConfig(), selective(*modules), FULL)
+    )
+    for rank, (of_plain, of_saving, of_full) in enumerate(zip(plain, saving, full, strict=True)):
+        assert of_full.nbytes < of_saving.nbytes < of_plain.nbytes, rank
+        assert of_saving.forwards == of_plain.forwards > 0
+        assert of_full.forwards == 2 * of_plain.forwards
 
 
 def test_whole_layers_run_twice(pool, folder):

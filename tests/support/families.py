@@ -46,7 +46,7 @@ DENSE: dict[str, PreTrainedConfig] = {
 }  # fmt: skip
 SPARSE: dict[str, PreTrainedConfig] = {
     "qwen3-moe": Qwen3MoeConfig(**SIZES, hidden_size=48, intermediate_size=72, num_attention_heads=4,
-                                num_key_value_heads=2, head_dim=20, moe_intermediate_size=28, num_experts=6,
+                                num_key_value_heads=2, head_dim=16, moe_intermediate_size=28, num_experts=6,
                                 num_experts_per_tok=3, norm_topk_prob=True, rope_parameters=PLAIN_ROPE),
     "qwen3-moe-unnormalized": Qwen3MoeConfig(
         **SIZES, hidden_size=48, intermediate_size=72, num_attention_heads=4, num_key_value_heads=2, head_dim=20,
@@ -62,7 +62,7 @@ SPARSE: dict[str, PreTrainedConfig] = {
                                           first_k_dense_replace=0, q_lora_rank=None, norm_topk_prob=False,
                                           rope_parameters=PLAIN_ROPE),
     "glm-4.5": Glm4MoeConfig(**SIZES, hidden_size=48, intermediate_size=72, num_attention_heads=4,
-                             num_key_value_heads=2, head_dim=20, moe_intermediate_size=28, n_routed_experts=8,
+                             num_key_value_heads=2, head_dim=16, moe_intermediate_size=28, n_routed_experts=8,
                              num_experts_per_tok=3, n_shared_experts=1, first_k_dense_replace=1, attention_bias=True,
                              use_qk_norm=True, routed_scaling_factor=2.0, num_nextn_predict_layers=0,
                              rope_parameters={**PLAIN_ROPE, "partial_rotary_factor": 0.5}),

@@ -30,6 +30,25 @@ QWEN3 = {
     "tie_word_embeddings": False,
     "torch_dtype": "float32",
 }
+# What this model admits on 2 to 8 ranks, worked out by hand. Degrees are powers of two whose exponents over tp, pp,
+# ulysses, ring and dp add up to 1 (5 ways), 2 (15) or 3 (35, less four eighths that are not asked for): 51. Each of the
+# 20 with tp stands once more without sequence parallelism, each of the 20 with pp once more interleaved, the 6 with
+# both a fourth time. No rule forbids one: 8 heads, 4 key/value heads and 8 layers divide by all of them.
+BY_HAND = """
+dp2 ring2 ulysses2 pp2 pp2+vpp2 tp2 tp2+nosp dp4 ring2+dp2 ring4 ulysses2+dp2 ulysses2+ring2 ulysses4 pp2+dp2
+pp2+vpp2+dp2 pp2+ring2 pp2+vpp2+ring2 pp2+ulysses2 pp2+vpp2+ulysses2 pp4 pp4+vpp2 tp2+dp2 tp2+dp2+nosp tp2+ring2
+tp2+ring2+nosp tp2+ulysses2 tp2+ulysses2+nosp tp2+pp2 tp2+pp2+nosp tp2+pp2+vpp2 tp2+pp2+vpp2+nosp tp4 tp4+nosp
+ring2+dp4 ring4+dp2 ulysses2+dp4 ulysses2+ring2+dp2 ulysses2+ring4 ulysses4+dp2 ulysses4+ring2 ulysses8 pp2+dp4
+pp2+vpp2+dp4 pp2+ring2+dp2 pp2+vpp2+ring2+dp2 pp2+ring4 pp2+vpp2+ring4 pp2+ulysses2+dp2 pp2+vpp2+ulysses2+dp2
+pp2+ulysses2+ring2 pp2+vpp2+ulysses2+ring2 pp2+ulysses4 pp2+vpp2+ulysses4 pp4+dp2 pp4+vpp2+dp2 pp4+ring2
+pp4+vpp2+ring2 pp4+ulysses2 pp4+vpp2+ulysses2 tp2+dp4 tp2+dp4+nosp tp2+ring2+dp2 tp2+ring2+dp2+nosp tp2+ring4
+tp2+ring4+nosp tp2+ulysses2+dp2 tp2+ulysses2+dp2+nosp tp2+ulysses2+ring2 tp2+ulysses2+ring2+nosp tp2+ulysses4
+tp2+ulysses4+nosp tp2+pp2+dp2 tp2+pp2+dp2+nosp tp2+pp2+vpp2+dp2 tp2+pp2+vpp2+dp2+nosp tp2+pp2+ring2
+tp2+pp2+ring2+nosp tp2+pp2+vpp2+ring2 tp2+pp2+vpp2+ring2+nosp tp2+pp2+ulysses2 tp2+pp2+ulysses2+nosp
+tp2+pp2+vpp2+ulysses2 tp2+pp2+vpp2+ulysses2+nosp tp2+pp4 tp2+pp4+nosp tp2+pp4+vpp2 tp2+pp4+vpp2+nosp tp4+dp2
+tp4+dp2+nosp tp4+ring2 tp4+ring2+nosp tp4+ulysses2 tp4+ulysses2+nosp tp4+pp2 tp4+pp2+nosp tp4+pp2+vpp2
+tp4+pp2+vpp2+nosp
+"""
 
 
 def loss_of(mode: str) -> LossConfig:

@@ -15,7 +15,7 @@ from isoloss.tools.parity import thaw
 
 @dataclass(frozen=True)
 class Kept:
-    """nbytes: of memory that autograd holds for the backward of the first micro-batch, parameters left out.
+    """nbytes: of memory that autograd holds when the first backward begins, parameters left out.
     forwards: of transformer layers in the step."""
 
     nbytes: int
@@ -23,7 +23,7 @@ class Kept:
 
 
 def kept(config: Config, frozen: bytes) -> Kept:
-    """One step of a single stage."""
+    """One step of this rank, whose pipeline is not interleaved."""
     engine, samples = Engine(config), thaw(frozen)
     weights = {parameter.untyped_storage()._cdata for parameter in engine.chunks[0].parameters()}
     storages, at_backward, forwards = {}, [], []

@@ -154,7 +154,7 @@ def misused_calls(config: Config, frozen: bytes) -> dict[str, str]:
 
 
 def first_step(config: Config, folder: str | None) -> list[float]:
-    """Gradient norms of two optimizer steps, with Engine.save and Engine.load before them if there is a folder."""
+    """Gradient norms of three optimizer steps, with Engine.save and Engine.load before them if there is a folder."""
     engine = Engine(config)
     if folder:
         engine.save(folder, {"step": 0})

@@ -1,7 +1,9 @@
-"""Layers of Transformer Engine's modules compute what Megatron's local ones do, under the same names; on a stand-in.
+"""isoloss asks Transformer Engine's modules for the right thing: names, arguments, shards, and the layout of rows.
 
-The stand-in (tests/doubles/transformer_engine.py) has the parameters, the forward and the assertions of the real one,
-not its kernels. tests/gpu/test_te_kernels.py makes the same comparison with the real one.
+On a stand-in (tests/doubles/transformer_engine.py) with the parameters and the assertions of the real one and a forward
+in plain torch. So what is compared with Megatron's local layers is what isoloss builds and hands over, on setups that
+are legal with the real one; of its kernels' numerics nothing is claimed. tests/gpu/test_te_kernels.py makes the same
+comparison with the real one, on a GPU that has it.
 """
 
 import itertools

@@ -3,11 +3,13 @@
 from dataclasses import replace
 
 import pytest
+from support.layouts import ON_GPUS, overrides
 
 from isoloss.engine import legality
 from isoloss.engine.config import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.parallel import Layout, UserError
+from isoloss.recipes.launch import compose_config
 
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
 CONFIG = Config(ModelConfig("anywhere"))
@@ -17,6 +19,14 @@ SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True, shared_size=3
 @pytest.mark.parametrize("text", ["1", "tp2", "tp2+nosp", "pp2+vpp3", "tp2+pp2+ulysses2+ep2+etp2+dp2", "ep4+dp4"])
 def test_a_layout_is_written_as_it_is_read(text):
     assert str(Layout.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", [*ON_GPUS, "tp2+ring3+ep2", "tp2+pp2+etp2+dp3"])
+def test_the_keys_of_a_layout_give_that_layout(text):
+    """None is dropped on the way: tests on GPUs would run a smaller layout under the name of this one."""
+    layout = Layout.parse(text)
+    config, *_ = compose_config("sft", Config, overrides(layout))
+    assert config.parallel.layout().with_world(layout.world_size) == layout
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])
