@@ -22,7 +22,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-all slowest test-docs test-sglang prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the quick CPU tests: every claim once, at most ten minutes on two cores"
 	@echo "make test-all   the whole CPU test suite, at most half an hour;  make slowest: the slowest tests of the last run"
+	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  the grids whole: every layout, mode and token budget (about half an hour on two cores)"
@@ -61,6 +62,18 @@ test: install
 
 test-all: install
 	$(PYTEST) $(PARALLEL) $(ARGS)
+
+# Branches of what trains, ranks and subprocesses included.
+COVERED := $(CURDIR)/engine,$(CURDIR)/models,$(CURDIR)/parallel
+coverage: install
+	$(BIN)/coverage erase
+	$(ONE_THREAD) $(BIN)/coverage run --source=$(COVERED) -m pytest $(PARALLEL) --timeout 900 $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+# One-line bugs, planted one at a time in a copy: the tests must notice each.
+mutants: install
+	$(ONE_THREAD) $(BIN)/python tests/mutants/run.py $(ARGS)
 
 slowest:
 	$(BIN)/python tests/support/durations.py
