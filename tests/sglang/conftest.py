@@ -94,7 +94,7 @@ def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[...,
     made: list[SGLangBackend] = []
 
     def make(weight_sync: str = "tensor", **changes) -> SGLangBackend:
-        config = {"timeout": 120.0, "sync_dir": str(tmp_path / "sync")} | changes
+        config = {"timeout": START_SECONDS, "sync_dir": str(tmp_path / "sync")} | changes
         if "servers" not in config:
             config["servers"] = (request.getfixturevalue("service").url,)
         config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
