@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from support import plain_megatron, tiny_models
 from support.durations import Durations
+from support.te_pool import TransformerEnginePool
 from support.tiers import Schedule
 
 from isoloss.engine.config import Config
@@ -55,6 +56,13 @@ def pool() -> Iterator[WorkerPool]:
     What they run must be importable by name: put it into `tests/support`.
     """
     with WorkerPool(8) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def te_pool() -> Iterator[TransformerEnginePool]:
+    """Four ranks at most, for which a stand-in for Transformer Engine imports."""
+    with TransformerEnginePool(4) as workers:
         yield workers
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-# Fixtures that are made once a session at great cost: the tests that use one go to one worker, in one group.
-SHARED = ("sorter", "te_pool", "service", "double", "sglang")
+# Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
+SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -11,9 +11,9 @@ def group_of(item: pytest.Item) -> str | None:
     file; none where it needs nothing, so that any worker takes it."""
     names = getattr(item, "fixturenames", ())
     file = item.nodeid.partition("::")[0]
-    for fixture in SHARED:
+    for fixture, group in SHARED.items():
         if fixture in names:
-            return fixture
+            return group
     return file if "pool" in names else None
 
 
