@@ -1,4 +1,4 @@
-"""Grids of which `make test` runs a part, `make test-all` more (marker full), and `make prove-all` the rest (slow)."""
+"""Grids of which `make test-all` runs a part, and `make prove-all` (marker slow) the whole."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations
@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 
 
-def thinned(
-    rows: Sequence, keep: Callable[[Any], bool] = lambda row: True, quick: Callable[[Any], bool] = lambda row: True
-) -> list:
-    """`rows` for parametrize: those that are not kept are marked slow, of the others those that are not quick full."""
-
-    def marks(row: Any) -> tuple:
-        return (pytest.mark.slow,) if not keep(row) else () if quick(row) else (pytest.mark.full,)
-
-    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=marks(row)) for row in rows]
+def thinned(rows: Sequence, keep: Callable[[Any], bool]) -> list:
+    """`rows` for parametrize; those that are not kept are marked slow."""
+    return [
+        pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=() if keep(row) else pytest.mark.slow)
+        for row in rows
+    ]
 
 
 def covering_pairs(rows: Sequence[tuple]) -> set[tuple]:
