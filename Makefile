@@ -30,11 +30,11 @@ help:
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the quick CPU tests: every claim once, at most ten minutes on two cores"
-	@echo "make test-all   the whole CPU test suite, at most half an hour;  make slowest: the slowest tests of the last run"
+	@echo "make test-all   those and the others, at most half an hour;  make slowest: the slowest tests of the last run"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
-	@echo "make prove-all  the grids whole: every layout, mode and token budget (about half an hour on two cores)"
+	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (about half an hour)"
 	@echo "make bench      side-by-side measurements"
 	@echo "make lint       ruff;  make types: pyright"
 

@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from support import covered, plain_megatron, tiny_models
 from support.durations import Durations
+from support.te_pool import TransformerEnginePool
 from support.tiers import Schedule
 
 from isoloss.engine.config import Config
@@ -58,6 +59,13 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
         if covered.is_measured():
             workers.run(workers.size, covered.save)
+
+
+@pytest.fixture(scope="session")
+def te_pool() -> Iterator[TransformerEnginePool]:
+    """Four ranks at most, for which a stand-in for Transformer Engine imports."""
+    with TransformerEnginePool(4) as workers:
+        yield workers
 
 
 @pytest.fixture

@@ -81,10 +81,14 @@ class WorkerPool:
         with tempfile.TemporaryDirectory(prefix="isoloss-world-") as folder:
             for rank, connection in enumerate(connections):
                 connection.send((rank, world, str(Path(folder) / "store"), self.timeout, function, args))
-            while len(results) < world:
-                for ready in wait([c for c in connections if c not in results]):
-                    assert isinstance(ready, Connection)
-                    results[ready] = self._receive(ready)
+            try:
+                while len(results) < world:
+                    for ready in wait([c for c in connections if c not in results]):
+                        assert isinstance(ready, Connection)
+                        results[ready] = self._receive(ready)
+            except BaseException:  # Ctrl-C or a time limit as well: the ranks would still answer, to the next run
+                self.close()
+                raise
         return [results[connection] for connection in connections]
 
     def close(self) -> None:
@@ -110,14 +114,14 @@ class WorkerPool:
         of_server.close()
         return Worker(process, here, (ours, ours_of_server))
 
-    def _receive(self, connection: Connection) -> Any:
+    @staticmethod
+    def _receive(connection: Connection) -> Any:
         try:
             status, value = connection.recv()
         except EOFError:
             status, value = "crash", "a worker process died"
         if status == "ok":
             return value
-        self.close()
         raise UserError(value) if status == "mistake" else WorkerError(value)
 
 

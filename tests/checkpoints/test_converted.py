@@ -20,7 +20,7 @@ LAYOUTS = {"1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2+pp2": {"tp": 2, "pp
 ROWS = [(name, layout) for name in CONFIGS for layout in LAYOUTS if name in SPARSE or layout != "ep2"]
 
 
-# In the ordinary suite tensor and pipeline parallelism come together.
+# In `make test-all` tensor and pipeline parallelism come together.
 @pytest.mark.parametrize(("name", "layout"), thinned(ROWS, lambda row: row[1] in ("tp2+pp2", "ep2")))
 def test_a_converted_checkpoint_loads_in_every_layout(name, layout, tmp_path, pool):
     folder = write_folder(name, tmp_path / "in")

@@ -2,12 +2,10 @@
 
 import json
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from support import plain_megatron, te_pool
+from support import plain_megatron, te_names
 from support.families import CONFIGS, DENSE, write_folder
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -53,10 +51,7 @@ def test_names_shapes_types_and_chunks_are_those_that_megatron_writes(name, tmp_
 
 # The stand-in's attention has no sinks.
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3-moe", "deepseek-v3", "deepseek-v3-plain", "glm-4.5"])
-def test_megatron_with_transformer_engine_loads_it(name, tmp_path):
+def test_megatron_with_transformer_engine_loads_it(name, tmp_path, te_pool):
     folder, checkpoint = converted(name, tmp_path)
-    command = [sys.executable, "-m", "support.te_names", str(checkpoint), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=te_pool.environment())
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert not found["wrong"] and found["tensors"] > 15 and found["objects"] >= 9
+    (found,) = te_pool.run(1, te_names.load, checkpoint, folder)
+    assert not found.wrong and found.tensors > 15 and found.objects >= 9

@@ -179,7 +179,7 @@ def test_the_losses_of_the_routers_matter(grids):
 ROWS = list(itertools.product(MODELS, LAYOUTS))
 
 
-# In the ordinary suite each layout with one model, and with all three where every axis is split.
+# In `make test-all` each layout with one model, and with all three where every axis is split.
 @pytest.mark.parametrize(
     ("model", "layout"),
     thinned(

@@ -136,6 +136,16 @@ def grid(pool, folder) -> Grid:
     return Grid(pool, folder)
 
 
+@pytest.fixture(scope="module")
+def on_policy_grid(pool, folder) -> Grid:
+    return Grid(pool, folder, on_policy=True)
+
+
+@pytest.fixture(scope="module")
+def critic_grid(pool, folder) -> Grid:
+    return Grid(pool, folder, critic=True)
+
+
 GSPO = [name for name in LOSSES if name.startswith("gspo")]  # has one aggregation, others are refused
 PAIRS = [pair for pair in itertools.product(LOSSES, MODES) if pair[0] not in GSPO or pair[1] == "seq-mean-token-mean"]
 CASES = [(name, mode, budget) for name, mode in PAIRS for budget in BUDGETS]
@@ -169,14 +179,14 @@ def test_whole_product(grid, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_on_policy_where_the_loss_cancels(pool, folder, layout):
+def test_on_policy_where_the_loss_cancels(on_policy_grid, layout):
     """Without the old policy's log-probabilities the ratio is 1, and with advantages of mean 0 the loss about 0."""
-    Grid(pool, folder, on_policy=True).check(layout, [("grpo", "token-mean", 160), ("gspo", "seq-mean-token-mean", 96)])
+    on_policy_grid.check(layout, [("grpo", "token-mean", 160), ("gspo", "seq-mean-token-mean", 96)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_critic(pool, folder, layout):
-    Grid(pool, folder, critic=True).check(layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
+def test_critic(critic_grid, layout):
+    critic_grid.check(layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
 
 
 @pytest.mark.parametrize("layout", ("1", "tp2+pp2+ulysses2"))

@@ -7,7 +7,7 @@ at several places, so that models with experts are compared in fp32.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from support.families import CONFIGS, DENSE, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import (
     TOKEN_MEAN,
+    Evaluated,
     evaluate,
     gradients_by_hf_name,
     make_engine,
@@ -196,25 +197,38 @@ def admits(name: str, parallel: dict) -> bool:
     return parallel.get("sequence_parallel", True) and not (name == "gpt-oss" and "etp" in parallel)
 
 
+SHARDED_SAMPLES = make_samples(LENGTHS, VOCAB, seed=4)
 SHARDED = [(name, layout) for name in CONFIGS for layout, parallel in LAYOUTS.items() if admits(name, parallel)]
 
 
-# In the ordinary suite every layout with some families, and every family with some layouts.
+@pytest.fixture(scope="module")
+def reference(pool, tmp_path_factory) -> Callable[[str], tuple[Path, Evaluated]]:
+    """reference(family) -> its folder, and what one rank makes of SHARDED_SAMPLES."""
+    made: dict[str, tuple[Path, Evaluated]] = {}
+
+    def of(family: str) -> tuple[Path, Evaluated]:
+        if family not in made:
+            folder = write_folder(family, tmp_path_factory.mktemp(family))
+            made[family] = folder, pool.run(1, evaluate, folder, SHARDED_SAMPLES, {})[0]
+        return made[family]
+
+    return of
+
+
+# In `make test-all` every layout with some families, and every family with some layouts.
 @pytest.mark.parametrize(("name", "layout"), thinned(SHARDED, lambda row: SHARDED.index(row) % 3 == 0))
-def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, tmp_path, pool):
+def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, reference, pool):
     """Latent attention, windows, sinks and experts, sharded, in fp64."""
     parallel = LAYOUTS[layout]
-    folder = write_folder(name, tmp_path / "in")
-    samples = make_samples(LENGTHS, VOCAB, seed=4)
+    folder, alone = reference(name)
     world = 4 if layout in ("tp2+pp2", "ulysses2+ring2") else 2
-    (reference,) = pool.run(1, evaluate, folder, samples, {})
-    ranks = pool.run(world, evaluate, folder, samples, parallel)
+    ranks = pool.run(world, evaluate, folder, SHARDED_SAMPLES, parallel)
     for rank in ranks:
-        assert relative_error(rank.logits, reference.logits) <= 1e-11
-        assert rank.grad_norm == pytest.approx(reference.grad_norm, rel=1e-10)
+        assert relative_error(rank.logits, alone.logits) <= 1e-11
+        assert rank.grad_norm == pytest.approx(alone.grad_norm, rel=1e-10)
         for tensor, gradient in rank.gradients.items():
-            assert relative_error(gradient, reference.gradients[tensor]) <= 1e-10, tensor
-    assert {tensor for rank in ranks for tensor in rank.gradients} == reference.gradients.keys()
+            assert relative_error(gradient, alone.gradients[tensor]) <= 1e-10, tensor
+    assert {tensor for rank in ranks for tensor in rank.gradients} == alone.gradients.keys()
 
 
 EXPORTED = [(name, layout) for name in CONFIGS for layout in ("tp2+pp2", "ep2" if name in SPARSE else "1")]

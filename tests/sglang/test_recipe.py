@@ -16,15 +16,6 @@ from .conftest import DOUBLE, SGLANG, free_url
 RUN = (sys.executable, "-m")
 
 
-@pytest.fixture(scope="module")
-def sorter(tmp_path_factory) -> Path:
-    """A model that sorts letters a quarter of the time."""
-    out = tmp_path_factory.mktemp("sorter") / "sft"
-    command = [*RUN, "isoloss.recipes.sft", "preset=sort", f"output_dir={out}"]
-    subprocess.run(command, check=True, capture_output=True)
-    return out / "hf"
-
-
 @pytest.fixture(params=["double", pytest.param("sglang", marks=pytest.mark.sglang)])
 def server_command(request) -> str:
     return DOUBLE if request.param == "double" else SGLANG
@@ -35,7 +26,8 @@ def arguments(sorter: Path, out: Path, command: str, sync: str, *more: str) -> l
         *RUN,
         "isoloss.recipes.grpo",
         "preset=tiny",
-        f"model.path={sorter}",
+        f"model.path={sorter}/hf",
+        f"data.train={sorter}/rl.jsonl",
         f"output_dir={out}",
         "data.eval=[]",
         "rollout.backend=sglang",
@@ -63,9 +55,9 @@ def check_run(out: Path, steps: int) -> None:
     assert sum(row["reward"] for row in rollouts) / len(rollouts) > 0.15  # other weights than the policy's sort nothing
 
 
-def left_over(model: Path) -> list[psutil.Process]:
+def left_over(sorter: Path) -> list[psutil.Process]:
     """Processes that were started with the model's folder: the run, and its servers with their guards."""
-    return [p for p in psutil.process_iter(["cmdline"]) if any(str(model) in part for part in p.info["cmdline"] or ())]
+    return [p for p in psutil.process_iter(["cmdline"]) if any(str(sorter) in part for part in p.info["cmdline"] or ())]
 
 
 def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tmp_path):

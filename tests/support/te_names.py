@@ -1,14 +1,9 @@
 """Load a checkpoint into Megatron-Core's model of its Transformer Engine spec, on a stand-in for Transformer Engine.
 
-    python -m support.te_names CHECKPOINT FOLDER
-
-CHECKPOINT was made from the Hugging Face folder FOLDER. Prints as JSON how many tensors and empty objects were loaded,
-and the keys of those that are not what the folder holds. A process of its own, in `te_pool.environment`: the stand-in
-has to be there before Megatron-Core is imported.
+Runs on a rank of `te_pool`: the stand-in has to be there before Megatron-Core is imported.
 """
 
-import json
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +17,7 @@ from isoloss.models.checkpoint_keys import native_style, places
 from isoloss.models.forms import padded_vocab_size
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import weight_map
-from isoloss.parallel import Layout, Mesh, launch
+from isoloss.parallel import Layout, Mesh
 from support import plain_megatron
 
 
@@ -36,8 +31,17 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def main(checkpoint: Path, folder: Path) -> None:
-    launch.init_process_group()
+@dataclass(frozen=True)
+class Loaded:
+    """How many tensors and empty objects were loaded, and the keys of those that are not what the folder holds."""
+
+    tensors: int
+    objects: int
+    wrong: list[str]
+
+
+def load(checkpoint: Path, folder: Path) -> Loaded:
+    """The checkpoint was made from the Hugging Face folder."""
     arch, mesh = read_architecture(folder), Mesh.create(Layout.parse("dp1"))
     spec = plain_megatron.get_gpt_decoder_block_spec
     with mock.patch.object(
@@ -60,8 +64,4 @@ def main(checkpoint: Path, folder: Path) -> None:
             if not torch.equal(data[: len(rows)], rows) or data[len(rows) :].any():
                 wrong.append(value.key)
     objects = [value.unique_key for value in nested_values(wanted) if isinstance(value, ShardedObject)]
-    print(json.dumps({"tensors": tensors, "objects": len(objects), "wrong": wrong}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    return Loaded(tensors, len(objects), wrong)

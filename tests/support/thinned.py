@@ -1,4 +1,4 @@
-"""Grids of which the ordinary suite runs a part, and `make prove-all` (marker slow) the whole."""
+"""Grids of which `make test-all` runs a part, and `make prove-all` (marker slow) the whole."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations

@@ -1,9 +1,14 @@
-"""What runs where under pytest-xdist: expensive things are made once, and what is short fills the gaps."""
+"""Which tests are quick, and what runs where under pytest-xdist: expensive things are made once, and what is short
+fills the gaps."""
+
+from fnmatch import fnmatchcase
 
 import pytest
 
-# Fixtures that are made once a session at great cost: the tests that use one go to one worker, in one group.
-SHARED = ("sorter", "te_pool", "service", "double", "sglang")
+from support.quick import QUICK
+
+# Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
+SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -11,17 +16,36 @@ def group_of(item: pytest.Item) -> str | None:
     file; none where it needs nothing, so that any worker takes it."""
     names = getattr(item, "fixturenames", ())
     file = item.nodeid.partition("::")[0]
-    for fixture in SHARED:
+    for fixture, group in SHARED.items():
         if fixture in names:
-            return fixture
+            return group
     return file if "pool" in names else None
+
+
+def mark_full(items: list[pytest.Item]) -> list[str]:
+    """Marks the rows that `QUICK` leaves out; returns what it names and no test of these files has."""
+    unmatched = {}
+    for item in items:
+        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+        for test, patterns in QUICK.get(file, {}).items():
+            function, _, row = name.removesuffix("]").partition("[")
+            missing = unmatched.setdefault((file, test), {"", *patterns.split()})
+            if fnmatchcase(function, test) and (row or test != "*"):
+                matched = {pattern for pattern in patterns.split() if fnmatchcase(row, pattern)}
+                missing -= {"", *matched}
+                if not matched:
+                    item.add_marker(pytest.mark.full)
+    return [f"{file}::{test} {pattern}" for (file, test), missing in unmatched.items() for pattern in sorted(missing)]
 
 
 class Schedule:
     """Groups first, in the order of the files; then the tests that any worker takes."""
 
-    @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+    @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        unmatched = mark_full(items)
+        if unmatched and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"tests/support/quick.py names what is not there: {'; '.join(unmatched)}")
         groups = {item: group_of(item) for item in items}
         for item, group in groups.items():
             if group is not None:

@@ -7,26 +7,18 @@ comparison with the real one, on a GPU that has it.
 """
 
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support import te_models
 from support.families import CONFIGS, VOCAB, write_folder
-from support.te_pool import TransformerEnginePool
 from support.transformers_parity import make_samples
 
 from isoloss.engine.config import MoeConfig
 
 LENGTHS = (2, 40, 17, 29, 33, 60)  # several micro-batches, and documents that no number of ranks divides
 FP32 = 1e-5  # relative to the norm
-
-
-@pytest.fixture(scope="module")
-def te_pool() -> Iterator[TransformerEnginePool]:
-    with TransformerEnginePool(4) as pool:
-        yield pool
 
 
 def degrees(layout: dict) -> str:

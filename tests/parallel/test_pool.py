@@ -1,0 +1,48 @@
+"""The pool of ranks: its processes stay, whatever they ran, and answer the run that asked."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from support import training
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import BatchConfig, Config, ModelConfig
+from isoloss.tools.parity import freeze
+from isoloss.tools.pool import MAX_THREADS, WorkerPool
+
+
+def test_a_rank_outlives_its_distributed_optimizers(pool, inputs):
+    """Each holds eighteen process groups with three threads each, in a cycle that Python cannot collect."""
+    config = Config(ModelConfig(f"{inputs}/model", from_scratch=True), batch=BatchConfig(max_tokens=64))
+    tokens = torch.arange(1, 40)
+    frozen = freeze([Sample(tokens, tokens > 3)])
+    assert config.distributed_optimizer and MAX_THREADS < 3 * 18 * 3
+    before = pool.run(1, os.getpid)
+    for _ in range(3):
+        pool.run(1, training.steps, config, frozen, 1)
+    assert pool.run(1, os.getpid) == before
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_run_that_is_cut_short_does_not_answer_the_next():
+    def interrupt(*_):
+        raise Interrupted
+
+    usual = signal.signal(signal.SIGALRM, interrupt)  # as pytest's time limit does, which is off for so long
+    limit = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        with WorkerPool(1) as pool:
+            pool.run(1, os.getpid)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(Interrupted):
+                pool.run(1, time.sleep, 600)
+            assert pool.run(1, os.path.basename, "a/b") == ["b"]
+    finally:
+        signal.signal(signal.SIGALRM, usual)
+        signal.setitimer(signal.ITIMER_REAL, *limit)
