@@ -253,7 +253,8 @@ def main() -> None:
     described = [
         {**vars(row), "ratio": row.ratio, "median_ratio": row.median_ratio, "tensors": row.tensors} for row in rows
     ]
-    args.out.write_text(
+    if args.out:
+        args.out.write_text(
         json.dumps({"versions": versions, "cache": cache, "rows": described, **verdicts}, indent=2) + "\n"
     )
 
