@@ -254,9 +254,8 @@ def main() -> None:
         {**vars(row), "ratio": row.ratio, "median_ratio": row.median_ratio, "tensors": row.tensors} for row in rows
     ]
     if args.out:
-        args.out.write_text(
-        json.dumps({"versions": versions, "cache": cache, "rows": described, **verdicts}, indent=2) + "\n"
-    )
+        figures = {"versions": versions, "cache": cache, "rows": described, **verdicts}
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":
