@@ -253,9 +253,9 @@ def main() -> None:
     described = [
         {**vars(row), "ratio": row.ratio, "median_ratio": row.median_ratio, "tensors": row.tensors} for row in rows
     ]
-    args.out.write_text(
-        json.dumps({"versions": versions, "cache": cache, "rows": described, **verdicts}, indent=2) + "\n"
-    )
+    if args.out:
+        figures = {"versions": versions, "cache": cache, "rows": described, **verdicts}
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -136,8 +136,9 @@ def table(verdicts: dict[int, dict]) -> str:
         ends = " | ".join(
             f"{start + rises[name]:.3f} ({rises[name]:+.3f})" for name in ("grpo", "sft continued", "shuffled")
         )
-        ratio = max(rises["sft continued"], rises["shuffled"]) / rises["grpo"]
-        lines.append(f"| {seed} | {start:.3f} | {ends} | {ratio:.2f} | {'pass' if found['passed'] else 'FAIL'} |")
+        controls = max(rises["sft continued"], rises["shuffled"])
+        ratio = f"{controls / rises['grpo']:.2f}" if rises["grpo"] else "-"
+        lines.append(f"| {seed} | {start:.3f} | {ends} | {ratio} | {'pass' if found['passed'] else 'FAIL'} |")
     return "\n".join(lines)
 
 

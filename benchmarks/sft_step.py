@@ -68,7 +68,7 @@ class Isoloss:
 
     def weights(self) -> dict[str, Tensor]:
         engine = self.engine
-        return {n: t.clone() for n, t in hf_tensors(engine.chunks, engine.arch, engine.mesh, torch.float32)}
+        return {n: t.clone() for n, t, _ in hf_tensors(engine.chunks, engine.arch, engine.mesh, torch.float32)}
 
     def step(self, samples: list[Sample]) -> tuple[float, float]:
         metrics, result = self.engine.train_step(samples, self.loss)

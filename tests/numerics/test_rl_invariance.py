@@ -122,6 +122,8 @@ class Grid:
             against = compare(found, self.references[triple[:2]], TOLERANCE["fp64"])
             assert against.passed, f"{layout} {triple}: {against.reason}"
             assert found.canary is None
+            # Squared norms: no parameter agrees on a gradient of 0.
+            assert min(norms.reference for norms in found.parameters.values()) > 1e-16, triple
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +220,13 @@ def test_the_batch_reaches_every_branch(grid):
 def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
     """Tinker's verbs: pre-scaled advantages, several calls before a step; the gradient is that of one call."""
     config = dataclasses.replace(on_layout(grid.config, Layout.parse(layout), "fp64"), loss=LossConfig("sum"))
-    apart, together = pool.run(Layout.parse(layout).world_size, world.calls_before_a_step, config, grid.frozen)[0]
-    for name, gradient in together.items():
-        assert np.linalg.norm(apart[name] - gradient) <= 1e-12 * np.linalg.norm(gradient), name
+    ranks = pool.run(Layout.parse(layout).world_size, world.calls_before_a_step, config, grid.frozen)
+    for apart, together in ranks:
+        assert apart.keys() == together.keys() == ranks[0][1].keys()
+        for name, gradient in together.items():
+            assert np.linalg.norm(gradient) > 1e-6, name
+            assert np.linalg.norm(apart[name] - gradient) <= 1e-12 * np.linalg.norm(gradient), name
+            np.testing.assert_allclose(gradient, ranks[0][1][name], rtol=1e-9, atol=1e-12)  # one model, all ranks
 
 
 @pytest.mark.parametrize("plant", sorted(RL_PLANTS))

@@ -1,0 +1,112 @@
+"""The scripts of benchmarks/ run, and call the product as it is today.
+
+Sizes are so small that the figures mean nothing.
+"""
+
+import contextlib
+import importlib.util
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from isoloss.parallel import mesh
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = {
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+}
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """script(name, *arguments) -> the module of a benchmark, imported into this process, that finds these arguments."""
+
+    def load(name: str, *arguments: object) -> ModuleType:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))  # they import each other
+        monkeypatch.setattr(torch, "set_num_threads", lambda number: None)  # other tests run in this process
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *map(str, arguments)])
+        spec = importlib.util.spec_from_file_location(f"benchmark_{name}", BENCHMARKS / f"{name}.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        return module
+
+    yield load
+    if dist.is_initialized():  # a process of its own would end here
+        mesh.destroy()
+        dist.destroy_process_group()
+
+
+def test_balance(script, monkeypatch, capsys):
+    module = script("balance", "--repeats", 1)
+    monkeypatch.setattr(module, "SIZES", ((64, 4),))
+    module.main()
+    assert "total tokens need at least" in capsys.readouterr().out
+
+
+def test_sft_step(script, monkeypatch, capsys, tmp_path):
+    """Its own loop by hand and the engine compute the same step, or it prints no ratio."""
+    module = script("sft_step", "--passes", 1, "--sequences", 2, "--padded", "--out", tmp_path / "figures.json")
+    monkeypatch.setattr(module, "M27", module.M27 | SMALL)
+    module.main()
+    assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"limit", "isoloss", "padded"}
+
+
+def test_loss_head(script, one_rank):
+    module = script("loss_head")
+    assert module.measure_memory(64, 96, 16, 0.25)["labelled"] == 16
+    assert module.measure_speed(32, 96, 16, 1)["speed_over_dense"] > 0
+
+
+def test_logprob_memory(script, tmp_path):
+    module = script("logprob_memory")
+    module.write_model(tmp_path, 32, 1)
+    found = module.measure(str(tmp_path), 2048, 1024)
+    assert (found["micro_batches"], found["kept_bytes"]) == (2, 2048 * 8)
+
+
+def test_context_scaling(script, tmp_path):
+    module = script("context_scaling")
+    (tmp_path / "config.json").write_text(
+        json.dumps(module.MODEL | {"num_hidden_layers": 1, "max_position_embeddings": 4096})
+    )
+    row = module.measure(str(tmp_path), "1", 2048)
+    assert row["sent_per_layer"] == [row["formula"]] == [0]
+
+
+@pytest.mark.full
+def test_convert(script, monkeypatch, tmp_path, capsys):
+    module = script("convert", "--layers", 2, "--repeats", 1, "--folder", tmp_path, "--warm")
+    monkeypatch.setattr(module, "CONFIG", module.CONFIG | SMALL)
+    module.main()
+    assert "mcore-to-hf, 1 layers" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_rl_controls(script, monkeypatch, tmp_path):
+    """One seed, with a start and both controls, of one or two steps each."""
+    module = script("rl_controls", "--seeds", 0, "--out", tmp_path / "out", "train.steps=2", "batch.global_size=4")
+    monkeypatch.setattr(module, "EVALUATIONS", 1)
+    real: Callable = module.run
+    monkeypatch.setattr(
+        module,
+        "run",
+        lambda recipe, *rest: real(recipe, *rest, *(["train.steps=1"] if recipe == "sft" else [])),
+    )
+    with contextlib.redirect_stdout(None):
+        assert module.main() == 1  # nothing is learned in two steps
+    figures = json.loads((tmp_path / "out" / "rl_controls.json").read_text())
+    assert figures["curves"]["0"].keys() == {"grpo", "sft continued", "shuffled"}
