@@ -1,5 +1,7 @@
 """What ranks tell of their process groups, and what they exchange in shares of different sizes."""
 
+import time
+
 import torch
 import torch.distributed as dist
 
@@ -24,3 +26,10 @@ def uneven_shares() -> tuple[list[list[float]], list[float]]:
     parts = [torch.full((count, 2), 100.0**rank * (1 + whose)) for whose, count in enumerate(rows)]
     dist.reduce_scatter(own, parts, group=dist.group.WORLD)
     return [share[:, 0].tolist() for share in shares], own[:, 1].tolist()
+
+
+def last_rank_first() -> int:
+    """This rank, told once all ranks behind it have ended theirs."""
+    rank, behind = dist.get_rank(), dist.get_world_size() - 1 - dist.get_rank()
+    time.sleep(0.2 * behind)
+    return rank
