@@ -15,6 +15,7 @@ from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.checkpoint_keys import Style
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.distcp import Folder
+from isoloss.models.manifest import Manifest
 from isoloss.models.registry import FAMILIES, read_architecture
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
@@ -213,3 +214,36 @@ def test_metadata_runs_nothing(checkpoint, capsys):
     with pytest.raises(UserError, match=r"builtins.print has no place in a checkpoint's metadata"):
         Folder(folder)
     assert "must not run" not in capsys.readouterr().out
+
+
+def test_tensors_of_no_layer_are_refused_whatever_the_model_predicts(checkpoint):
+    """A model with layers for multi-token prediction leaves out those, and nothing else."""
+    hf, folder = checkpoint
+
+    def add(name: str):
+        def change(found):
+            found.state_dict_metadata[name] = found.state_dict_metadata[FC2]
+            for chunk in found.state_dict_metadata[FC2].chunks:
+                found.storage_data[MetadataIndex(name, chunk.offsets)] = found.storage_data[
+                    MetadataIndex(FC2, chunk.offsets)
+                ]
+
+        return change
+
+    arch = replace(read_architecture(hf), mtp_layers=1)
+    edit_metadata(folder, add("mtp.layers.0.weight"))
+    assert CheckpointWeights(folder, arch).skipped == ("mtp.layers.0.weight",)
+    edit_metadata(folder, add("decoder.layers.mlp.linear_fc9.weight"))
+    with pytest.raises(UserError, match=r"has decoder\.layers\.mlp\.linear_fc9\.weight \(1 such\)"):
+        CheckpointWeights(folder, arch)
+
+
+def test_a_manifest_of_another_vocabulary_is_refused(checkpoint):
+    """The rows that pad a vocabulary hide it: 131 and 130 tokens are both 256 rows."""
+    hf, folder = checkpoint
+    arch = read_architecture(hf)
+    whole = Manifest("converted", arch.family, arch.vocab_size, Style.STACKED, ("float32",), 9, {})
+    (folder / "isoloss.json").write_text(whole.to_json())
+    CheckpointWeights(folder, arch)
+    with pytest.raises(UserError, match=r"vocab_size=131 where config\.json says 130"):
+        CheckpointWeights(folder, replace(arch, vocab_size=130))

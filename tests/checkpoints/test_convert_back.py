@@ -47,6 +47,13 @@ def told(capsys) -> str:
     return lines[0]
 
 
+def test_a_conversion_is_not_a_certificate(pairs, tmp_path):
+    """Only --verify makes it one."""
+    assert mcore_to_hf(pairs("Qwen3ForCausalLM")[1], tmp_path / "back") == 0
+    record = json.loads((tmp_path / "back" / "conversion.json").read_text())
+    assert record["verified"] is False and "logits_compared" not in record
+
+
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_both_ways_are_certified(architecture, tmp_path):
     hf = tiny_models.write(tmp_path / "hf", architecture, dtype=torch.bfloat16)

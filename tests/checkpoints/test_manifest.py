@@ -1,6 +1,7 @@
 """The manifest of a checkpoint folder: written and read back; what is damaged is named."""
 
 import json
+import zlib
 
 import pytest
 
@@ -63,3 +64,16 @@ def test_a_manifest_that_is_none_is_named(folder):
     (folder / NAME).unlink()
     with pytest.raises(UserError, match=r"isoloss.json is missing; the checkpoint is not complete"):
         read(folder)
+
+
+def test_the_checksum_of_several_blocks_is_that_of_the_file(tmp_path):
+    data = bytes(range(251)) * 40_000  # three blocks of 4 MiB
+    (tmp_path / "large").write_bytes(data)
+    assert crc32(tmp_path / "large") == f"{zlib.crc32(data):08x}"
+
+
+def test_a_file_with_something_appended_is_named(folder):
+    with (folder / "a.distcp").open("a") as file:
+        file.write("x")
+    with pytest.raises(UserError, match=r"a\.distcp has 9 bytes instead of 8"):
+        check_sizes(folder, read(folder))

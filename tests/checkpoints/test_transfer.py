@@ -362,3 +362,13 @@ def test_workers_end_with_their_parent(tmp_path):
     with lock.open() as file:
         until(free, "the worker had let go of the lock")
     assert not (tmp_path / "out").exists()
+
+
+def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):
+    """Else a power failure leaves the name of a folder whose files are not there."""
+    order, rename, sync = [], os.rename, transfer.sync
+    monkeypatch.setattr(transfer, "sync", lambda path: (order.append(Path(path).name), sync(path)))
+    monkeypatch.setattr(os, "rename", lambda *paths: (order.append("rename"), rename(*paths)))
+    plan, _ = example(tmp_path / "in")
+    run(plan, tmp_path / "out")
+    assert order == ["manifest.json", "files", "sub", "rename", tmp_path.name]

@@ -51,6 +51,19 @@ def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
         assert found[-1] < 0.9 * found[0], layout
 
 
+def test_no_layout_loses_the_fp32_copy_of_the_weights(pool, config):
+    """Steps so small that bf16 weights alone would not take them: 8 steps without the copy end 2.4e-2 above."""
+    small = dataclasses.replace(config, optim=OptimConfig(lr=3e-5, schedule="constant"))
+    frozen, runs = freeze(first_batch(config, NONE)), {}
+    for layout in ("1", "tp2", "pp2", "ulysses2", "ring2", "dp2"):
+        bf16 = on_layout(small, Layout.parse(layout), "bf16")
+        parallel = dataclasses.replace(bf16.parallel, distributed_optimizer=layout in ("tp2", "ring2", "dp2"))
+        bf16 = dataclasses.replace(bf16, parallel=parallel)
+        runs[layout] = pool.run(Layout.parse(layout).world_size, world.losses, bf16, frozen, 8)[0]
+        assert runs[layout] == pytest.approx(runs["1"], rel=2e-3), layout
+    assert runs["1"][-1] < 0.95 * runs["1"][0]
+
+
 def test_log_probabilities_in_bf16_are_those_of_the_divided_logits(pool, config):
     """Temperatures divide logits in fp32. Hidden states divided in bf16 have other logits, as has a rounded product."""
     bf16 = on_layout(config, Layout.parse("tp2"), "bf16")

@@ -8,6 +8,7 @@ at several places, so that models with experts are compared in fp32.
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batch import Sample
+from isoloss.models import gpt
 from isoloss.models.checkpoint_hf import HFReader
 from isoloss.models.registry import FAMILIES
 from isoloss.models.weights import Part
+from isoloss.parallel import attention, vocab
 
 LENGTHS = (2, 40, 17, 1, 29, 33, 110, 9, 12)  # one far beyond the windows and the original lengths of scaled rotations
 # Relative errors of the loss and, norm-wise, of each gradient.
@@ -117,9 +120,9 @@ def relative_error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).norm() / wanted.norm())
 
 
-def compare_step(folder: Path, precision: str, monkeypatch) -> None:
-    samples = make_samples(LENGTHS, VOCAB)
-    engine = make_engine(folder, precision, distributed_optimizer=False)
+def compare_step(folder: Path, precision: str, monkeypatch, lengths=LENGTHS, max_tokens: int = 128) -> None:
+    samples = make_samples(lengths, VOCAB)
+    engine = make_engine(folder, precision, max_tokens=max_tokens, distributed_optimizer=False)
     metrics = engine.forward_backward(samples, TOKEN_MEAN)
     gradients = gradients_by_hf_name(engine)
     model = transformers_model(folder, precision, monkeypatch)
@@ -142,6 +145,19 @@ def test_loss_and_gradients_are_those_of_transformers(folder, one_rank, monkeypa
 
 def test_fp64_loss_and_gradients_are_those_of_transformers(dense_folder, one_rank, monkeypatch):
     compare_step(dense_folder, "fp64", monkeypatch)
+
+
+@pytest.mark.parametrize("name", ("mistral", "gpt-oss"))
+def test_long_documents_and_a_vocabulary_in_chunks(name, one_rank, monkeypatch, tmp_path):
+    """Micro-batches of more tokens than the blocks in which masked attention takes its queries, and of more labelled
+    positions than the loss head takes at a time: a window, and sinks, reach over the borders."""
+    monkeypatch.setattr(vocab, "CACHED_ELEMENTS", 5 * VOCAB)
+    loss_head = partial(vocab.vocab_parallel_logprobs, chunk_elements=100 * VOCAB)
+    monkeypatch.setattr(gpt, "vocab_parallel_logprobs", loss_head)
+    folder = write_folder(name, tmp_path / "in", max_position_embeddings=2048)
+    lengths = (1200, 3, 700, 9)
+    assert max(lengths) > 2 * attention.QUERY_BLOCK
+    compare_step(folder, "fp32", monkeypatch, lengths, max_tokens=1300)
 
 
 def test_logits_are_those_of_transformers(folder, one_rank, monkeypatch):

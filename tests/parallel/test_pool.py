@@ -1,4 +1,4 @@
-"""The pool of ranks: its processes stay, whatever they ran, and answer the run that asked."""
+"""The pool of ranks: whose result is whose, which processes stay, and what becomes of a worker that is gone."""
 
 import os
 import signal
@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from support import training
+from support import groups, training
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig
@@ -46,3 +46,17 @@ def test_a_run_that_is_cut_short_does_not_answer_the_next():
     finally:
         signal.signal(signal.SIGALRM, usual)
         signal.setitimer(signal.ITIMER_REAL, *limit)
+
+
+def test_results_are_in_the_order_of_the_ranks(pool):
+    """Whoever ends first."""
+    assert pool.run(3, groups.last_rank_first) == [0, 1, 2]
+
+
+def test_a_worker_that_was_killed_is_replaced():
+    with WorkerPool(2) as pool:
+        before = pool.run(2, os.getpid)
+        os.kill(before[1], signal.SIGKILL)
+        pool._workers[1].process.join()
+        after = pool.run(2, os.getpid)
+    assert after[0] == before[0] and after[1] != before[1]

@@ -1,5 +1,6 @@
 """Tiny models of every family, of sizes that tell dimensions apart, with every weight random."""
 
+import copy
 from pathlib import Path
 
 import torch
@@ -73,10 +74,13 @@ SPARSE: dict[str, PreTrainedConfig] = {
 CONFIGS = DENSE | SPARSE
 
 
-def write_folder(name: str, path: Path) -> Path:
-    """A Hugging Face folder with every weight random: matrices, norms, biases, sinks."""
+def write_folder(name: str, path: Path, **changes: int) -> Path:
+    """A Hugging Face folder with every weight random: matrices, norms, biases, sinks. changes: of its config.json."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager")
+    config = copy.deepcopy(CONFIGS[name])
+    for field, value in changes.items():
+        setattr(config, field, value)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if name.endswith("e_score_correction_bias"):

@@ -87,7 +87,6 @@ QUICK = {
         "test_a_spoiled_step_leaves_no_trace": "*-dp2-distopt *-tp2+pp2-plainopt",
         "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
         "test_overlapped_reduction_changes_nothing": "distopt-dp2 plainopt-dp2+pp2+vpp2 distopt-dp2+tp2",
-        "test_deterministic_runs_are_equal_bit_for_bit": "1",
     },
     "cli/test_mistakes.py": {"test_two_ranks_say_it_once": "row"},
     "cli/test_rl_mistakes.py": {"test_two_ranks_say_it_once": "*amid*"},

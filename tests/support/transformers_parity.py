@@ -17,12 +17,12 @@ from isoloss.models.weights import weight_map
 TOKEN_MEAN = cross_entropy(LossConfig())
 
 
-def make_engine(folder: Path, precision: str, from_scratch: bool = False, **parallel) -> Engine:
-    """Micro-batches of at most 128 tokens, so that a step of a few sequences has several."""
+def make_engine(folder: Path, precision: str, from_scratch: bool = False, max_tokens: int = 128, **parallel) -> Engine:
+    """Micro-batches of so few tokens that a step of a few sequences has several."""
     return Engine(
         Config(
             model=ModelConfig(path=str(folder), from_scratch=from_scratch),
-            batch=BatchConfig(max_tokens=128),
+            batch=BatchConfig(max_tokens=max_tokens),
             parallel=ParallelConfig(**parallel),
             # AdamW divides by a gradient's size: with a small eps it would make whole steps of rounding errors.
             optim=OptimConfig(lr=1e-2, schedule="constant", weight_decay=0.1, eps=1e-4),

@@ -185,6 +185,12 @@ def test_bounds_are_held_when_a_configuration_is_changed_in_python():
         dataclasses.replace(config.OptimConfig(), schedule="step")
 
 
+def test_a_mistake_is_a_value_error():
+    """Who uses the engine from Python catches that."""
+    with pytest.raises(ValueError, match=r"optim\.lr"):
+        config.OptimConfig(lr=-1.0)
+
+
 def test_a_configuration_with_names_and_values_has_a_hash():
     thinking, plain = (DataConfig(template_kwargs={"enable_thinking": value}) for value in (True, False))
     assert thinking != plain and len({thinking, plain, DataConfig(template_kwargs={"enable_thinking": True})}) == 2

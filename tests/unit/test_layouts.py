@@ -10,6 +10,7 @@ from isoloss.engine.config import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
+from isoloss.tools.prove import on_layout
 
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
 CONFIG = Config(ModelConfig("anywhere"))
@@ -27,6 +28,8 @@ def test_the_keys_of_a_layout_give_that_layout(text):
     layout = Layout.parse(text)
     config, *_ = compose_config("sft", Config, overrides(layout))
     assert config.parallel.layout().with_world(layout.world_size) == layout
+    for proof in (CONFIG, config):
+        assert on_layout(proof, layout, "fp64").parallel.layout().with_world(layout.world_size) == layout
 
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])

@@ -331,3 +331,33 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Mistral", "{}")
     refused("did you mean Qwen3MoeForCausalLM", json.dumps({"architectures": ["Qwen2MoeForCausalLM"]}))
     refused(f"{tmp_path}/config.json: mlp_bias=True", json.dumps({**LLAMA_31_8B, "mlp_bias": True}))
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "absent", "of", "value"),
+    [
+        (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
+        (gpt_oss, GPT_OSS_20B, "layer_types", "windows", (128, None) * 12),
+        (mistral, MISTRAL_7B, "layer_types", "windows", (4096,) * 32),
+        (mixtral, MIXTRAL_8X7B, "rope_theta", "rope", Rope(1e6)),
+        (qwen3, QWEN3_8B, "head_dim", "head_dim", 128),
+        (qwen3_moe, QWEN3_30B_A3B, "rope_theta", "rope", Rope(1e4)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_absent_field_means_what_transformers_takes(family, published, absent, of, value):
+    """The numbers are the defaults of its configuration classes; some differ from those of Llama."""
+    config = {name: v for name, v in published.items() if name != absent}
+    assert getattr(family.architecture(config), of) == value
+
+
+def test_experts_are_not_normalized_unless_the_file_says_so():
+    assert qwen3_moe.architecture(QWEN3_30B_A3B).experts.normalize
+    config = {name: value for name, value in QWEN3_30B_A3B.items() if name != "norm_topk_prob"}
+    assert not qwen3_moe.architecture(config).experts.normalize
+
+
+def test_mscale_changes_the_softmax_of_latent_attention_only():
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    assert deepseek_v3.architecture(DEEPSEEK_V3).rope.softmax_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert llama.architecture({**LLAMA_31_8B, "rope_scaling": yarn}).rope.softmax_factor == 1.0

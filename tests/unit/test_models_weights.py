@@ -1,5 +1,7 @@
 """The weight map and its forms: against plain formulas, against transformers, and there and back again."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -195,3 +197,23 @@ def test_a_plain_architecture_needs_no_config_file():
     arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16, "float32", 4)
     assert arch.torch_dtype == torch.float32
     assert [weight.layer for weight in weight_map(arch)] == [None, 0, 0, 0, 0, 0, 0, None]
+
+
+def test_a_critic_has_a_head_of_its_own():
+    """Also that of a model whose output matrix is its embedding."""
+    arch = Architecture("llama", 1, 8, 2, 1, 4, 12, 10, 1e-6, Rope(1e4), False, False, True, 16, "float32", 4)
+    for policy in (arch, replace(arch, tie_embeddings=False)):
+        head = weight_map(policy.as_critic())[-1]
+        assert (head.name, head.shape, head.parts[0].tensor) == ("output_layer.weight", (1, 8), "score.weight")
+        assert not policy.as_critic().tie_embeddings
+
+
+def test_square_matrices_are_transposed_as_well():
+    """The experts of gpt-oss are 2880 x 2880: no shape tells whether they were."""
+    matrix = numbered((3, 3))
+    (back,) = TransposedRows().split(matrix)
+    assert (
+        TransposedRows().merge([matrix]).tolist()
+        == back.tolist()
+        == [[r[c] for r in matrix.tolist()] for c in range(3)]
+    )

@@ -11,6 +11,7 @@ import pytest
 
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import DataStats, TokenDataset, load_dataset, unigram_nats
+from isoloss.tools import make_tiny
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 
@@ -77,3 +78,19 @@ def test_unigram_baseline(tmp_path):
 
     # Targets of train: 1, 1, 2; with one added to each of 4 ids, p(1) = 3/7 and p(3) = 1/7.
     assert unigram_nats(dataset(0, 1, 1, 2), dataset(2, 1, 3), 4) == pytest.approx(-np.log(3 / 49) / 2)
+
+
+def test_documents_are_never_divided():
+    """Between train and eval; each row stands in one of them, once."""
+    rows = [make_tiny.Row(f"document {n}", f"question {n}.{k}", "x" * 60) for n in range(40) for k in range(1 + n % 30)]
+    train, held_out = make_tiny.split(rows)
+    assert sorted(map(str, [*train, *held_out])) == sorted(map(str, rows)) and held_out
+    assert not {row.document for row in train} & {row.document for row in held_out}
+    assert all(sum(other.document == row.document for other in rows) <= 25 for row in held_out)
+
+
+def test_passages_are_cut_at_paragraphs():
+    """300 and 498 characters and the empty line between them are 800; one character more is a second passage."""
+    assert [len(text) for text in make_tiny.passages("a" * 300 + "\n\n" + "b" * 498)] == [800]
+    assert [len(text) for text in make_tiny.passages("a" * 300 + "\n\n" + "b" * 499)] == [300, 499]
+    assert make_tiny.passages("c" * 801) == []
