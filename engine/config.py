@@ -245,7 +245,7 @@ class LossConfig(Keys, group="loss"):
 
 @dataclass(frozen=True)
 class OptimConfig(Keys, group="optim"):
-    """AdamW and its learning rate, which rises to lr, then falls to min_lr at the last step."""
+    """AdamW and its learning rate, which rises to lr, then falls: one step after the last it would be min_lr."""
 
     lr: float = key(1e-5, "Peak learning rate.", at_least=0)
     min_lr: float = key(0.0, "Learning rate that linear and cosine end at; at most lr.", at_least=0)

@@ -119,7 +119,7 @@ class Engine:
         applied = self._finite and math.isfinite(norm) and self._tokens > 0
         if applied:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
-            set_hyperparameters(self.optimizer, self.config.optim, lr)
+            set_hyperparameters(self.optimizer, lr)
             self.optimizer.step_with_ready_grads()
             if self.balancing is not None:
                 balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)

@@ -139,12 +139,15 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape
 
 
-def set_hyperparameters(optimizer: MegatronOptimizer, optim: OptimConfig, lr: float) -> None:
-    """Of the next step, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms; Megatron leaves it to the
-    training loop to multiply with it."""
-    for group in optimizer.param_groups:
-        group["lr"], group["betas"], group["eps"] = lr, optim.betas, optim.eps
-        group["weight_decay"] = optim.weight_decay * group["wd_mult"]
+def set_hyperparameters(optimizer: MegatronOptimizer, lr: float) -> None:
+    """Those of the next step: the configured ones, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms;
+    Megatron leaves it to the training loop to multiply with it."""
+    for part in optimizer.chained_optimizers:
+        settings = part.config
+        for group in part.param_groups:
+            group["lr"], group["eps"] = lr, settings.adam_eps
+            group["betas"] = (settings.adam_beta1, settings.adam_beta2)
+            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
 
 
 @torch.no_grad()

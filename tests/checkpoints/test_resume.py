@@ -310,6 +310,7 @@ def test_prune_after_a_kill(tmp_path):
     for name in ("step_00000001", "step_00000002", "step_00000003", ".step_00000001.old", ".step_00000004.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "isoloss.json").touch()
+    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000003"
     checkpoint.prune(tmp_path, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
 

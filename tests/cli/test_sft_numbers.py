@@ -3,6 +3,7 @@ losses, norms, learning rates, counts, throughput, evaluations, and the exported
 
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,10 +11,19 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
+from support.training import train_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.engine import trainer
-from isoloss.engine.config import Config, OptimConfig
+from isoloss.engine.config import (
+    BatchConfig,
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from isoloss.recipes import launch, sft
 
 OPTIM = OptimConfig(betas=(0.8, 0.97), eps=1e-4, weight_decay=0.2, clip=0.1)
@@ -131,6 +141,21 @@ def test_a_run_is_that_of_a_plain_loop(precision, tolerance, inputs, model, plai
         torch.testing.assert_close(exported[name].double(), weight, rtol=0, atol=1e-6, msg=name)
 
 
+def test_mfu_is_of_all_ranks(pool, inputs, plain, tmp_path):
+    config = Config(
+        ModelConfig(f"{inputs}/model", from_scratch=True),
+        data=DataConfig((f"{inputs}/rows.jsonl",), max_length=128),
+        batch=BatchConfig(12),
+        train=TrainConfig(1),
+        checkpoint=CheckpointConfig(export_hf=False),
+        output_dir=f"{tmp_path}/out",
+    )
+    pool.run(2, train_at, config, PEAK)
+    (row,) = rows_of(f"{tmp_path}/out/metrics.jsonl")
+    flops = sum(flops_by_hand(len(each.tokens_T)) for each in plain.train)
+    assert row["mfu"] == pytest.approx(flops / (row["seconds"] * 2 * PEAK), rel=1e-12)
+
+
 def test_more_steps_stretch_the_schedule(arguments):
     """A run that goes on with a larger train.steps takes the learning rates of the longer run from there on."""
     argv = [*arguments, "optim.lr=8e-3", "optim.warmup_steps=0", "optim.schedule=linear"]
@@ -139,6 +164,22 @@ def test_more_steps_stretch_the_schedule(arguments):
     # Of two steps: 8, 4; of four: 8, 6, 4, 2.
     rates = [row["lr"] for row in rows_of("out/metrics.jsonl")]
     assert rates == pytest.approx([8e-3, 4e-3, 4e-3, 2e-3], rel=1e-12)
+
+
+def test_weight_decay_of_a_resumed_run_is_the_configured_one(model, arguments):
+    """Two runs go on from one checkpoint, with another decay each: they end apart by lr x decay x weight."""
+    argv = [*arguments, f"model.path={model}", "model.from_scratch=false", "optim.lr=1e-2", "optim.schedule=constant"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    start = load_file("out/hf/model.safetensors")
+    ends = []
+    for decay in (0.0, 0.5):
+        shutil.copytree("out", f"out{decay}")
+        more = ["checkpoint.resume=true", "train.steps=3", f"optim.weight_decay={decay}", f"output_dir=out{decay}"]
+        assert launch.main("sft", Config, sft.run, [*argv, *more]) == 0
+        ends.append(load_file(f"out{decay}/hf/model.safetensors"))
+    for name, weight in start.items():
+        lost = 1e-2 * 0.5 * weight if weight.ndim > 1 else torch.zeros_like(weight)
+        torch.testing.assert_close(ends[0][name] - ends[1][name], lost, rtol=0, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))

@@ -71,6 +71,25 @@ def test_every_aggregation_of_a_loss_is_watched(inputs, one_rank, monkeypatch):
         engine.evaluate(samples, Loss(tuple(terms)))
 
 
+def test_terms_have_their_own_weights_and_coefficients(inputs, one_rank):
+    """-log p once as a mean over tokens, once as a sum times 0.25: 12 targets make the gradient 4 times that of the
+    first alone, and the loss as well."""
+    mean = Term(negative_log_likelihood, Aggregation("token-mean"), name="mean")
+    summed = Term(negative_log_likelihood, Aggregation("sum"), 0.25, "sum")
+    tokens = torch.arange(1, 15)
+    samples = [Sample(tokens[:n], tokens[:n] > 2) for n in (14, 2)]
+    config = Config(ModelConfig(f"{inputs}/model", from_scratch=True), train=TrainConfig(precision="fp64"))
+    engine, found = Engine(config), []
+    for terms in ((mean,), (mean, summed)):
+        metrics = engine.forward_backward(samples, Loss(terms))
+        found.append((metrics, engine.optim_step(0.0).grad_norm))
+    (one, norm), (both, norm_of_both) = found
+    assert one.valid_tokens == 12 and norm > 0
+    assert norm_of_both == pytest.approx(4 * norm, rel=1e-12)
+    assert both.loss == pytest.approx(4 * one.loss, rel=1e-12)
+    assert both.terms == pytest.approx({"mean": one.loss, "sum": 12 * one.loss}, rel=1e-12)
+
+
 @pytest.mark.parametrize("fault", ("counts", "target", "micro-batch"))
 def test_a_rank_that_goes_wrong_ends_the_run(fault, pool, inputs, tmp_path):
     """At its first wrong step: nothing of it is logged, and nothing saved."""

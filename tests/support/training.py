@@ -62,6 +62,12 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
     return kept
 
 
+def train_at(config: Config, peak: float) -> None:
+    """The recipe, on devices that are said to have so many FLOPs a second."""
+    with mock.patch.object(trainer, "peak_flops", lambda device: peak):
+        trainer.train_sft(config, "test")
+
+
 def untrained(config: Config) -> Arrays:
     return weights(Engine(config))
 

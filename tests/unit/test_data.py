@@ -291,6 +291,7 @@ def test_order_depends_on_nothing_else():
     assert np.array_equal(step_indices(1000, 7, 16, 3), first)
     assert not np.array_equal(step_indices(1000, 7, 16, 4), first)
     assert not np.array_equal(step_indices(1000, 8, 16, 3), first)
+    assert not np.array_equal(step_indices(16, 1, 16, 3), step_indices(16, 0, 16, 3))  # the next epoch
     # Two steps of 8 are one of 16: the global size only cuts the stream.
     halves = [step_indices(1000, 14, 8, 3), step_indices(1000, 15, 8, 3)]
     assert np.array_equal(np.concatenate(halves), first)
