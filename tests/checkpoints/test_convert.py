@@ -198,7 +198,7 @@ def large_folder(folder: Path, megabytes: int) -> Path:
 
 
 @pytest.mark.parametrize("whom", ["all", "parent"])
-def test_the_command_killed_while_it_writes_goes_on_when_started_again(folder, tmp_path, whom):
+def test_the_command_killed_while_it_writes_goes_on_when_started_again(folder, tmp_path, whom, capsys):
     large, out = large_folder(folder, 200), tmp_path / "out"
     with subprocess.Popen([*COMMAND, "--hf", large, "--out", out], start_new_session=True) as process:
         records = tmp_path / ".out.partial" / "journal" / "files"
@@ -208,14 +208,14 @@ def test_the_command_killed_while_it_writes_goes_on_when_started_again(folder, t
             time.sleep(0.002)
         (os.killpg if whom == "all" else os.kill)(process.pid, signal.SIGKILL)
     assert not out.exists()
-    done = subprocess.run([*COMMAND, "--hf", large, "--out", out], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "were there already" in done.stdout
+    assert main(large, out) == 0
+    said = capsys.readouterr()
+    assert "were there already" in said.out and said.err == ""
     check_complete(out)
     assert manifest.read(out).vocab_size == read_architecture(large).vocab_size
 
 
-def test_a_disk_that_is_full_is_told_and_the_second_run_finishes(folder, tmp_path):
+def test_a_disk_that_is_full_is_told_and_the_second_run_finishes(folder, tmp_path, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     size = hf_to_mcore.plan(folder).transfer.nbytes
@@ -227,20 +227,20 @@ def test_a_disk_that_is_full_is_told_and_the_second_run_finishes(folder, tmp_pat
     if not mount(size // 2):
         pytest.skip("mounting a small disk takes root")
     try:
-        command = [*COMMAND, "--hf", folder, "--out", disk / "out"]
-        before = subprocess.run(command, capture_output=True, text=True)
-        assert before.returncode == 2 and len(before.stderr.splitlines()) == 1
-        assert "more bytes and" in before.stderr and "free; make room" in before.stderr and not os.listdir(disk)
+        assert main(folder, disk / "out") == 2
+        told = capsys.readouterr().err
+        assert "more bytes and" in told and "free; make room" in told and told.count("\n") == 1
+        assert not os.listdir(disk)
 
         # Enough for the bytes, not for the ends of the files, which take whole pages.
         assert mount(-(-size // 4096) * 4096, "remount")
-        during = subprocess.run(command, capture_output=True, text=True)
-        assert during.returncode == 2 and len(during.stderr.splitlines()) == 1
-        assert "No space left on device" in during.stderr and "run the same command again" in during.stderr
+        assert main(folder, disk / "out") == 2
+        told = capsys.readouterr().err
+        assert "No space left on device" in told and "run the same command again" in told and told.count("\n") == 1
         assert not (disk / "out").exists()
 
         assert mount(2 * size + (1 << 20), "remount")
-        assert subprocess.run(command, capture_output=True).returncode == 0
+        assert main(folder, disk / "out") == 0
         check_complete(disk / "out")
     finally:
         subprocess.run(["umount", str(disk)], check=True)

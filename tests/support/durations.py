@@ -37,6 +37,9 @@ class Durations:
         if self._writes:
             self._path.unlink(missing_ok=True)
 
+    def pytest_collection_finish(self) -> None:
+        self._spent = cpu_seconds()  # imports are no test's
+
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo):
         report = yield
