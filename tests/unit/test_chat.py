@@ -200,6 +200,27 @@ def test_tokenizer_that_trims_offsets(tokenizer, tmp_path):
     assert targets(trimming, {"messages": chat}) == [" Four.<|im_end|>", "Six,\nit is.\n<|im_end|>"]
 
 
+def test_a_beginning_of_sequence_is_not_added_to_what_a_template_renders(tokenizer, tmp_path):
+    """Llama's tokenizer puts one before every text, and its template writes one: a conversation has one, not two."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{TINY}/{name}", tmp_path)
+    spec = json.loads((tmp_path / "tokenizer.json").read_text())
+    first = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    number = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    known = {"<|im_start|>": {"id": "<|im_start|>", "ids": [number], "tokens": ["<|im_start|>"]}}
+    template = {"single": [first, text[0]], "pair": [first, *text], "special_tokens": known}
+    spec["post_processor"] = {"type": "TemplateProcessing", **template}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    adding = load_tokenizer(str(tmp_path), 2048)
+    assert adding("One")["input_ids"][0] == number
+    adding.chat_template = tokenizer.chat_template = CHATML
+    row = Row("r:1", {"messages": CHAT})
+    assert tokenize_row(row, adding) == tokenize_row(row, tokenizer)
+    assert tokenize_row(row, adding)[0][:2].count(number) == 1
+    assert tokenize_row(Row("r:1", {"text": "One"}), adding)[0][0] == number
+
+
 def test_prompt_and_completion_texts(tokenizer):
     row = {"prompt": "The capital of France is", "completion": " Paris."}
     assert targets(tokenizer, row) == [" Paris.<|im_end|>"]
