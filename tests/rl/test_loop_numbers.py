@@ -27,7 +27,8 @@ from isoloss.recipes import grpo, launch
 TEMPERATURE, KL_COEF, STEPS, MINIBATCHES, PROMPTS, GENERATIONS = 0.6, 0.3, 6, 2, 3, 4
 LONGEST, STOPS = 12, {2, *range(3, 2048, 8)}  # 2 is the tokenizer's own; generation_config.json names the others
 REWARD = "def halves(completion_tokens):\n    return (0.0, 0.5, 1.0)[sum(completion_tokens) % 3]\n"
-EVALUATIONS = (0, 2, 4, 6)
+EVALUATIONS = (0, 3, 6)  # the second one in the middle of a batch
+LR = 3e-3
 # fp32 of the engine against fp64 of transformers, in nats; another temperature or older weights are off by 0.1.
 CLOSE = 2e-4
 
@@ -90,9 +91,11 @@ def run(tmp_path_factory) -> Iterator[Run]:
         "model.from_scratch=false",
         f"batch.global_size={PROMPTS}",
         f"data.eval={inputs}/prompts.jsonl",
-        "optim.lr=3e-3",
+        f"optim.lr={LR}",
+        "optim.schedule=linear",
+        f"optim.min_lr={LR / 2}",
         f"train.steps={STEPS}",
-        "train.eval_every=2",
+        "train.eval_every=3",
         f"rollout.temperature={TEMPERATURE}",
         "rollout.eval_temperature=0",
         f"rollout.num_generations={GENERATIONS}",
@@ -171,12 +174,12 @@ def test_the_metrics_of_a_step_are_the_formulas_of_its_weights(run, step):
     assert row["loss"] == pytest.approx(np.mean(policy) + KL_COEF * np.mean(np.minimum(kl, 10)), abs=CLOSE)
     assert row["entropy"] == pytest.approx(np.mean(entropy), rel=1e-4)
     assert row["clip_fraction"] == pytest.approx(np.mean(clipped), abs=1.5 / len(clipped))
-    assert row["lr"] == 3e-3 and row["applied"] == 1
+    assert row["applied"] == 1
     if step == 0:
         assert abs(row["kl"]) < 1e-9
     else:
         assert row["kl"] > 1e-3
-    if step % MINIBATCHES:
+    if step == 1:
         assert np.mean(clipped) > 0.01  # the policy has moved since it generated: the ratio has something to do
 
 
@@ -186,6 +189,9 @@ def test_the_statistics_of_a_batch_are_those_of_its_completions(run, batch):
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     rewards = np.array([halves(trajectory) for trajectory in trajectories])
     assert len(set(rewards)) > 1 and 1 in rewards and len(rewards) == PROMPTS * GENERATIONS
+    for number, group in enumerate(groups):  # an id seeds a completion: no two of a run have one
+        place = f"{group.prompt.id}/{batch * PROMPTS + number}"
+        assert [t.completion.id for t in group.trajectories] == [f"{place}/{k}" for k in range(GENERATIONS)]
     tokens = [trajectory.completion.tokens for trajectory in trajectories]
     cut = [of_one[-1] not in STOPS for of_one in tokens]
     assert any(cut) and not all(cut)
@@ -198,6 +204,12 @@ def test_the_statistics_of_a_batch_are_those_of_its_completions(run, batch):
         assert row["reward_errors"] == 0 and row["groups_dropped"] == 0 and row["groups_drawn"] == PROMPTS
         assert row["groups_without_variance"] == sum(len({halves(t) for t in g.trajectories}) == 1 for g in groups)
         assert row["prompts_drawn"] == (batch + 1) * PROMPTS
+
+
+def test_the_learning_rate_is_the_schedules(run):
+    """Linear from LR down to half of it, which the step after the last one would have."""
+    rates = [row["lr"] for row in rl_runs.rows_of(run.config)]
+    assert rates == pytest.approx([LR * (1 - 0.5 * step / STEPS) for step in range(STEPS)])
 
 
 def test_an_evaluation_is_greedy_and_told_as_it_was(run):

@@ -1,0 +1,16 @@
+"""What rank 0 does for all is done once, and its result or its failure is everybody's."""
+
+import pytest
+from support import rank0
+
+
+@pytest.mark.parametrize(
+    ("kind", "of_rank_0", "of_others"),
+    (
+        ("fine", ("", "of rank 0"), ("", "of rank 0")),
+        ("user", ("UserError", "spoiled"), ("UserError", "spoiled")),
+        ("bug", ("KeyError", "'spoiled'"), ("RuntimeError", "rank 0 failed: 'spoiled'")),
+    ),
+)
+def test_every_rank_hears_it(pool, kind, of_rank_0, of_others):
+    assert pool.run(3, rank0.told, kind) == [(*of_rank_0, 1), (*of_others, 0), (*of_others, 0)]
