@@ -26,7 +26,8 @@ from isoloss.models.checkpoint_keys import Style, places
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.conversion.distcp_write import envelope
 from isoloss.models.conversion.hf_to_mcore import plan
-from isoloss.models.conversion.shard_layout import read_shard_layout
+from isoloss.models.conversion.safetensors_header import Header, Stored, read_header
+from isoloss.models.conversion.shard_layout import read_shard_layout, shard_layout
 from isoloss.models.forms import padded_vocab_size
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import weight_map
@@ -349,3 +350,22 @@ def test_metadata_is_small_and_loads_without_isoloss(tmp_path, name):
     assert modules == {"torch.distributed.checkpoint.metadata"}
     tensors = [entry for entry in metadata.state_dict_metadata.values() if isinstance(entry, TensorStorageMetadata)]
     assert all(entry.chunks for entry in tensors)
+
+
+def test_a_file_with_something_appended_is_named(tmp_path):
+    save_file({"a": torch.zeros(4)}, tmp_path / "x.safetensors")
+    assert read_header(tmp_path / "x.safetensors").tensors["a"].nbytes == 16
+    with (tmp_path / "x.safetensors").open("ab") as file:
+        file.write(b"1")
+    with pytest.raises(UserError, match=r"x\.safetensors has .* bytes where its header calls for"):
+        read_header(tmp_path / "x.safetensors")
+
+
+def test_a_shard_without_a_tensor_of_the_model_is_forgotten():
+    """One of layers for multi-token prediction: the way back would write an empty file. The order is kept."""
+    stored = Stored("BF16", (2,), 8, 4)
+    headers = {"b": Header({"x": stored, "mtp": stored}, None), "mtp": Header({"y": stored}, None)}
+    headers["a"] = Header({"z": stored}, {"format": "pt"})
+    layout = shard_layout(headers, {"x", "z"}, True)
+    assert list(layout.files) == ["b", "a"]
+    assert dict(layout.files["b"].tensors) == {"x": "BF16"} and layout.files["a"].metadata == {"format": "pt"}

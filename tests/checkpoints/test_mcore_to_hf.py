@@ -13,6 +13,7 @@ from support import plain_megatron
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
+from isoloss.models.conversion.hf_files import HFTensor, arrange
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.segments import Sources
 from isoloss.models.conversion.weight_segments import WeightRows
@@ -160,3 +161,16 @@ def test_a_number_too_large_for_the_type_is_named(tiny_hf, tmp_path, pool):
     pool.run(2, plain_megatron.save_as, hf, tmp_path / "mcore", {"tp": 2})
     with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.weight in .* holds numbers too large for float16"):
         convert(tmp_path / "mcore", tmp_path / "out", hf=hf, dtype="float16")
+
+
+def test_a_header_is_that_of_the_safetensors_library(tmp_path):
+    """Which orders tensors by type, then by name."""
+    tensors = {
+        "c": torch.zeros(2, 3), "a": torch.zeros(4, dtype=torch.bfloat16), "b": torch.zeros(1),
+        "d": torch.zeros(5, dtype=torch.bfloat16),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "file", metadata={"format": "pt"})
+    kinds = {torch.float32: "F32", torch.bfloat16: "BF16"}
+    (file,) = arrange([HFTensor(name, kinds[t.dtype], tuple(t.shape)) for name, t in tensors.items()])
+    assert [tensor.name for tensor in file.tensors] == ["b", "c", "a", "d"]
+    assert (tmp_path / "file").read_bytes().startswith(file.header())

@@ -17,7 +17,9 @@ CONFIG = Config(ModelConfig("anywhere"))
 SPARSE = replace(DENSE, experts=Experts(6, 2, 28, "softmax", True, shared_size=36))
 
 
-@pytest.mark.parametrize("text", ["1", "tp2", "tp2+nosp", "pp2+vpp3", "tp2+pp2+ulysses2+ep2+etp2+dp2", "ep4+dp4"])
+@pytest.mark.parametrize(
+    "text", ["1", "tp2", "tp2+nosp", "tp4+nosp", "pp2+vpp3", "tp2+pp2+ulysses2+ep2+etp2+dp2", "ep4+dp4"]
+)
 def test_a_layout_is_written_as_it_is_read(text):
     assert str(Layout.parse(text)) == text
 
