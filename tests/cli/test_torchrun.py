@@ -51,10 +51,8 @@ def sft_arguments(inputs: Path, out: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
