@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from isoloss.engine.config import Config
-from isoloss.parallel import UserError
 from isoloss.recipes import launch, sft
 
 
@@ -302,5 +301,5 @@ def test_a_model_of_ones_own_takes_nothing_from_the_demonstration(tmp_path):
     assert preset == "tiny" and asked.model.from_scratch
     assert launch.compose_config("sft", Config, [])[2] == "tiny"
     assert launch.compose_config("sft", Config, ["data.train=[rows.jsonl]"])[2] == "tiny"
-    with pytest.raises(UserError, match=r"data\.train="):  # nor its rows, where none are named
-        launch.compose_config("sft", Config, [f"model.path={tmp_path}"])
+    alone, _, preset = launch.compose_config("sft", Config, [f"model.path={tmp_path}"])  # no rows are named
+    assert preset == "plain" and not alone.model.from_scratch and alone.data.train == ()
