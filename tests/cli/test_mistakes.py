@@ -300,3 +300,6 @@ def test_a_model_of_ones_own_takes_nothing_from_the_demonstration(tmp_path):
     asked, _, preset = launch.compose_config("sft", Config, [f"model.path={tmp_path}", "preset=tiny"])
     assert preset == "tiny" and asked.model.from_scratch
     assert launch.compose_config("sft", Config, [])[2] == "tiny"
+    assert launch.compose_config("sft", Config, ["data.train=[rows.jsonl]"])[2] == "tiny"
+    alone, _, preset = launch.compose_config("sft", Config, [f"model.path={tmp_path}"])  # no rows are named
+    assert preset == "plain" and not alone.model.from_scratch and alone.data.train == ()

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from support import rl_runs
 from support.transformers_parity import make_engine
@@ -50,10 +51,8 @@ def sft_arguments(inputs: Path, out: Path) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")]),
-    }
+    paths = [str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
@@ -150,6 +149,9 @@ def test_reinforcement_learning_on_two_ranks(recipe, layout, inputs, tmp_path, o
         rewards = [each["reward"] for each in of_step]
         assert set(rewards) == {0.0, 1.0}
         assert row["grad_norm"] > 0
+    config = yaml.safe_load((out / "config.yaml").read_text())["algorithm"]
+    paper = recipe == "dapo"  # clip-higher and dynamic sampling: arXiv 2503.14476, section 3
+    assert (config["clip_high"], config["dynamic_sampling"]) == ((0.28, True) if paper else (0.2, False))
     check_the_export_has_the_checkpoints_weights(inputs, out, 2)
 
 

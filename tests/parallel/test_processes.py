@@ -14,6 +14,8 @@ import pytest
 from support.families import write_folder
 from support.waiting import LONG, until
 
+from isoloss.parallel import processes
+
 
 def command_line(process: psutil.Process) -> str:
     """Empty for one that has ended, whether or not somebody has asked for its status yet."""
@@ -29,7 +31,8 @@ def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[st
     left after a LONG while, and whether its standard output and standard error had come to their end."""
     folder = tmp_path_factory.mktemp("owner")
     write_folder("qwen3", folder / "model")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     command = [sys.executable, "-m", "support.owner", str(folder)]
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started: dict[str, list[psutil.Process]] = {}
@@ -74,3 +77,29 @@ def test_the_owners_output_ends_with_it(killed):
 def test_a_checkpoint_takes_no_process(killed):
     started, _, _ = killed
     assert started == {"pool of ranks": 3, "reward functions": 3, "conversion": 2, "server": 4, "checkpoint": 0}
+
+
+# A process without isoloss, whose imports take seconds. Its helper knows nothing of lifelines, and starts another.
+OWNER = """
+import runpy, sys, time
+helper = runpy.run_path(sys.argv[1])["Helper"](["bash", "-c", "sleep 1005 & sleep 1006"])
+time.sleep(1000)
+"""
+
+
+def test_what_a_helper_started_ends_with_the_owner_of_the_helper():
+    with subprocess.Popen([sys.executable, "-c", OWNER, processes.__file__]) as owner:
+        try:
+            family = until(lambda: three_of(owner.pid), "the helper had started another")
+        finally:
+            owner.kill()
+    _, alive = psutil.wait_procs(family, 20)  # of 1000 seconds that they would take
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+def three_of(pid: int) -> list[psutil.Process]:
+    """The helper and its two commands, once they are there."""
+    family = psutil.Process(pid).children(recursive=True)
+    return family if sum(command_line(each).startswith("sleep") for each in family) == 2 else []
