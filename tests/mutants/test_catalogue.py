@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+NO_LINE_RUNS = {"engine/rl/backend.py"}  # a protocol
 RUNNER = Path(__file__).with_name("run.py")
 SPEC = importlib.util.spec_from_file_location("mutants_run", RUNNER)
 run = importlib.util.module_from_spec(SPEC)
@@ -71,7 +72,7 @@ def test_every_module_has_one():
         for path in (run.ROOT / package).rglob("*.py")
         if path.name != "__init__.py"
     }
-    assert sorted(modules - files) == []
+    assert sorted(modules - files - NO_LINE_RUNS) == []
 
 
 def test_the_runner_tells_killed_from_survived(project, capsys):

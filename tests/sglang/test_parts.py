@@ -218,10 +218,7 @@ def test_what_a_command_leaves_behind_ends_with_it(tmp_path):
     """A server's children outlive it: the guard ends them, in the process group that it leads."""
     server = ServerProcess(f"bash -c 'sleep 1004 & echo $! > {tmp_path}/pid'", "http://127.0.0.1:5", tmp_path, tmp_path)
     server.start()
-    deadline = time.monotonic() + 20
-    while server.running and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not server.running
+    until(lambda: not server.running, "the server ends")
     left = int((tmp_path / "pid").read_text())
     alive = psutil.pid_exists(left) and psutil.Process(left).status() != psutil.STATUS_ZOMBIE
     server.stop()
