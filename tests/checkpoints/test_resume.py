@@ -287,7 +287,7 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
 
     context = multiprocessing.get_context("fork")
     ready = context.Event()
-    process = context.Process(target=hold_until_killed, args=(ready,))
+    process = context.Process(target=hold_until_killed, args=(ready,), daemon=True)
     process.start()
     assert ready.wait(60)
     with pytest.raises(UserError, match="another run"), output._alone(tmp_path):

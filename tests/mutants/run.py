@@ -129,6 +129,12 @@ class Copy:
         os.utime(path, (second, second))
 
 
+def noticed(told: str) -> str:
+    """Of pytest's last lines the one that names a test that failed, or could not be set up."""
+    named = [line for line in told.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return named[-1] if named else told.splitlines()[-1]
+
+
 def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
     """What became of the mutant ("killed", "killed in full": by tests that make test leaves out, "SURVIVED", "BROKEN"),
     and the line that tells how."""
@@ -137,7 +143,7 @@ def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
         for tier, verdict in ((QUICK, "killed"), (ALL, "killed in full")):
             status, told = copy.test(mutant.tests, tier)
             if status == FAILED:
-                return verdict, next((line for line in reversed(told.splitlines()) if "FAILED" in line), told[-200:])
+                return verdict, noticed(told)
             if status not in (PASSED, NO_TESTS):
                 return "BROKEN", told
     finally:
