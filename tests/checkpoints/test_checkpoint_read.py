@@ -17,7 +17,7 @@ from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.distcp import Folder
 from isoloss.models.manifest import Manifest
 from isoloss.models.registry import FAMILIES, read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.weights import Part, weight_map
 from isoloss.parallel.errors import UserError
 
 
@@ -72,6 +72,20 @@ def test_experts_and_tensors_on_different_ranks(architecture, style, tiny_hf, pl
 def test_half_precision_and_a_prefix(dtype, tiny_hf, plain_checkpoint):
     hf = tiny_hf("MixtralForCausalLM")
     assert_reads_back(plain_checkpoint(hf, dtype=dtype, prefix="model."), hf, dtype)
+
+
+@pytest.mark.parametrize("layout", ["tp2", "tp2+dp2, fully parallel"])
+def test_any_rows_of_a_tensor_are_those_of_the_file(layout, tiny_hf, plain_checkpoint):
+    """As a rank of any TP degree reads its part: from inside one piece to inside another."""
+    hf = tiny_hf("LlamaForCausalLM")
+    folder = Folder(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]))
+    stored = folder.tensors["embedding.word_embeddings.weight"]
+    wanted = HFReader(hf).get(Part("model.embed_tokens.weight", (131, 48)))
+    assert len(stored.pieces) >= 2
+    for first, rows in ((0, 131), (1, 130), (5, 60), (70, 20), (73, 2), (100, 31)):
+        found = torch.full((rows, 48), torch.nan)
+        folder.read_into(found, stored, first_row=first)
+        assert torch.equal(found, wanted[first : first + rows]), (first, rows)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Safetensors folders: streamed out in shards, read back by us and by transformers; damaged ones refused by name."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -7,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from support import tiny_models
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from isoloss.models.checkpoint_hf import HFReader, check, copy_sidecars, finish, write_shards
+from isoloss.models import gpt_oss
+from isoloss.models.checkpoint_hf import HFReader, check, config_text, copy_sidecars, finish, write_shards
 from isoloss.models.random_weights import RandomWeights
 from isoloss.models.registry import read_architecture
 from isoloss.models.weights import Part, weight_map
@@ -110,6 +113,18 @@ def test_an_export_never_overwrites_a_model_and_clears_what_a_broken_one_left(tm
         write_shards(tmp_path, "again", [("a", torch.ones(2))])
 
 
+@pytest.mark.parametrize("spelling", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
+def test_an_export_tells_the_type_of_its_weights(spelling, tmp_path):
+    """Whatever the published file said, in transformers 4's spelling, in 5's, in both or not at all."""
+    tiny_folder(tmp_path)
+    published = json.loads((tmp_path / "config.json").read_text())
+    published = {k: v for k, v in published.items() if k not in ("dtype", "torch_dtype")}
+    (tmp_path / "config.json").write_text(json.dumps(published | dict.fromkeys(spelling, "float32")))
+    arch = replace(read_architecture(tmp_path), dtype="bfloat16")
+    found = json.loads(config_text(tmp_path, arch))
+    assert found == published | dict.fromkeys(spelling or ("dtype",), "bfloat16")
+
+
 def test_sidecars(tmp_path):
     source, target = tmp_path / "in", tmp_path / "out"
     tiny_folder(source)
@@ -193,6 +208,16 @@ def test_random_weights_depend_on_seed_and_name_alone(tmp_path):
     assert torch.equal(deeper.whole(weights[q]), forward[q])
     down = "decoder.layers.0.mlp.linear_fc2.weight"
     torch.testing.assert_close(deeper.whole(weights[down]), forward[down] * (3 / 12) ** 0.5)
+
+
+def test_experts_that_share_a_tensor_begin_apart():
+    """gpt-oss keeps all experts of a layer in one tensor; still no two are copies."""
+    config_class, fields = tiny_models.CONFIGS["GptOssForCausalLM"]
+    arch = gpt_oss.architecture(config_class(**(tiny_models.SIZES | fields)).to_dict())
+    source = RandomWeights(arch, 1)
+    down = [source.whole(w) for w in weight_map(arch) if "layers.0.mlp.experts" in w.name and "fc2.weight" in w.name]
+    assert len(down) == 6
+    assert not any(torch.equal(one, other) for one, other in itertools.combinations(down, 2))
 
 
 def test_random_weights_have_the_spread_that_was_asked_for(tmp_path):

@@ -223,6 +223,19 @@ def test_inv_freq_is_bit_equal_to_transformers(rope, head_dim):
     assert torch.equal(inv_freq, expected)
 
 
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("theta", "factor", "original"), [(1e6, 4.0, 32768), (1e4, 40.0, 4096), (150000.0, 32.0, 64)])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_inv_freq_of_yarn_is_bit_equal_to_transformers(head_dim, theta, factor, original, truncate):
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "truncate": truncate,
+            "original_max_position_embeddings": original}  # fmt: skip
+    config = Qwen2Config(hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    found = qwen2.architecture(config.to_dict()).rope
+    assert torch.equal(found.inv_freq(head_dim), expected)
+    assert found.cos_sin_factor == attention_factor
+
+
 def test_old_spelling_of_linear_scaling():
     arch = llama.architecture({**LLAMA_31_8B, "rope_scaling": {"type": "linear", "factor": 2.0}})
     assert arch.rope == Rope(500000.0, LinearScaling(2.0))
@@ -234,11 +247,24 @@ def test_absent_kv_heads_mean_multi_head_attention_for_llama_only():
         qwen2.architecture({k: v for k, v in QWEN25_7B.items() if k != "num_key_value_heads"})
 
 
+@pytest.mark.parametrize(
+    ("family", "config_class"), [(llama, LlamaConfig), (mistral, MistralConfig), (qwen3, Qwen3Config)]
+)
+def test_an_absent_head_width_is_that_of_transformers(family, config_class):
+    """Qwen3's is 128 whatever the hidden size."""
+    config = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    saved = {k: v for k, v in config_class(**config).to_dict().items() if k != "head_dim"}
+    wanted = config_class(**config).head_dim
+    assert family.architecture(saved).head_dim == (128 if family is qwen3 else 64) == wanted
+
+
 REFUSED = [
     (LLAMA_31_8B, {"hidden_act": "gelu"}, "hidden_act='gelu' .* only 'silu' is"),
     (LLAMA_31_8B, {"attention_bias": True}, "attention_bias=True"),
     (LLAMA_31_8B, {"mlp_bias": True}, "mlp_bias=True"),
     (LLAMA_31_8B, {"pretraining_tp": 2}, "pretraining_tp=2"),
+    (LLAMA_31_8B, {"rope_interleaved": True}, "rope_interleaved=True"),
+    (LLAMA_31_8B, {"num_hidden_layers": True}, "num_hidden_layers=True must be a positive integer"),
     (LLAMA_31_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
     (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
     (LLAMA_31_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
