@@ -1,19 +1,18 @@
 """Fixtures of the whole suite: ranks, tiny models, and runs of whole recipes that take seconds."""
 
 import itertools
-import json
 import random
-import shutil
-from collections.abc import Callable, Iterator, Sequence
-from importlib.resources import files
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch.distributed as dist
-from support import covered, plain_megatron, tiny_models
+from support import covered, families, plain_megatron
 from support.durations import Durations
+from support.runs import conversation, write_model, write_rows
 from support.te_pool import TransformerEnginePool
 from support.tiers import Schedule
 
@@ -22,17 +21,6 @@ from isoloss.parallel import launch as ranks
 from isoloss.parallel import mesh
 from isoloss.recipes import launch, sft
 from isoloss.tools.pool import MAX_THREADS, WorkerPool, collect_garbage
-
-TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
-SMALL = {
-    "num_hidden_layers": 4,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -80,16 +68,22 @@ def one_rank() -> Iterator[dist.ProcessGroup]:
 
 @pytest.fixture(scope="session")
 def tiny_hf(tmp_path_factory) -> Callable[..., Path]:
-    """tiny_hf(architecture, **changes of its configuration) -> a Hugging Face folder, not to be written to."""
+    """tiny_hf(name of a model, **changes of its configuration) -> a Hugging Face folder, not to be written to."""
     written: dict[str, Path] = {}
 
-    def of(architecture: str, **changes: Any) -> Path:
-        key = f"{architecture} {sorted(changes.items())}"
+    def of(name: str, **changes: Any) -> Path:
+        key = f"{name} {sorted(changes.items())}"
         if key not in written:
-            written[key] = tiny_models.write(tmp_path_factory.mktemp("hf"), architecture, **changes)
+            written[key] = families.write_folder(name, tmp_path_factory.mktemp("hf"), **changes)
         return written[key]
 
     return of
+
+
+@pytest.fixture(scope="session")
+def deep_hf(tiny_hf) -> Callable[..., Path]:
+    """The same of four layers: two a pipeline stage."""
+    return partial(tiny_hf, num_hidden_layers=4)
 
 
 @pytest.fixture(scope="session")
@@ -108,25 +102,11 @@ def plain_checkpoint(tmp_path_factory, pool) -> Callable[..., Path]:
     return of
 
 
-def conversation(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-def write_rows(path: Path, rows: Sequence[dict | str]) -> Path:
-    """A JSON Lines file; a row that is a string is written as it stands."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
-
-
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory) -> Path:
     """A folder with `model` (config.json and tokenizer, no weights) and `rows.jsonl` (12 short conversations)."""
     folder = tmp_path_factory.mktemp("inputs")
-    model = folder / "model"
-    model.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, model)
-    (model / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | SMALL))
+    write_model(folder / "model", num_layers=4)
     rows = [conversation(f"What is {n} plus {n}?", f"{n} plus {n} is {n + n}." + " Yes." * (n % 5)) for n in range(12)]
     write_rows(folder / "rows.jsonl", rows)
     return folder

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.checkpoints import load_and_train, logits, train_and_save
-from support.families import CONFIGS, SPARSE, VOCAB, write_folder
+from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.saves import both_ways, operations
 from support.thinned import thinned
 from support.transformers_parity import make_samples
@@ -23,7 +23,7 @@ from isoloss.parallel import UserError
 LENGTHS = (2, 40, 17, 29, 33, 60)
 
 
-ROWS = list(itertools.product(CONFIGS, (False, True)))
+ROWS = list(itertools.product(MODELS, (False, True)))
 
 
 @pytest.mark.parametrize(("name", "distributed_optimizer"), thinned(ROWS, lambda row: ROWS.index(row) % 4 in (1, 2)))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import plain_megatron
+from support.families import FAMILIES, VOCAB
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from isoloss.models.architecture import Architecture
@@ -16,7 +17,7 @@ from isoloss.models.checkpoint_keys import Style
 from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.distcp import Folder
 from isoloss.models.manifest import Manifest
-from isoloss.models.registry import FAMILIES, read_architecture
+from isoloss.models.registry import read_architecture
 from isoloss.models.weights import Part, weight_map
 from isoloss.parallel.errors import UserError
 
@@ -45,53 +46,53 @@ def native(style: str, arch) -> Style:
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_every_family_in_every_style(architecture, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture)
+def test_every_family_in_every_style(architecture, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture)
     weights = assert_reads_back(plain_checkpoint(hf, style=style), hf)
     assert weights.style == native(style, weights.arch)
-    assert weights.padded_vocab == 256 and not weights.skipped
+    assert weights.padded_vocab == 384 and not weights.skipped
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
-def test_layouts(architecture, layout, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+@pytest.mark.parametrize("architecture", ["qwen3", "glm-4.5"])
+def test_layouts(architecture, layout, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture, tie_word_embeddings=architecture == "qwen3")
     weights = assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout]), hf)
-    assert weights.padded_vocab == 148
+    assert weights.padded_vocab == 370
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM"])
-def test_experts_and_tensors_on_different_ranks(architecture, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture)
+@pytest.mark.parametrize("architecture", ["deepseek-v3", "gpt-oss", "qwen3-moe"])
+def test_experts_and_tensors_on_different_ranks(architecture, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture)
     assert_reads_back(plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture)), hf)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_and_a_prefix(dtype, tiny_hf, plain_checkpoint):
-    hf = tiny_hf("MixtralForCausalLM")
+def test_half_precision_and_a_prefix(dtype, deep_hf, plain_checkpoint):
+    hf = deep_hf("mixtral")
     assert_reads_back(plain_checkpoint(hf, dtype=dtype, prefix="model."), hf, dtype)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "tp2+dp2, fully parallel"])
-def test_any_rows_of_a_tensor_are_those_of_the_file(layout, tiny_hf, plain_checkpoint):
+def test_any_rows_of_a_tensor_are_those_of_the_file(layout, deep_hf, plain_checkpoint):
     """As a rank of any TP degree reads its part: from inside one piece to inside another."""
-    hf = tiny_hf("LlamaForCausalLM")
+    hf = deep_hf("llama")
     folder = Folder(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]))
     stored = folder.tensors["embedding.word_embeddings.weight"]
-    wanted = HFReader(hf).get(Part("model.embed_tokens.weight", (131, 48)))
+    wanted = HFReader(hf).get(Part("model.embed_tokens.weight", (VOCAB, 56)))
     assert len(stored.pieces) >= 2
-    for first, rows in ((0, 131), (1, 130), (5, 60), (70, 20), (73, 2), (100, 31)):
-        found = torch.full((rows, 48), torch.nan)
+    for first, rows in ((0, VOCAB), (1, 300), (5, 60), (180, 20), (184, 2), (276, 31)):
+        found = torch.full((rows, 56), torch.nan)
         folder.read_into(found, stored, first_row=first)
         assert torch.equal(found, wanted[first : first + rows]), (first, rows)
 
 
 @pytest.fixture
-def checkpoint(tiny_hf, plain_checkpoint, tmp_path) -> tuple[Path, Path]:
+def checkpoint(deep_hf, plain_checkpoint, tmp_path) -> tuple[Path, Path]:
     """(Hugging Face folder, checkpoint of it at tp2), the latter to be damaged."""
-    hf = tiny_hf("LlamaForCausalLM")
+    hf = deep_hf("llama")
     return hf, shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
 
 
@@ -120,8 +121,8 @@ def test_what_does_not_belong_to_the_model_is_named(checkpoint):
     hf, folder = checkpoint
     arch = read_architecture(hf)
     for changed, says in (
-        (replace(arch, num_layers=5), r"linear_qkv.layer_norm_weight has shape \[4, 48\] where .* \[5, 48\]"),
-        (replace(arch, vocab_size=300), r"word_embeddings.weight has shape \[256, 48\] where .* \[300, 48\]"),
+        (replace(arch, num_layers=5), r"linear_qkv.layer_norm_weight has shape \[4, 56\] where .* \[5, 56\]"),
+        (replace(arch, vocab_size=600), r"word_embeddings.weight has shape \[512, 56\] where .* \[600, 56\]"),
         (replace(arch, tie_embeddings=True), r"has output_layer.weight \(1 such\), a tensor that the model"),
         (replace(arch, qk_norm=True), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
     ):
@@ -170,7 +171,7 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
         found.state_dict_metadata[FC2].chunks.pop()
 
     edit_metadata(folder, drop)
-    with pytest.raises(UserError, match=rf"pieces of {FC2} do not add up to its shape \[4, 48, 72\]"):
+    with pytest.raises(UserError, match=rf"pieces of {FC2} do not add up to its shape \[4, 56, 88\]"):
         Folder(folder)
 
     def overlap(found):
@@ -183,7 +184,7 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
     opened = Folder(folder)
     for layer in (0, 3):  # there twice in part; not there in part
         with pytest.raises(UserError, match=rf"pieces of {FC2} do not cover \[{layer}, 0, 0\] to .* once"):
-            opened.read_into(torch.empty(48, 72), opened.tensors[FC2], (layer,))
+            opened.read_into(torch.empty(56, 88), opened.tensors[FC2], (layer,))
 
 
 def test_damaged_files_are_named(checkpoint):
@@ -253,11 +254,11 @@ def test_tensors_of_no_layer_are_refused_whatever_the_model_predicts(checkpoint)
 
 
 def test_a_manifest_of_another_vocabulary_is_refused(checkpoint):
-    """The rows that pad a vocabulary hide it: 131 and 130 tokens are both 256 rows."""
+    """The rows that pad a vocabulary hide it: 307 and 306 tokens are both 512 rows."""
     hf, folder = checkpoint
     arch = read_architecture(hf)
     whole = Manifest("converted", arch.family, arch.vocab_size, Style.STACKED, ("float32",), 9, {})
     (folder / "isoloss.json").write_text(whole.to_json())
     CheckpointWeights(folder, arch)
-    with pytest.raises(UserError, match=r"vocab_size=131 where config\.json says 130"):
-        CheckpointWeights(folder, replace(arch, vocab_size=130))
+    with pytest.raises(UserError, match=r"vocab_size=307 where config\.json says 306"):
+        CheckpointWeights(folder, replace(arch, vocab_size=306))

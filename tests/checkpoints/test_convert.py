@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.families import CONFIGS
+from support.families import write_folder
 from support.faults import struck
-from transformers import AutoModelForCausalLM
 
 from isoloss.models import manifest
 from isoloss.models.checkpoint_hf import INDEX
@@ -32,7 +31,7 @@ COMMAND = (sys.executable, "-m", "isoloss.tools.convert", "hf-to-mcore")
 def folder(tmp_path) -> Path:
     """A Llama in several shards, each with the checksum that its download left."""
     folder = tmp_path / "in"
-    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(folder, max_shard_size="60KB")
+    write_folder("llama", folder, max_shard_size="60KB")
     records = folder / ".cache" / "huggingface" / "download"
     records.mkdir(parents=True)
     for path in folder.glob("*.safetensors"):

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import plain_megatron, planted_faults, tiny_models
+from support import plain_megatron, planted_faults
+from support.families import FAMILIES, VOCAB, write_folder
 from support.transformers_parity import make_samples
 from support.verification import train_and_save
 from transformers import AutoModelForCausalLM
 
 from isoloss.models import manifest
-from isoloss.models.registry import FAMILIES
 from isoloss.tools import convert
 
-LLAMA, MOE = "LlamaForCausalLM", "Qwen3MoeForCausalLM"
+LLAMA, MOE = "llama", "qwen3-moe"
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +28,7 @@ def pairs(tmp_path_factory) -> Callable[[str], tuple[Path, Path]]:
     def of(architecture: str) -> tuple[Path, Path]:
         if architecture not in made:
             folder = tmp_path_factory.mktemp("pair")
-            hf = tiny_models.write(folder / "hf", architecture, max_shard_size="100KB")
+            hf = write_folder(architecture, folder / "hf", num_hidden_layers=4, max_shard_size="100KB")
             assert convert.main(["hf-to-mcore", "--hf", str(hf), "--out", str(folder / "mcore")]) == 0
             made[architecture] = hf, folder / "mcore"
         return made[architecture]
@@ -49,14 +49,14 @@ def told(capsys) -> str:
 
 def test_a_conversion_is_not_a_certificate(pairs, tmp_path):
     """Only --verify makes it one."""
-    assert mcore_to_hf(pairs("Qwen3ForCausalLM")[1], tmp_path / "back") == 0
+    assert mcore_to_hf(pairs("qwen3")[1], tmp_path / "back") == 0
     record = json.loads((tmp_path / "back" / "conversion.json").read_text())
     assert record["verified"] is False and "logits_compared" not in record
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_both_ways_are_certified(architecture, tmp_path):
-    hf = tiny_models.write(tmp_path / "hf", architecture, dtype=torch.bfloat16)
+    hf = write_folder(architecture, tmp_path / "hf", num_hidden_layers=4, dtype=torch.bfloat16, gain=1.0)
     assert convert.main(["hf-to-mcore", "--hf", str(hf), "--out", str(tmp_path / "mcore"), "--verify"]) == 0
     assert mcore_to_hf(tmp_path / "mcore", tmp_path / "back", "--verify") == 0
     for folder, direction in (("mcore", "hf-to-mcore"), ("back", "mcore-to-hf")):
@@ -86,7 +86,7 @@ def test_another_type(pairs, tmp_path):
 @pytest.mark.parametrize("architecture", [LLAMA, MOE])
 def test_a_checkpoint_trained_at_tp2_pp2(architecture, pairs, tmp_path, pool):
     hf, _ = pairs(architecture)
-    samples = make_samples((30, 17, 33, 64, 9, 12), tiny_models.SIZES["vocab_size"])
+    samples = make_samples((30, 17, 33, 64, 9, 12), VOCAB)
     trained = pool.run(4, train_and_save, hf, tmp_path / "step", samples, {"tp": 2, "pp": 2})[0].float()
     assert mcore_to_hf(tmp_path / "step", tmp_path / "out", "--verify") == 0
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto", attn_implementation="eager")
@@ -101,7 +101,7 @@ def test_a_checkpoint_trained_at_tp2_pp2(architecture, pairs, tmp_path, pool):
     assert not torch.equal(model.state_dict()["model.norm.weight"], before["model.norm.weight"])
 
 
-@pytest.mark.parametrize("architecture", [LLAMA, "DeepseekV3ForCausalLM"])
+@pytest.mark.parametrize("architecture", [LLAMA, "deepseek-v3"])
 def test_plain_megatron_core(architecture, pairs, tmp_path, pool, capsys):
     hf, _ = pairs(architecture)
     options = {"tp": 2, "pp": 2, "etp": 2, "style": "singleton"}
@@ -119,9 +119,9 @@ FAULTS = {
     "gate_for_up": (LLAMA, "linear_fc1.weight (", "logits: isoloss and transformers differ"),
     "experts_exchanged": (MOE, "local_experts.0.linear_fc1.weight (", "logits: isoloss and transformers differ"),
     "expert_misnamed": (MOE, "lack model.layers.2.mlp.experts.1.gate_proj", "transformers finds"),
-    "padding_leaked": (LLAMA, "embed_tokens.weight has shape [132, 48]", "transformers finds"),
+    "padding_leaked": (LLAMA, "embed_tokens.weight has shape [308, 56]", "transformers finds"),
     "tensor_missing": (LLAMA, "lack model.layers.1.mlp.down_proj.weight", None),
-    "wrong_shape": (LLAMA, "o_proj.weight has shape [64, 48]", "has shape [64, 48]"),
+    "wrong_shape": (LLAMA, "o_proj.weight has shape [64, 56]", "has shape [64, 56]"),
 }
 
 
@@ -168,7 +168,7 @@ def test_the_plan_knows_the_names_that_were_published(fault, pairs, tmp_path, ca
 
 
 @pytest.mark.parametrize("way", ["hf-to-mcore", "mcore-to-hf"])
-@pytest.mark.parametrize("architecture", [LLAMA, "DeepseekV3ForCausalLM", "GptOssForCausalLM"])
+@pytest.mark.parametrize("architecture", [LLAMA, "deepseek-v3", "gpt-oss"])
 def test_ignored_rope_scaling_is_found(architecture, way, pairs, tmp_path, capsys):
     hf, checkpoint = pairs(architecture)
     source = ["--hf", str(hf)] if way == "hf-to-mcore" else ["--checkpoint", str(checkpoint)]
@@ -224,7 +224,7 @@ def test_damage_after_the_conversion_is_found(change, checksum, pairs, tmp_path,
 
 
 def test_an_expert_that_no_token_reaches_is_not_vouched_for(tmp_path, capsys):
-    hf = tiny_models.write(tmp_path / "hf", "Glm4MoeForCausalLM", n_group=1, topk_group=1)
+    hf = write_folder("glm-4.5", tmp_path / "hf", num_hidden_layers=4, n_group=1, topk_group=1)
     bias = "model.layers.2.mlp.gate.e_score_correction_bias"
     damage(hf / "model.safetensors", lambda tensors: tensors[bias][5].fill_(-100.0))
     assert convert.main(["hf-to-mcore", "--hf", str(hf), "--out", str(tmp_path / "mcore"), "--verify"]) == 1
@@ -258,5 +258,5 @@ def test_a_dry_run_writes_nothing(pairs, tmp_path, capsys):
     _, checkpoint = pairs(LLAMA)
     assert mcore_to_hf(checkpoint, tmp_path / "out", "--dry-run") == 0
     printed = capsys.readouterr().out
-    assert "256 rows of vocabulary trimmed to 131" in printed and "model-00001-of-" in printed
+    assert "384 rows of vocabulary trimmed to 307" in printed and "model-00001-of-" in printed
     assert not list(tmp_path.iterdir())

@@ -7,7 +7,7 @@ Two ways in: `model.path=CHECKPOINT`, which reads the files without Megatron-Cor
 import pytest
 import torch
 from support.checkpoints import logits, logits_after_plain_load
-from support.families import CONFIGS, SPARSE, VOCAB, write_folder
+from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import make_samples
 
@@ -17,7 +17,7 @@ LENGTHS = (2, 40, 17, 29, 33, 60)
 LAYOUTS = {"1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2+pp2": {"tp": 2, "pp": 2}, "ep2": {"ep": 2}}
 
 
-ROWS = [(name, layout) for name in CONFIGS for layout in LAYOUTS if name in SPARSE or layout != "ep2"]
+ROWS = [(name, layout) for name in MODELS for layout in LAYOUTS if name in SPARSE or layout != "ep2"]
 
 
 # In `make test-all` tensor and pipeline parallelism come together.

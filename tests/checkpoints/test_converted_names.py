@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support import plain_megatron, te_names
-from support.families import CONFIGS, DENSE, write_folder
+from support.families import DENSE, MODELS, write_folder
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from isoloss.tools import convert
@@ -33,7 +33,7 @@ def contents(checkpoint: Path) -> tuple[dict[str, tuple], set[str]]:
     return described, set(entries) - set(tensors)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_names_shapes_types_and_chunks_are_those_that_megatron_writes(name, tmp_path, pool):
     folder, checkpoint = converted(name, tmp_path)
     pool.run(1, plain_megatron.save_as, folder, tmp_path / "plain", {"vocab_multiple": 128})

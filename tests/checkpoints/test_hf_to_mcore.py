@@ -14,11 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import CONFIGS, SPARSE, VOCAB, write_folder
+from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.faults import struck
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
-from transformers import AutoModelForCausalLM
 
 from isoloss.models import manifest
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader
@@ -72,7 +71,7 @@ def check_weights(checkpoint: Path, folder: Path, dtype: torch.dtype | None = No
         assert stored.dtype == whole.dtype and torch.equal(stored, whole), weight.name
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_weight_of_every_family(tmp_path, name):
     folder, checkpoint = write_folder(name, tmp_path / "in"), tmp_path / "out"
     made = plan(folder, file_bytes=100_000)
@@ -152,7 +151,7 @@ def test_an_envelope_is_what_torch_save_writes_around_the_bytes():
 
 def test_shards_and_sidecars_are_remembered(tmp_path):
     folder = tmp_path / "in"
-    AutoModelForCausalLM.from_config(CONFIGS["qwen2"]).save_pretrained(folder, max_shard_size="50KB")
+    write_folder("qwen2", folder, max_shard_size="50KB")
     (folder / "tokenizer.json").write_text("{}")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tool.jinja").write_text("x")
@@ -274,7 +273,7 @@ def test_types_that_do_not_fit_are_named(llama):
 
 def test_a_tensor_in_two_shards_is_named(tmp_path):
     folder = tmp_path / "in"
-    AutoModelForCausalLM.from_config(CONFIGS["llama"]).save_pretrained(folder, max_shard_size="50KB")
+    write_folder("llama", folder, max_shard_size="50KB")
     first = sorted(folder.glob("model-*.safetensors"))[0]
     save_file({**load_file(first), "model.norm.weight": torch.ones(64)}, first)
     refused(folder, rf"{first.name} holds model.norm.weight, which {INDEX} does not place there; copy it again")

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import plain_megatron
+from support.families import FAMILIES
 
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
@@ -17,7 +18,7 @@ from isoloss.models.conversion.hf_files import HFTensor, arrange
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.segments import Sources
 from isoloss.models.conversion.weight_segments import WeightRows
-from isoloss.models.registry import FAMILIES, read_architecture
+from isoloss.models.registry import read_architecture
 from isoloss.models.weights import weight_map
 from isoloss.parallel.errors import UserError
 
@@ -36,24 +37,24 @@ def assert_segments_are_the_split_weights(checkpoint: Path, hf: Path, dtype: tor
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_segments_of_every_family_in_every_style(architecture, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture)
+def test_segments_of_every_family_in_every_style(architecture, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture)
     assert_segments_are_the_split_weights(plain_checkpoint(hf, style=style), hf, torch.float32)
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
-@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Glm4MoeForCausalLM"])
-def test_segments_of_every_layout(architecture, layout, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture, tie_word_embeddings=architecture == "Qwen3ForCausalLM")
+@pytest.mark.parametrize("architecture", ["qwen3", "glm-4.5"])
+def test_segments_of_every_layout(architecture, layout, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture, tie_word_embeddings=architecture == "qwen3")
     checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout])
     assert_segments_are_the_split_weights(checkpoint, hf, torch.bfloat16)
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
-@pytest.mark.parametrize("architecture", ["DeepseekV3ForCausalLM", "GptOssForCausalLM", "Qwen3MoeForCausalLM"])
-def test_segments_of_experts_apart(architecture, style, tiny_hf, plain_checkpoint):
-    hf = tiny_hf(architecture)
+@pytest.mark.parametrize("architecture", ["deepseek-v3", "gpt-oss", "qwen3-moe"])
+def test_segments_of_experts_apart(architecture, style, deep_hf, plain_checkpoint):
+    hf = deep_hf(architecture)
     checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture))
     assert_segments_are_the_split_weights(checkpoint, hf, torch.float32)
 
@@ -76,16 +77,16 @@ def assert_same_folder(found: Path, published: Path, but: Set[str] = frozenset()
         assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
 
 
-def published(tiny_hf, architecture: str, sharded: bool, dtype: torch.dtype, **changes) -> Path:
-    return tiny_hf(architecture, dtype=dtype, max_shard_size="150KB" if sharded else "50GB", **changes)
+def published(deep_hf, architecture: str, sharded: bool, dtype: torch.dtype, **changes) -> Path:
+    return deep_hf(architecture, dtype=dtype, max_shard_size="150KB" if sharded else "50GB", **changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_there_and_back_again(architecture, sharded, dtype, tiny_hf, tmp_path):
+def test_there_and_back_again(architecture, sharded, dtype, deep_hf, tmp_path):
     """Whole files, bit by bit: with them every tensor, header, configuration and the names of the shards."""
-    hf = published(tiny_hf, architecture, sharded, dtype)
+    hf = published(deep_hf, architecture, sharded, dtype)
     transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
     record = convert(tmp_path / "mcore", tmp_path / "out")
     assert_same_folder(tmp_path / "out", hf)
@@ -94,23 +95,23 @@ def test_there_and_back_again(architecture, sharded, dtype, tiny_hf, tmp_path):
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
-def test_plain_megatron_core_into_the_files_that_were_published(layout, tie, tiny_hf, plain_checkpoint, tmp_path):
-    hf = published(tiny_hf, "LlamaForCausalLM", True, torch.float32, tie_word_embeddings=tie)
+def test_plain_megatron_core_into_the_files_that_were_published(layout, tie, deep_hf, plain_checkpoint, tmp_path):
+    hf = published(deep_hf, "llama", True, torch.float32, tie_word_embeddings=tie)
     record = convert(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]), tmp_path / "out", hf=hf)
     assert_same_folder(tmp_path / "out", hf)
-    assert (record["vocab_size"], record["padded_vocab"]) == (131, 148)
+    assert (record["vocab_size"], record["padded_vocab"]) == (307, 370)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_tied_embeddings_there_and_back_again(architecture, tiny_hf, tmp_path):
-    hf = published(tiny_hf, architecture, True, torch.bfloat16, tie_word_embeddings=True)
+def test_tied_embeddings_there_and_back_again(architecture, deep_hf, tmp_path):
+    hf = published(deep_hf, architecture, True, torch.bfloat16, tie_word_embeddings=True)
     transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
     convert(tmp_path / "mcore", tmp_path / "out")
     assert_same_folder(tmp_path / "out", hf)
 
 
-def test_without_a_record_files_are_filled_in_order(tiny_hf, plain_checkpoint, tmp_path, monkeypatch):
-    hf = tiny_hf("Glm4MoeForCausalLM")
+def test_without_a_record_files_are_filled_in_order(deep_hf, plain_checkpoint, tmp_path, monkeypatch):
+    hf = deep_hf("glm-4.5")
     checkpoint = shutil.copytree(plain_checkpoint(hf), tmp_path / "mcore")
     copy_sidecars(hf, checkpoint / "huggingface", read_architecture(hf))
     record = convert(checkpoint, tmp_path / "one")
@@ -129,8 +130,8 @@ def test_without_a_record_files_are_filled_in_order(tiny_hf, plain_checkpoint, t
         assert torch.equal(reader.whole(weight), wanted)
 
 
-def test_a_flipped_bit_is_named_though_there_is_no_manifest(tiny_hf, plain_checkpoint, tmp_path):
-    hf = tiny_hf("LlamaForCausalLM")
+def test_a_flipped_bit_is_named_though_there_is_no_manifest(deep_hf, plain_checkpoint, tmp_path):
+    hf = deep_hf("llama")
     checkpoint = shutil.copytree(plain_checkpoint(hf, 2, tp=2), tmp_path / "mcore")
     weights = CheckpointWeights(checkpoint, read_architecture(hf))
     fc2 = weights.folder.tensors["decoder.layers.mlp.linear_fc2.weight"].pieces[0]
@@ -145,16 +146,16 @@ def test_a_flipped_bit_is_named_though_there_is_no_manifest(tiny_hf, plain_check
     assert not (tmp_path / "out").exists()
 
 
-def test_only_files_without_checksums_of_their_own_are_read_whole(tiny_hf, plain_checkpoint, tmp_path):
-    hf = tiny_hf("LlamaForCausalLM")
+def test_only_files_without_checksums_of_their_own_are_read_whole(deep_hf, plain_checkpoint, tmp_path):
+    hf = deep_hf("llama")
     assert not any(source.checksum for source in plan_export(plain_checkpoint(hf), hf).plan.sources)
     transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=1)
     assert all(source.checksum for source in plan_export(tmp_path / "mcore").plan.sources)
 
 
-def test_a_number_too_large_for_the_type_is_named(tiny_hf, tmp_path, pool):
+def test_a_number_too_large_for_the_type_is_named(deep_hf, tmp_path, pool):
     """In a tensor that is put together from the columns of two ranks."""
-    hf = shutil.copytree(tiny_hf("LlamaForCausalLM"), tmp_path / "hf")
+    hf = shutil.copytree(deep_hf("llama"), tmp_path / "hf")
     tensors = load_file(hf / SINGLE)
     tensors["model.layers.1.mlp.down_proj.weight"][5, 7] = 1e6
     save_file(tensors, hf / SINGLE, metadata={"format": "pt"})

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import training as world
+from support.runs import metrics_of, numbers, resumed
 from support.thinned import thinned
 
 from isoloss.engine import checkpoint, output, trainer
@@ -44,21 +45,6 @@ def config_of(inputs, out: Path, layout: str, precision: str, distributed_optimi
     return dataclasses.replace(config, parallel=parallel)
 
 
-def resumed(config: Config) -> Config:
-    return dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, resume=True))
-
-
-def rows_of(config: Config) -> list[dict]:
-    return [json.loads(line) for line in Path(config.output_dir, "metrics.jsonl").read_text().splitlines()]
-
-
-def numbers(config: Config) -> list[tuple]:
-    """Everything of metrics.jsonl that is not about time."""
-    return [
-        tuple(v for k, v in row.items() if k not in ("seconds", "tokens_per_second", "mfu")) for row in rows_of(config)
-    ]
-
-
 @pytest.fixture
 def train(pool):
     def run(config: Config, layout: str, killed_after: int | None = None, killed_in_save: int | None = None):
@@ -83,10 +69,10 @@ def test_resume_is_exact(train, inputs, tmp_path, layout, precision, distributed
     )
     expected = train(whole, layout)
     train(parts, layout, killed_after=6)
-    assert [row["step"] for row in rows_of(parts)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics_of(parts)] == [1, 2, 3, 4, 5, 6]
     found = train(resumed(parts), layout)
-    assert numbers(parts) == numbers(whole)
-    assert [row["step"] for row in rows_of(parts)] == list(range(1, STEPS + 1))
+    assert numbers(parts.output_dir) == numbers(whole.output_dir)
+    assert [row["step"] for row in metrics_of(parts)] == list(range(1, STEPS + 1))
     assert world.same(found, expected)
 
 
@@ -98,7 +84,7 @@ def saved_at_tp2(pool, inputs, tmp_path_factory):
     weights = world.merged(pool.run(2, world.train, whole))
     pool.run(2, world.train, parts, 6)
     start = world.merged(pool.run(2, world.untrained, whole))
-    return folder / "parts", rows_of(whole), start, weights
+    return folder / "parts", metrics_of(whole), start, weights
 
 
 @pytest.mark.parametrize("layout", ("1", "pp2", "dp2", "ulysses2", "ring2", "pp2+vpp2", "tp2+pp2+ulysses2"))
@@ -111,7 +97,7 @@ def test_resume_on_another_layout(train, inputs, tmp_path, saved_at_tp2, layout)
     for name, wanted in weights.items():
         moved = np.linalg.norm(wanted - start[name])
         assert moved > 0 and np.linalg.norm(found[name] - wanted) <= 1e-5 * moved, name
-    rows = rows_of(config)
+    rows = metrics_of(config)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     for key in ("loss", "grad_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in expected], rel=1e-6)
@@ -264,7 +250,7 @@ def test_a_kill_while_saving(train, inputs, tmp_path):
     assert checkpoint.latest(folder) == folder / "step_00000004"
     assert world.same(train(resumed(parts), "dp2"), expected)
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000008"]
-    assert numbers(parts) == numbers(whole)
+    assert numbers(parts.output_dir) == numbers(whole.output_dir)
 
 
 @pytest.mark.parametrize("named", ("nothing", "the same", "the same, to resume"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import rl_runs as world
+from support.runs import write_rows
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch
@@ -127,7 +128,7 @@ def test_overrides(mistake, inputs, arguments, capsys):
 @pytest.mark.parametrize("key", ("data.train", "data.eval"))
 @pytest.mark.parametrize(("row", "says"), [case[1:] for case in ROWS], ids=[case[0] for case in ROWS])
 def test_rows(row, says, key, tmp_path, arguments, capsys):
-    file = world.write_prompts(tmp_path / "bad.jsonl", [{"prompt": "1 + 1 =", "answer": 2}, row])
+    file = write_rows(tmp_path / "bad.jsonl", [{"prompt": "1 + 1 =", "answer": 2}, row])
     line = complain(capsys, [*arguments, f"{key}={file}"])
     assert line.startswith(f"{file}:2: "), line
     assert all(part in line for part in says), line

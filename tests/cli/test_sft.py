@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from support import training as world
+from support.runs import rows_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
@@ -23,10 +24,6 @@ from isoloss.tools.prove import on_layout
 
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "sequences", "micro_batches", "seconds",
            "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip
-
-
-def rows_of(path: str) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def samples() -> list[Sample]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
+from support.runs import conversation, rows_of
 from support.training import train_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -31,10 +32,6 @@ RATES = (2.5e-3, 5e-3, 5e-3, 3e-3)  # two steps of warm-up to 5e-3, then half a 
 OVERRIDES = ("optim.lr=5e-3", "optim.min_lr=1e-3", "optim.warmup_steps=2", "optim.betas=[0.8,0.97]", "optim.eps=1e-4",
              "optim.weight_decay=0.2", "optim.clip=0.1")  # fmt: skip
 PEAK = 1e9  # FLOPs a second that the device is said to have
-
-
-def conversation(question: str, answer: str) -> dict:
-    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
 # Uneven lengths: no mean over batches or rows is the mean over tokens.
@@ -83,10 +80,6 @@ def plain(inputs, model) -> Plain:
         evaluations.append(mean_loss(net, held_out).item())
         weights = {name: p.detach() for name, p in net.named_parameters()}
     return Plain(train, held_out, losses, norms, evaluations, weights)
-
-
-def rows_of(path: str) -> list[dict]:
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
 def flops_by_hand(length: int) -> int:

@@ -17,6 +17,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support import rl_runs
+from support.runs import numbers, rows_of, write_rows
 from support.transformers_parity import make_engine
 from support.waiting import LONG, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -37,7 +38,7 @@ STEPS = 8
 def inputs(tmp_path_factory) -> Path:
     """`model` (config.json and tokenizer, no weights), `prompts.jsonl`, `rewards.py`, and `texts.jsonl`."""
     folder = rl_runs.write_inputs(tmp_path_factory.mktemp("inputs"))
-    rl_runs.write_prompts(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
+    write_rows(folder / "texts.jsonl", [{"text": text} for text in TEXTS])
     return folder
 
 
@@ -58,17 +59,6 @@ def environment() -> dict[str, str]:
 def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
     command = [*TORCHRUN, *options, "-m", module, *argv]
     return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
-
-
-def rows_of(file: Path) -> list[dict]:
-    return [json.loads(line) for line in file.read_text().removesuffix("\n").split("\n")]
-
-
-def numbers(out: Path) -> list[dict]:
-    """Everything of metrics.jsonl that is not about time."""
-    return [
-        {key: value for key, value in row.items() if key not in rl_runs.TIMES} for row in rows_of(out / "metrics.jsonl")
-    ]
 
 
 def exported(out: Path) -> dict[str, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 from support import attention as attention_world
 from support import invariance as world
 from support.checkpoints import logits
-from support.families import CONFIGS, VOCAB, write_folder
+from support.families import MODELS, VOCAB, write_folder
 from support.layouts import ON_GPUS, overrides
 from support.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
@@ -98,7 +98,7 @@ def test_bf16_trains_like_fp32(pool, config, samples):
     assert runs["bf16"][-1] < 0.9 * runs["bf16"][0]
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_logits_are_those_of_transformers_on_a_cpu(name, pool, tmp_path):
     folder = write_folder(name, tmp_path / "in")
     samples = make_samples((40, 17, 110), VOCAB)

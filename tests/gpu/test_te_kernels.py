@@ -7,7 +7,7 @@ tokens in bf16, which is all they take, against isoloss's own attention.
 import pytest
 import torch
 from support import te_models
-from support.families import CONFIGS, VOCAB, write_folder
+from support.families import MODELS, VOCAB, write_folder
 from support.transformers_parity import make_samples
 
 from isoloss.models import transformer_engine
@@ -28,7 +28,7 @@ def distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_fused_layers_take_the_step_of_local_ones(name, tp, pool, tmp_path):
     if tp > GPUS:
         pytest.skip(f"needs {tp} devices")

@@ -5,10 +5,10 @@ Every layout is compared, parameter by parameter in fp64, with one rank and one 
 """
 
 import dataclasses
+import functools
 import itertools
-import json
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ from safetensors import safe_open
 from support import experts as world
 from support import invariance
 from support.experts import MODELS
-from support.invariance import VOCAB
+from support.families import VOCAB, published, write_config
+from support.grid import Grid
 from support.thinned import thinned
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import (
     BatchConfig,
     Config,
-    LossConfig,
     MemoryConfig,
     ModelConfig,
     MoeConfig,
@@ -33,17 +33,17 @@ from isoloss.engine.config import (
 )
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
-from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
-from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
-from isoloss.tools.plants import MOE_PLANTS, NONE, Plant, Run
-from isoloss.tools.prove import on_layout
+from isoloss.tools.parity import TOLERANCE, Case, compare
+from isoloss.tools.plants import MOE_PLANTS, Run
 
 LENGTHS = (37, 5, 1, 23, 2, 61, 11, 3, 47, 29)  # 219 tokens; the third and the fifth are shorter than some contexts
-KEPT = MemoryConfig()  # every activation
 BUDGETS = (61, 110, 0)  # about one sequence a micro-batch, several, all in one
 PAIRS = list(itertools.product(MODES, BUDGETS))
+HALF, WHOLE = BatchConfig(max_tokens=110), BatchConfig(max_tokens=sum(LENGTHS))
+cases = functools.partial(invariance.cases, norm_length=64)
+SUM, BY_SEQUENCE = cases([("sum", 0), ("seq-mean-token-mean", 0)])
 # Coefficients that give the losses of the routers a weight like that of the cross-entropy.
 ROUTER_LOSSES = MoeConfig("sequence", 0.5, 0.1)
 MOE = {"qwen3-moe": ROUTER_LOSSES, "mixtral": MoeConfig(), "glm-4.5": ROUTER_LOSSES}
@@ -77,68 +77,34 @@ def batch(lengths=LENGTHS) -> list[Sample]:
     return samples
 
 
-def loss_of(mode: str) -> LossConfig:
-    return LossConfig(mode, 64 if mode == "seq-mean-token-sum-norm" else None)
-
-
-class Grid:
-    """References of one rank for every mode, and comparisons of other layouts with them."""
-
-    def __init__(self, pool, folder, model: str, moe: MoeConfig, samples: list[Sample] | None = None):
-        self.pool = pool
-        self.config = Config(
-            ModelConfig(path=str(folder / model), from_scratch=True),
-            moe=moe,
-            optim=OptimConfig(lr=1e-4, clip=1.0),
-            train=TrainConfig(precision="fp64", seed=3),
-        )
-        self.arch = read_architecture(folder / model)
-        self.frozen = freeze(samples or batch())
-        references = tempfile.mkdtemp(dir=folder)
-        self.files = {mode: reference_file(references, mode) for mode in MODES}
-        cases = [Case(0, loss_of(mode)) for mode in MODES]
-        run = pool.run(1, measure, self.on("1"), self.frozen, cases, list(self.files.values()), NONE, True)
-        self.references: Mapping[str, Measurement] = dict(zip(MODES, merge(run)))
-
-    def on(self, layout: str, precision: str = "fp64", max_tokens: int = 61) -> Config:
-        config = on_layout(self.config, Layout.parse(layout), precision)
-        return dataclasses.replace(config, batch=BatchConfig(max_tokens=max_tokens))
-
-    def run(self, layout: str, pairs, plant: Plant = NONE, memory: MemoryConfig = KEPT) -> list[Measurement]:
-        cases = [Case(budget, loss_of(mode)) for mode, budget in pairs]
-        files = [self.files[mode] for mode, _ in pairs]
-        config = dataclasses.replace(self.on(layout), memory=memory)
-        world_size = Layout.parse(layout).world_size
-        return merge(self.pool.run(world_size, measure, config, self.frozen, cases, files, plant))
-
-    def check(self, layout: str, pairs, memory: MemoryConfig = KEPT) -> None:
-        for (mode, budget), found in zip(pairs, self.run(layout, pairs, memory=memory), strict=True):
-            against = compare(found, self.references[mode], TOLERANCE["fp64"])
-            assert against.passed, f"{layout} {mode} budget {budget}: {against.reason}"
-            assert found.canary is None
-            assert found.parameters.keys() == self.references[mode].parameters.keys()
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory) -> Path:
+    """One with config.json for each of MODELS."""
     path = tmp_path_factory.mktemp("experts")
-    for name, values in MODELS.items():
-        (path / name).mkdir()
-        (path / name / "config.json").write_text(json.dumps(values))
+    for name, sizes in MODELS.items():
+        write_config(path / name, published(name, **sizes))
     return path
 
 
 @pytest.fixture(scope="module")
-def grids(pool, folder):
+def grid_of(pool, folder) -> Callable[..., Grid]:
+    def make(model: str, moe: MoeConfig, samples: list[Sample]) -> Grid:
+        config = Config(
+            ModelConfig(str(folder / model), from_scratch=True),
+            moe=moe,
+            batch=BatchConfig(max_tokens=61),
+            optim=OptimConfig(lr=1e-4, clip=1.0),
+            train=TrainConfig(precision="fp64", seed=3),
+        )
+        return Grid(pool, config, samples, folder)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def grids(grid_of) -> Callable[[str], Grid]:
     """A grid of each model, made when it is first asked for."""
-    made: dict[str, Grid] = {}
-
-    def grid(model: str) -> Grid:
-        if model not in made:
-            made[model] = Grid(pool, folder, model, MOE[model])
-        return made[model]
-
-    return grid
+    return functools.cache(lambda model: grid_of(model, MOE[model], batch()))
 
 
 def covering(model: str, layout: str) -> list[tuple[str, int]]:
@@ -152,7 +118,8 @@ def test_the_grid_is_what_it_says(grids):
     assert {pair for model in MODELS for layout in LAYOUTS for pair in covering(model, layout)} == set(PAIRS)
     for model in MODELS:
         grid = grids(model)
-        compared = grid.references["token-mean"].parameters.keys()
+        reference = grid.reference(SUM)
+        compared = reference.parameters.keys()
         sparse = [layer for layer in range(grid.arch.num_layers) if grid.arch.has_experts(layer)]
         assert len(sparse) == 4 - (model == "glm-4.5")
         wanted = {f"decoder.layers.{layer}.mlp.router.weight" for layer in sparse}
@@ -161,19 +128,20 @@ def test_the_grid_is_what_it_says(grids):
         if grid.arch.experts.shared_size:
             wanted |= {f"decoder.layers.{k}.mlp.shared_experts.linear_fc{n}.weight" for k in sparse for n in (1, 2)}
         assert wanted <= compared
-        assert {layer.tokens for layer in grid.references["sum"].routing.values()} == {sum(LENGTHS)}
-        assert list(grid.references["sum"].routing) == [layer + 1 for layer in sparse]
-        assert grid.references["sum"].flips == 0 and grid.references["sum"].smallest_margin > 1e-9
+        assert {layer.tokens for layer in reference.routing.values()} == {sum(LENGTHS)}
+        assert list(reference.routing) == [layer + 1 for layer in sparse]
+        assert reference.flips == 0 and reference.smallest_margin > 1e-9
 
 
 def test_the_losses_of_the_routers_matter(grids):
     """Enough of them is in loss and gradient that the comparison would see it if they went wrong."""
-    terms = grids("glm-4.5").references["seq-mean-token-mean"].details
+    reference = grids("glm-4.5").reference(BY_SEQUENCE)
+    terms = reference.details
     assert 3 <= terms["moe_aux_loss"] < 6  # 3 layers, each at least 1 but for sequences of few tokens
     assert terms["moe_z_loss"] > 1
     total = terms["loss"] + 0.5 * terms["moe_aux_loss"] + 0.1 * terms["moe_z_loss"]
-    assert grids("glm-4.5").references["seq-mean-token-mean"].loss == pytest.approx(total, rel=1e-14)
-    assert set(grids("mixtral").references["sum"].details) == {"loss"}
+    assert reference.loss == pytest.approx(total, rel=1e-14)
+    assert set(grids("mixtral").reference(SUM).details) == {"loss"}
 
 
 ROWS = list(itertools.product(MODELS, LAYOUTS))
@@ -190,25 +158,25 @@ ROWS = list(itertools.product(MODELS, LAYOUTS))
     ),
 )
 def test_every_layout(grids, model, layout):
-    grids(model).check(layout, covering(model, layout))
+    grids(model).check(layout, cases(covering(model, layout)))
 
 
 def test_every_mode_and_budget(grids):
-    grids("qwen3-moe").check("ep4+dp4", PAIRS)
+    grids("qwen3-moe").check("ep4+dp4", cases(PAIRS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("model", MODELS)
 def test_whole_product(grids, model, layout):
-    grids(model).check(layout, PAIRS)
+    grids(model).check(layout, cases(PAIRS))
 
 
 @pytest.mark.parametrize("layout", ("ep4+dp4", "tp2+ep4+dp4", "ulysses4+ep4", "pp2+vpp2+ep2+dp2"))
-def test_fewer_sequences_than_ranks(pool, folder, layout):
+def test_fewer_sequences_than_ranks(grid_of, layout):
     """Ranks with dummy rows only, whose tokens go to experts and count nowhere."""
     pairs = [("token-mean", 0), ("seq-mean-token-sum", 0), ("sum", 0)]
-    Grid(pool, folder, "qwen3-moe", ROUTER_LOSSES, batch((67, 59))).check(layout, pairs)
+    grid_of("qwen3-moe", ROUTER_LOSSES, batch((67, 59))).check(layout, cases(pairs))
 
 
 FASTER = OptimConfig(lr=1e-3, clip=1.0)
@@ -217,20 +185,20 @@ FP32_RUNS = ("pp2+vpp2", "ep4+dp4", "tp2+ep2+etp2+dp2", "tp2+pp2+ulysses2+ep2", 
 
 
 @pytest.fixture(scope="module")
-def twenty_steps(pool, grids):
-    config = dataclasses.replace(grids("qwen3-moe").on("1", "fp32", 219), optim=FASTER)
-    return pool.run(1, invariance.losses, config, grids("qwen3-moe").frozen, 20)[0]
+def twenty_steps(grids):
+    grid = grids("qwen3-moe")
+    config = grid.on("1", "fp32", batch=WHOLE, optim=FASTER)
+    return grid.on_ranks("1", invariance.losses, config, grid.frozen, 20)[0]
 
 
 @pytest.mark.parametrize(
     ("layout", "distributed_optimizer"),
     thinned(list(itertools.product(FP32_RUNS, (True, False))), lambda row: row in ORDINARY_RUNS),
 )
-def test_twenty_fp32_steps(pool, grids, twenty_steps, layout, distributed_optimizer):
-    config = grids("qwen3-moe").on(layout, "fp32", 110)
-    parallel = dataclasses.replace(config.parallel, distributed_optimizer=distributed_optimizer)
-    config = dataclasses.replace(config, parallel=parallel, optim=FASTER)
-    found = pool.run(Layout.parse(layout).world_size, invariance.losses, config, grids("qwen3-moe").frozen, 20)[0]
+def test_twenty_fp32_steps(grids, twenty_steps, layout, distributed_optimizer):
+    grid, parallel = grids("qwen3-moe"), {"distributed_optimizer": distributed_optimizer}
+    config = grid.on(layout, "fp32", parallel, batch=HALF, optim=FASTER)
+    found = grid.on_ranks(layout, invariance.losses, config, grid.frozen, 20)[0]
     assert found[0] == pytest.approx(twenty_steps[0], rel=1e-6)
     assert found[-1] == pytest.approx(twenty_steps[-1], rel=1e-4)
     assert twenty_steps[-1] < 0.9 * twenty_steps[0]  # the weights did move
@@ -248,31 +216,29 @@ RECOMPUTE = {
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 def test_what_is_computed_again_counts_once(grids, layout, recompute):
     """Of the first layer of each stage as well, behind which Megatron's own padding mask is lost."""
-    grids("glm-4.5").check(layout, [("seq-mean-token-mean", 61)], RECOMPUTE[recompute])
+    grids("glm-4.5").check(layout, cases([("seq-mean-token-mean", 61)]), memory=RECOMPUTE[recompute])
 
 
-def test_the_gradient_is_the_slope_of_the_logged_loss(pool, grids):
+def test_the_gradient_is_the_slope_of_the_logged_loss(grids):
     """By a finite difference along the gradient, the losses of the routers included."""
+    grid = grids("glm-4.5")
     for layout in ("1", "tp2+ep2"):
-        world_size = Layout.parse(layout).world_size
-        for claimed, measured in pool.run(
-            world_size, world.slope, grids("glm-4.5").on(layout), grids("glm-4.5").frozen
-        ):
+        for claimed, measured in grid.on_ranks(layout, world.slope, grid.on(layout), grid.frozen):
             assert measured == pytest.approx(claimed, rel=1e-6)
 
 
 @pytest.mark.parametrize("layout", ("1", "ulysses2+ep2", "tp2+pp2+ep2"))
-def test_one_all_reduce_of_counts_a_step(pool, grids, layout):
-    config = grids("glm-4.5").on(layout)
-    calls = pool.run(Layout.parse(layout).world_size, invariance.count_reductions, config, grids("glm-4.5").frozen)
+def test_one_all_reduce_of_counts_a_step(grids, layout):
+    grid = grids("glm-4.5")
+    calls = grid.on_ranks(layout, invariance.count_reductions, grid.on(layout), grid.frozen)
     assert {count for count, _ in calls} == {1} and all(micro_batches > 1 for _, micro_batches in calls)
 
 
-def test_evaluation_is_without_the_losses_of_the_routers(pool, grids):
+def test_evaluation_is_without_the_losses_of_the_routers(grids):
+    grid = grids("glm-4.5")
     for layout in ("1", "ep2+dp2"):
-        config = grids("glm-4.5").on(layout)
-        for trained, term, evaluated in pool.run(
-            Layout.parse(layout).world_size, world.loss_without_gradients, config, grids("glm-4.5").frozen
+        for trained, term, evaluated in grid.on_ranks(
+            layout, world.loss_without_gradients, grid.on(layout), grid.frozen
         ):
             assert evaluated == pytest.approx(term, rel=1e-14)
             assert trained > 1.1 * evaluated
@@ -295,20 +261,11 @@ def test_reinforcement_learning(pool, folder, tmp_path, critic):
         train=TrainConfig(precision="fp64", seed=3),
         rollout=RolloutConfig(max_new_tokens=64),
     )
-    frozen, file = freeze(samples), reference_file(tmp_path, "rl")
-
-    def run(layout: str, budget: int, *more) -> Measurement:
-        layout = Layout.parse(layout)
-        case = Case(budget, loss_of("seq-mean-token-mean"), config, critic)
-        return merge(
-            pool.run(layout.world_size, measure, on_layout(config, layout, "fp64"), frozen, [case], [file], *more)
-        )[0]
-
-    reference = run("1", 0, NONE, True)
-    assert ("moe_aux_loss" in reference.details) != critic
+    grid = Grid(pool, config, samples, tmp_path)
+    case = dataclasses.replace(BY_SEQUENCE, max_tokens=61, policy=config, critic=critic)
+    assert ("moe_aux_loss" in grid.reference(case).details) != critic
     for layout in ("ep2+dp2", "tp2+pp2+ulysses2+ep2"):
-        against = compare(run(layout, 61), reference, TOLERANCE["fp64"])
-        assert against.passed, f"{layout}: {against.reason}"
+        grid.check(layout, [case])
 
 
 # ---- selection biases -----------------------------------------------------------------------------------------------
@@ -318,8 +275,8 @@ STEPS = {"fp32": 20, "fp64": 6}
 
 
 @pytest.fixture(scope="module")
-def biased(pool, folder) -> Grid:
-    return Grid(pool, folder, "glm-4.5", BALANCED_BY_BIAS)
+def biased(grid_of) -> Grid:
+    return grid_of("glm-4.5", BALANCED_BY_BIAS, batch())
 
 
 def all_biases(of_ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]:
@@ -331,10 +288,12 @@ def all_biases(of_ranks: list[dict[str, list[float]]]) -> dict[str, list[float]]
 
 
 @pytest.fixture(scope="module")
-def expected_biases(pool, biased):
+def expected_biases(biased):
     """Of one rank with everything in one micro-batch."""
     return {
-        precision: pool.run(1, world.selection_biases, biased.on("1", precision, 219), biased.frozen, steps)[0]
+        precision: biased.on_ranks(
+            "1", world.selection_biases, biased.on("1", precision, batch=WHOLE), biased.frozen, steps
+        )[0]
         for precision, steps in STEPS.items()
     }
 
@@ -349,40 +308,41 @@ BIAS_RUNS = [*(("fp64", layout) for layout in ("1", *LAYOUTS)), *(("fp32", layou
         BIAS_RUNS, lambda row: row[1] in LONG_RUNS[:4] if row[0] == "fp32" else row[1] in (*LONG_RUNS, LAYOUTS[-1])
     ),
 )
-def test_selection_biases_are_bit_equal(pool, biased, expected_biases, precision, layout):
-    config = biased.on(layout, precision, 110)
-    run = (world.selection_biases, config, biased.frozen, STEPS[precision])
-    found = all_biases(pool.run(Layout.parse(layout).world_size, *run))
+def test_selection_biases_are_bit_equal(biased, expected_biases, precision, layout):
+    config = biased.on(layout, precision, batch=HALF)
+    found = all_biases(biased.on_ranks(layout, world.selection_biases, config, biased.frozen, STEPS[precision]))
     assert found == expected_biases[precision]
     assert len(found) == 3 and all(len(set(bias)) > 2 for bias in found.values())  # they did move
 
 
-def test_a_bias_moves_by_its_definition(pool, biased):
+def test_a_bias_moves_by_its_definition(biased):
     """Algorithm 1 of arXiv:2408.15664, of the choices that the proof recorded; without any loss of the routers."""
-    with safe_open(biased.files["token-mean"], "pt") as file:
+    biased.refer([SUM])
+    with safe_open(*biased.files_of([SUM]), "pt") as file:
         counts_LE = torch.stack([file.get_tensor(f"routing.{layer}.chosen").sum(0) for layer in (2, 3, 4)])
     assert counts_LE.sum(1).tolist() == [3 * sum(LENGTHS)] * 3
     wanted_LE = 0.003 * torch.sign(counts_LE.double().mean(1, keepdim=True) - counts_LE)
-    config = dataclasses.replace(biased.on("ep2+dp2"), moe=MoeConfig(bias_update_rate=0.003))
-    found = all_biases(pool.run(2, world.selection_biases, config, biased.frozen, 1))
+    config = biased.on("ep2+dp2", moe=MoeConfig(bias_update_rate=0.003))
+    found = all_biases(biased.on_ranks("ep2+dp2", world.selection_biases, config, biased.frozen, 1))
     assert list(found.values()) == wanted_LE.float().tolist()
 
 
-def test_calls_before_a_step_count_together(pool, biased):
-    whole = pool.run(1, world.biases_by_calls, biased.on("1"), biased.frozen, [range(10)])[0]
+def test_calls_before_a_step_count_together(biased):
+    whole = biased.on_ranks("1", world.biases_by_calls, biased.on("1"), biased.frozen, [range(10)])[0]
     parts = [(3, 1, 9), (0, 2, 4, 5), (6, 7, 8)]
-    assert all_biases(pool.run(2, world.biases_by_calls, biased.on("ep2+dp2"), biased.frozen, parts)) == whole
+    of_ranks = biased.on_ranks("ep2+dp2", world.biases_by_calls, biased.on("ep2+dp2"), biased.frozen, parts)
+    assert all_biases(of_ranks) == whole
     assert any(any(bias) for bias in whole.values())
 
 
-def test_steps_that_are_not_taken_do_not_count(pool, biased):
-    for bias in pool.run(1, world.biases_of_steps_not_taken, biased.on("1"), biased.frozen)[0].values():
+def test_steps_that_are_not_taken_do_not_count(biased):
+    for bias in biased.on_ranks("1", world.biases_of_steps_not_taken, biased.on("1"), biased.frozen)[0].values():
         assert not any(bias)
 
 
-def test_biases_survive_a_checkpoint(pool, biased, tmp_path):
+def test_biases_survive_a_checkpoint(biased, tmp_path):
     config = biased.on("ep2+dp2", "fp32")
-    ranks = pool.run(2, world.biases_resumed, config, biased.frozen, str(tmp_path / "checkpoint"), 3)
+    ranks = biased.on_ranks("ep2+dp2", world.biases_resumed, config, biased.frozen, str(tmp_path / "checkpoint"), 3)
     went_on, resumed = (all_biases(list(of_ranks)) for of_ranks in zip(*ranks))
     assert resumed == went_on
     assert any(any(bias) for bias in resumed.values())
@@ -394,35 +354,35 @@ PLANTED_LAYOUTS = ("dp2", "tp2+ep2", "ep2+dp4", "ulysses2+ep2", "pp2")
 BIAS_PLANTS = ("padding-counted", "loads-of-its-own-rank")
 
 
-def seen(grid: Grid, layout: str, mode: str, budget: int) -> Run:
+def seen(grid: Grid, layout: str, case: Case) -> Run:
     """A run as a plant sees it."""
-    return Case(budget, loss_of(mode)).run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
+    return case.run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
 
 
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)
 @pytest.mark.parametrize("name", sorted(MOE_PLANTS.keys() - {"loads-of-its-own-rank"}))
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grids, name, layout):
     grid, plant = grids("qwen3-moe"), MOE_PLANTS[name]
-    pairs = [("token-mean", 0), ("seq-mean-token-mean", 110)]
-    for (mode, budget), found in zip(pairs, grid.run(layout, pairs, plant), strict=True):
-        against = compare(found, grid.references[mode], TOLERANCE["fp64"])
-        spoiled = plant.spoils(seen(grid, layout, mode, budget))
-        assert against.passed != spoiled, f"{mode}: {against}"
+    planted = cases([("token-mean", 0), ("seq-mean-token-mean", 110)])
+    for case, found in zip(planted, grid.run(layout, planted, plant), strict=True):
+        against = compare(found, grid.reference(case), TOLERANCE["fp64"])
+        spoiled = plant.spoils(seen(grid, layout, case))
+        assert against.passed != spoiled, f"{case}: {against}"
         assert not spoiled or against.gradient_error > 1e-6
 
 
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)
 @pytest.mark.parametrize("name", BIAS_PLANTS)
-def test_a_bug_planted_into_the_counts_fails_where_it_shows(pool, biased, expected_biases, name, layout):
-    run = (world.selection_biases, biased.on(layout, max_tokens=219), biased.frozen, STEPS["fp64"], MOE_PLANTS[name])
-    ranks = pool.run(Layout.parse(layout).world_size, *run)
+def test_a_bug_planted_into_the_counts_fails_where_it_shows(biased, expected_biases, name, layout):
+    config = biased.on(layout, batch=WHOLE)
+    ranks = biased.on_ranks(layout, world.selection_biases, config, biased.frozen, STEPS["fp64"], MOE_PLANTS[name])
     wrong = any(values != expected_biases["fp64"][key] for of_rank in ranks for key, values in of_rank.items())
-    assert wrong == MOE_PLANTS[name].spoils(dataclasses.replace(seen(biased, layout, "token-mean", 0), biases=True))
+    assert wrong == MOE_PLANTS[name].spoils(dataclasses.replace(seen(biased, layout, SUM), biases=True))
 
 
 def test_a_routing_flip_is_a_failure_of_its_own(grids):
     """A token near a tie chose otherwise: said with layer, number and margin, whatever loss and gradients are."""
-    reference = grids("qwen3-moe").references["sum"]
+    reference = grids("qwen3-moe").reference(SUM)
     layer = dataclasses.replace(reference.routing[2], flips=2, flip_margin=3e-15)
     against = compare(
         dataclasses.replace(reference, routing={**reference.routing, 2: layer}), reference, TOLERANCE["fp64"]

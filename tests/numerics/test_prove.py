@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 import torch
-from support.experts import MODELS
+from support.experts import FOUR_LAYERS, MODELS
+from support.families import published, write_config
 from support.finite_difference import slope
-from support.invariance import QWEN3
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import LossConfig
@@ -29,12 +29,14 @@ BALANCED = ("moe.aux_loss=sequence", "moe.aux_loss_coef=0.5", "moe.z_loss_coef=0
 def models(tmp_path_factory):
     """Folders of a dense model and one with experts, for rows of text."""
     folder = tmp_path_factory.mktemp("models")
-    for name, values in (("dense", QWEN3 | {"num_hidden_layers": 4}), ("experts", MODELS["qwen3-moe"])):
-        (folder / name).mkdir()
+    sizes = {"vocab_size": 2048, "max_position_embeddings": 512}
+    for name, of_name in (
+        ("dense", published("qwen3", **FOUR_LAYERS | sizes)),
+        ("experts", published("qwen3-moe", **MODELS["qwen3-moe"] | sizes)),
+    ):
+        write_config(folder / name, of_name)
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             shutil.copy(ASSETS / "tiny" / file, folder / name)
-        sizes = {"vocab_size": 2048, "max_position_embeddings": 512}
-        (folder / name / "config.json").write_text(json.dumps(values | sizes))
     return folder
 
 

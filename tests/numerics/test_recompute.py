@@ -8,25 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support import recompute, training
-from support.families import VOCAB, write_folder
+from support.families import VOCAB
 from support.transformers_parity import make_samples
 
 from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.tools.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    written: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in written:
-            written[family] = write_folder(family, tmp_path_factory.mktemp(family))
-        return written[family]
-
-    return of
 
 
 def config(folder: Path, memory: MemoryConfig, **parallel) -> Config:
@@ -63,12 +51,12 @@ def selective(*modules: str) -> MemoryConfig:
     ids=lambda value: value if isinstance(value, str) else "+".join(value.recompute_modules) or value.recompute,
 )
 @pytest.mark.parametrize("world", (1, 4))
-def test_no_gradient_changes(pool, folder, family, memory, world):
+def test_no_gradient_changes(pool, tiny_hf, family, memory, world):
     """Alone; and on four ranks, where collectives of TP, experts, Ulysses and the pipeline are entered again."""
     parallel = FOUR_RANKS.get(family, {"tp": 2, "ulysses": 2, "ep": 2}) if world == 4 else {}
     calls = [range(6)]
-    wanted = pool.run(world, training.gradients, config(folder(family), MemoryConfig(), **parallel), SAMPLES, calls)
-    found = pool.run(world, training.gradients, config(folder(family), memory, **parallel), SAMPLES, calls)
+    wanted = pool.run(world, training.gradients, config(tiny_hf(family), MemoryConfig(), **parallel), SAMPLES, calls)
+    found = pool.run(world, training.gradients, config(tiny_hf(family), memory, **parallel), SAMPLES, calls)
     for (norm, gradients), (wanted_norm, wanted_gradients) in zip(found, wanted, strict=True):
         assert norm == pytest.approx(wanted_norm, rel=1e-12)
         assert gradients.keys() == wanted_gradients.keys()
@@ -85,9 +73,9 @@ def test_no_gradient_changes(pool, folder, family, memory, world):
         ("deepseek-v3", "core_attn"), ("deepseek-v3", "mla_up_proj"), ("deepseek-v3-plain", "shared_experts"),
     ),
 )  # fmt: skip
-def test_every_module_saves_memory(pool, folder, family, module):
+def test_every_module_saves_memory(pool, tiny_hf, family, module):
     plain, saving, full = (
-        pool.run(1, recompute.kept, config(folder(family), memory), SAMPLES)[0]
+        pool.run(1, recompute.kept, config(tiny_hf(family), memory), SAMPLES)[0]
         for memory in (MemoryConfig(), selective(module), FULL)
     )
     assert full.nbytes < saving.nbytes < plain.nbytes
@@ -104,11 +92,11 @@ def test_every_module_saves_memory(pool, folder, family, module):
     ),
     ids=("tp2+ulysses2", "pp2+ring2", "pp2+ulysses2+ep2", "tp2+ep2"),
 )
-def test_every_rank_saves_memory(pool, folder, family, modules, parallel):
+def test_every_rank_saves_memory(pool, tiny_hf, family, modules, parallel):
     """On each rank, the last stage too, the modules keep less and whole layers least, and those run twice."""
     world = 2 ** len(parallel.keys() - {"ep"})
     plain, saving, full = (
-        pool.run(world, recompute.kept, config(folder(family), memory, **parallel), SAMPLES)
+        pool.run(world, recompute.kept, config(tiny_hf(family), memory, **parallel), SAMPLES)
         for memory in (MemoryConfig(), selective(*modules), FULL)
     )
     for rank, (of_plain, of_saving, of_full) in enumerate(zip(plain, saving, full, strict=True)):
@@ -117,10 +105,10 @@ def test_every_rank_saves_memory(pool, folder, family, modules, parallel):
         assert of_full.forwards == 2 * of_plain.forwards
 
 
-def test_whole_layers_run_twice(pool, folder):
+def test_whole_layers_run_twice(pool, tiny_hf):
     """The family has two layers, and the step two micro-batches."""
     plain, first, full = (
-        pool.run(1, recompute.kept, config(folder("qwen3"), memory), SAMPLES)[0]
+        pool.run(1, recompute.kept, config(tiny_hf("qwen3"), memory), SAMPLES)[0]
         for memory in (MemoryConfig(), MemoryConfig("full", recompute_layers=1), FULL)
     )
     assert (plain.forwards, first.forwards, full.forwards) == (4, 6, 8)

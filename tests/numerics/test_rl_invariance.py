@@ -7,29 +7,28 @@ absolute values of what was added up.
 
 import dataclasses
 import itertools
-import json
 import math
-import tempfile
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
 import torch
 from support import rl_calls as world
-from support.invariance import MAX_LENGTH, QWEN3, VOCAB, loss_of
+from support.families import VOCAB, published, write_config
+from support.grid import Grid
+from support.invariance import MAX_LENGTH, QWEN3, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.models.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.parallel.normalizer import MODES
 from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
-from isoloss.tools.plants import NONE, RL_PLANTS
-from isoloss.tools.prove import on_layout
+from isoloss.tools.parity import TOLERANCE, Case, compare
+from isoloss.tools.plants import RL_PLANTS
 
-MODEL = QWEN3 | {"num_hidden_layers": 4}
+SIZES = QWEN3 | {"num_hidden_layers": 4}
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",
 )  # fmt: skip
@@ -84,68 +83,44 @@ def recorded_batch(on_policy: bool) -> list[Sample]:
     return samples
 
 
-class Grid:
-    """The references of one rank, made when they are first needed, and comparisons of other layouts with them."""
+def case_of(grid: Grid, name: str, mode: str, budget: int) -> Case:
+    policy = dataclasses.replace(grid.config, algorithm=LOSSES.get(name, PLAIN), loss=loss_of(mode))
+    return Case(budget, loss_of(mode), policy, critic=name == "value")
 
-    def __init__(self, pool, folder, on_policy: bool = False, critic: bool = False):
-        self.pool, self.critic = pool, critic
-        self.config = RLConfig(
-            ModelConfig(path=str(folder), from_scratch=True),
+
+def cases_of(grid: Grid, triples: Iterable[tuple[str, str, int]]) -> list[Case]:
+    return [case_of(grid, *triple) for triple in triples]
+
+
+def check(grid: Grid, layout: str, triples: Iterable[tuple[str, str, int]], **changes) -> None:
+    for found in grid.check(layout, cases_of(grid, triples), **changes):
+        # Squared norms: no parameter agrees on a gradient of 0.
+        assert min(norms.reference for norms in found.parameters.values()) > 1e-16
+
+
+@pytest.fixture(scope="module")
+def grid_of(pool, tmp_path_factory) -> Callable[[bool], Grid]:
+    def make(on_policy: bool) -> Grid:
+        folder = tmp_path_factory.mktemp("rl-invariance")
+        config = RLConfig(
+            ModelConfig(str(write_config(folder / "model", published("qwen3", **SIZES))), from_scratch=True),
             batch=BatchConfig(),
             train=TrainConfig(precision="fp64", seed=3),
             rollout=RolloutConfig(max_new_tokens=MAX_LENGTH, temperature=0.8),
         )
-        self.frozen = freeze(recorded_batch(on_policy))
-        self.folder = tempfile.mkdtemp(dir=folder)
-        self.references: dict[tuple[str, str], Measurement] = {}
+        return Grid(pool, config, recorded_batch(on_policy), folder)
 
-    def case(self, name: str, mode: str, budget: int) -> Case:
-        policy = dataclasses.replace(self.config, algorithm=LOSSES.get(name, PLAIN), loss=loss_of(mode))
-        return Case(budget, loss_of(mode), policy, self.critic)
-
-    def run(self, layout: Layout, triples, plant=NONE, write: bool = False) -> list[Measurement]:
-        cases = [self.case(*triple) for triple in triples]
-        files = [reference_file(self.folder, f"{name}-{mode}") for name, mode, _ in triples]
-        config = on_layout(self.config, layout, "fp64")
-        return merge(self.pool.run(layout.world_size, measure, config, self.frozen, cases, files, plant, write))
-
-    def refer(self, pairs) -> None:
-        new = [pair for pair in dict.fromkeys(pairs) if pair not in self.references]
-        if new:
-            found = self.run(Layout(), [(*pair, 0) for pair in new], write=True)
-            self.references |= dict(zip(new, found, strict=True))
-
-    def check(self, layout: str, triples) -> None:
-        triples = list(triples)
-        self.refer((name, mode) for name, mode, _ in triples)
-        for triple, found in zip(triples, self.run(Layout.parse(layout), triples), strict=True):
-            against = compare(found, self.references[triple[:2]], TOLERANCE["fp64"])
-            assert against.passed, f"{layout} {triple}: {against.reason}"
-            assert found.canary is None
-            # Squared norms: no parameter agrees on a gradient of 0.
-            assert min(norms.reference for norms in found.parameters.values()) > 1e-16, triple
+    return make
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rl-invariance")
-    (path / "config.json").write_text(json.dumps(MODEL))
-    return path
+def grid(grid_of) -> Grid:
+    return grid_of(on_policy=False)
 
 
 @pytest.fixture(scope="module")
-def grid(pool, folder) -> Grid:
-    return Grid(pool, folder)
-
-
-@pytest.fixture(scope="module")
-def on_policy_grid(pool, folder) -> Grid:
-    return Grid(pool, folder, on_policy=True)
-
-
-@pytest.fixture(scope="module")
-def critic_grid(pool, folder) -> Grid:
-    return Grid(pool, folder, critic=True)
+def on_policy_grid(grid_of) -> Grid:
+    return grid_of(on_policy=True)
 
 
 GSPO = [name for name in LOSSES if name.startswith("gspo")]  # has one aggregation, others are refused
@@ -171,38 +146,37 @@ def test_the_covering_array_covers():
 
 @pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=LAYOUTS)
 def test_every_layout(grid, index):
-    grid.check(LAYOUTS[index], covering(index))
+    check(grid, LAYOUTS[index], covering(index))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_whole_product(grid, layout):
-    grid.check(layout, CASES)
+    check(grid, layout, CASES)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_on_policy_where_the_loss_cancels(on_policy_grid, layout):
     """Without the old policy's log-probabilities the ratio is 1, and with advantages of mean 0 the loss about 0."""
-    on_policy_grid.check(layout, [("grpo", "token-mean", 160), ("gspo", "seq-mean-token-mean", 96)])
+    check(on_policy_grid, layout, [("grpo", "token-mean", 160), ("gspo", "seq-mean-token-mean", 96)])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_critic(critic_grid, layout):
-    critic_grid.check(layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
+def test_critic(grid, layout):
+    check(grid, layout, [("value", "token-mean", 160), ("value", "seq-mean-token-mean", 0)])
 
 
 @pytest.mark.parametrize("layout", ("1", "tp2+pp2+ulysses2"))
-def test_critic_that_recomputes_its_activations(pool, folder, layout):
-    grid = Grid(pool, folder, critic=True)
-    grid.refer([("value", "token-mean")])
-    grid.config = dataclasses.replace(grid.config, memory=MemoryConfig("full"))
-    grid.check(layout, [("value", "token-mean", 160)])
+def test_critic_that_recomputes_its_activations(grid, layout):
+    check(grid, layout, [("value", "token-mean", 160)], memory=MemoryConfig("full"))
 
 
 def test_the_batch_reaches_every_branch(grid):
     """Clipping on both sides, masks and terms all have something to do: what agrees is not agreement on nothing."""
-    grid.refer(PAIRS)
-    for (name, mode), reference in grid.references.items():
+    whole = {(name, mode): case_of(grid, name, mode, 0) for name, mode in PAIRS}
+    grid.refer(whole.values())
+    for (name, mode), case in whole.items():
+        reference = grid.reference(case)
         clipped = reference.details["clip_fraction"]
         assert (0.01 < clipped < 0.99) or name.startswith("reinforce"), (name, mode, clipped)
         assert abs(reference.loss) < reference.magnitude
@@ -210,17 +184,16 @@ def test_the_batch_reaches_every_branch(grid):
         assert reference.details["train_rollout_logprob_diff_max"] > 2 * reference.details["train_rollout_logprob_diff"]
         assert 0 < reference.details["train_rollout_outliers"] < 1 and reference.details["train_rollout_kl"] > 1e-3
         assert abs(reference.details["train_rollout_correlation"]) < 0.999
-    token_mean = grid.references["clip+k2-by-sequence", "token-mean"].details
-    by_sequence = grid.references["clip+k2-by-sequence", "seq-mean-token-mean"].details
+    token_mean = grid.reference(whole["clip+k2-by-sequence", "token-mean"]).details
+    by_sequence = grid.reference(whole["clip+k2-by-sequence", "seq-mean-token-mean"]).details
     assert token_mean["kl_loss"] == pytest.approx(by_sequence["kl_loss"], rel=1e-14)  # its own aggregation, always
     assert token_mean["policy_loss"] != pytest.approx(by_sequence["policy_loss"], rel=1e-3)
 
 
 @pytest.mark.parametrize("layout", ("1", "dp2", "ulysses2"))
-def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
+def test_sum_leaves_normalization_to_the_caller(grid, layout):
     """Tinker's verbs: pre-scaled advantages, several calls before a step; the gradient is that of one call."""
-    config = dataclasses.replace(on_layout(grid.config, Layout.parse(layout), "fp64"), loss=LossConfig("sum"))
-    ranks = pool.run(Layout.parse(layout).world_size, world.calls_before_a_step, config, grid.frozen)
+    ranks = grid.on_ranks(layout, world.calls_before_a_step, grid.on(layout, loss=LossConfig("sum")), grid.frozen)
     for apart, together in ranks:
         assert apart.keys() == together.keys() == ranks[0][1].keys()
         for name, gradient in together.items():
@@ -231,14 +204,16 @@ def test_sum_leaves_normalization_to_the_caller(pool, grid, layout):
 
 @pytest.mark.parametrize("plant", sorted(RL_PLANTS))
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
-    cases = [("gspo", "seq-mean-token-mean", 96), ("clip+k2-by-sequence", "token-mean", 96), ("grpo", "token-mean", 0)]
-    grid.refer((name, mode) for name, mode, _ in cases)
-    samples, costs = recorded_batch(False), CostModel.of(read_architecture(grid.config.model.path))
+    triples = [
+        ("gspo", "seq-mean-token-mean", 96),
+        ("clip+k2-by-sequence", "token-mean", 96),
+        ("grpo", "token-mean", 0),
+    ]
+    cases, samples, costs = cases_of(grid, triples), recorded_batch(False), CostModel.of(grid.arch)
     for layout in map(Layout.parse, ("ulysses2", "dp2", "1")):
         run = grid.run(layout, cases, RL_PLANTS[plant])
-        for (name, mode, budget), found in zip(cases, run, strict=True):
-            against = compare(found, grid.references[name, mode], TOLERANCE["fp64"])
-            case = grid.case(name, mode, budget)
+        for case, found in zip(cases, run, strict=True):
+            against = compare(found, grid.reference(case), TOLERANCE["fp64"])
             spoiled = RL_PLANTS[plant].spoils(case.run(layout, samples, costs))
-            assert against.passed != spoiled, f"{plant} on {layout}, {name}: {against.reason or 'not noticed'}"
+            assert against.passed != spoiled, f"{plant} on {layout}, {case.name}: {against.reason or 'not noticed'}"
             assert not spoiled or against.gradient_error > 1e-6

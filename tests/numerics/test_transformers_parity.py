@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.families import CONFIGS, DENSE, SPARSE, VOCAB, write_folder
+from support import transformers_fp64
+from support.families import DENSE, MODELS, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import (
     TOKEN_MEAN,
@@ -24,7 +25,7 @@ from support.transformers_parity import (
     make_samples,
     train_and_export,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batch import Sample
@@ -40,7 +41,7 @@ TOLERANCE = {"fp32": (1e-6, 1e-5), "fp64": (1e-10, 1e-10)}
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64}
 
 
-@pytest.fixture(params=CONFIGS)
+@pytest.fixture(params=MODELS)
 def folder(request, tmp_path) -> Path:
     return write_folder(request.param, tmp_path / "in")
 
@@ -52,7 +53,7 @@ def dense_folder(request, tmp_path) -> Path:
 
 
 def test_every_family_is_compared():
-    assert {config.model_type for config in CONFIGS.values()} == {
+    assert {config_class.model_type for config_class, _ in MODELS.values()} == {
         module.__name__.rpartition(".")[2] for module in FAMILIES.values()
     }
 
@@ -62,23 +63,9 @@ def transformers_model(folder: Path, precision: str, monkeypatch) -> PreTrainedM
     model = model.to(DTYPES[precision]).eval()
     if precision == "fp64":
         module = sys.modules[type(model).__module__]
-        monkeypatch.setattr(module, "eager_attention_forward", eager_attention_fp64)
-        monkeypatch.setattr(type(model.model.norm), "forward", rms_norm_fp64)
+        monkeypatch.setattr(module, "eager_attention_forward", transformers_fp64.eager_attention)
+        monkeypatch.setattr(type(model.model.norm), "forward", transformers_fp64.rms_norm)
     return model
-
-
-def rms_norm_fp64(self: nn.Module, x: Tensor) -> Tensor:
-    """transformers' RMSNorm without its casts to fp32."""
-    assert x.dtype == torch.float64
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def eager_attention_fp64(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """transformers' eager attention without its softmax in fp32."""
-    assert query.dtype == torch.float64 and dropout == 0.0
-    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
-    weights = (query @ key.transpose(2, 3) * scaling + attention_mask).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def transformers_logits(model: PreTrainedModel, sample: Sample) -> Tensor:
@@ -214,7 +201,7 @@ def admits(name: str, parallel: dict) -> bool:
 
 
 SHARDED_SAMPLES = make_samples(LENGTHS, VOCAB, seed=4)
-SHARDED = [(name, layout) for name in CONFIGS for layout, parallel in LAYOUTS.items() if admits(name, parallel)]
+SHARDED = [(name, layout) for name in MODELS for layout, parallel in LAYOUTS.items() if admits(name, parallel)]
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +234,7 @@ def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, referen
     assert {tensor for rank in ranks for tensor in rank.gradients} == alone.gradients.keys()
 
 
-EXPORTED = [(name, layout) for name in CONFIGS for layout in ("tp2+pp2", "ep2" if name in SPARSE else "1")]
+EXPORTED = [(name, layout) for name in MODELS for layout in ("tp2+pp2", "ep2" if name in SPARSE else "1")]
 
 
 @pytest.mark.parametrize(

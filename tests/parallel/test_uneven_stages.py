@@ -1,32 +1,29 @@
 """Stages of any number of layers: checkpoints, streams and exports know which layer is which."""
 
 import itertools
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support import impossible, interrupted, rollouts
+from support.families import published, tensors_of, write_config
 from support.invariance import QWEN3
 from support.training import merged
 from support.transformers_parity import make_samples
 
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.weights import Part
 from isoloss.tools.parity import freeze
 
-MODELS = {"dense of 8 layers": QWEN3, "latent of 4, the first without experts": impossible.MODELS["latent"]}
+DENSE, LATENT = "dense of 8 layers", "latent of 4, the first without experts"
+MODELS = {DENSE: published("qwen3", **QWEN3), LATENT: impossible.MODELS["latent"]}
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), 307))
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     def of(model: str) -> Path:
-        path = tmp_path_factory.mktemp("model")
-        (path / "config.json").write_text(json.dumps(MODELS[model]))
-        return path
+        return write_config(tmp_path_factory.mktemp("model") / "hf", MODELS[model])
 
     return of
 
@@ -39,10 +36,6 @@ def config(folder: Path, precision: str, **parallel) -> Config:
         optim=OptimConfig(lr=1e-2),
         train=TrainConfig(precision=precision),
     )
-
-
-DENSE = "dense of 8 layers"
-LATENT = "latent of 4, the first without experts"
 
 
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
@@ -72,11 +65,6 @@ def test_a_checkpoint_goes_on_in_other_stages(pool, folder, model, saved, loaded
     assert found.keys() == wanted.keys()
     for name, weight in wanted.items():
         np.testing.assert_allclose(found[name], weight, rtol=0, atol=2e-5, err_msg=name)
-
-
-def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    reader = HFReader(folder)
-    return {name: reader.get(Part(name, reader.shape(name))) for name in reader.names}
 
 
 @pytest.mark.parametrize(

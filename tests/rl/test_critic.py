@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import rl_runs
 from support.plain_policy import PlainPolicy, write_random
+from support.runs import metrics_of
 from support.training import Arrays, weights
 
 from isoloss.engine.engine import Engine
@@ -73,7 +74,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
     with mock.patch.object(Engine, "train_step", stepping), mock.patch.object(Rollout, "groups", noting):
         assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
     config = launch.compose_config("grpo", RLConfig, argv)[0]
-    yield Run(rl_runs.rows_of(config), critic, policy, completions, PlainPolicy(inputs / "model"))
+    yield Run(metrics_of(config), critic, policy, completions, PlainPolicy(inputs / "model"))
 
 
 def returns_of(length: int, reward: float) -> np.ndarray:

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support.families import CONFIGS, DENSE, VOCAB, write_folder
-from torch import Tensor, nn
+from support import transformers_fp64
+from support.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl import generation
@@ -34,15 +34,10 @@ def model(tmp_path_factory) -> Callable[[str], PreTrainedModel]:
                 norm = type(made[family].model.norm)
                 for module in made[family].modules():
                     if isinstance(module, norm):
-                        module.forward = rms_norm_fp64.__get__(module)
+                        module.forward = transformers_fp64.rms_norm.__get__(module)
         return made[family]
 
     return of
-
-
-def rms_norm_fp64(self: nn.Module, x: Tensor) -> Tensor:
-    """transformers' RMSNorm without its casts to fp32."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
 
 
 def make_requests(completions: int = 3) -> list[Request]:
@@ -105,7 +100,7 @@ def assert_same(found: list[Completion], wanted: list[Completion], tolerance: fl
         np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=tolerance)
 
 
-@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("family", MODELS)
 def test_rows_are_as_if_alone(family, model):
     requests = make_requests(2)
     found = generate(model(family), requests, SAMPLING, concurrency=3, version=0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support.runs import rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isoloss.engine.config import ModelConfig
@@ -29,10 +30,6 @@ class Run:
     metrics: list[dict]
     rollouts: list[dict]
     groups: dict[str, list[dict]]
-
-
-def rows_of(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module", params=("grpo", "dapo"))

@@ -1,34 +1,17 @@
 """The rollout backend in this process: it has the trainer's weights, and its answers do not depend on the ranks."""
 
-from collections.abc import Callable
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from support import rollouts
-from support.families import CONFIGS, VOCAB, write_folder
+from support.families import MODELS, VOCAB, tensors_of
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Request, Sampling
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.weights import Part
 from isoloss.parallel import UserError
 
 SAMPLING = Sampling(max_new_tokens=20, seed=3)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Callable[[str], Path]:
-    written: dict[str, Path] = {}
-
-    def of(family: str) -> Path:
-        if family not in written:
-            written[family] = write_folder(family, tmp_path_factory.mktemp("model"))
-        return written[family]
-
-    return of
 
 
 def make_requests(count: int = 11) -> list[Request]:
@@ -36,11 +19,6 @@ def make_requests(count: int = 11) -> list[Request]:
     random = torch.Generator().manual_seed(6)
     prompts = [torch.randint(VOCAB, (1 + 11 * k % 37,), generator=random).tolist() for k in range(count)]
     return [Request(f"{k // 3}/{k}", tuple(prompts[k // 3])) for k in range(count)]
-
-
-def tensors_of(folder: Path) -> list[tuple[str, torch.Tensor]]:
-    reader = HFReader(folder)
-    return [(name, reader.get(Part(name, reader.shape(name)))) for name in reader.names]
 
 
 @pytest.mark.parametrize(
@@ -55,9 +33,9 @@ def tensors_of(folder: Path) -> list[tuple[str, torch.Tensor]]:
     ],
     ids=str,
 )
-def test_log_probabilities_are_the_trainers_after_every_sync(family, world, parallel, folder, pool):
+def test_log_probabilities_are_the_trainers_after_every_sync(family, world, parallel, tiny_hf, pool):
     requests = make_requests()
-    ranks = pool.run(world, rollouts.rounds, folder(family), requests, SAMPLING, parallel, 5)
+    ranks = pool.run(world, rollouts.rounds, tiny_hf(family), requests, SAMPLING, parallel, 5)
     print(f"{family} {parallel}: at most {max(r.worst for r in ranks[0]):.1e}, without a sync {ranks[0][1].stale:.1e}")
     for version, done in enumerate(zip(*ranks)):
         assert all(round.completions == done[0].completions for round in done)
@@ -67,40 +45,40 @@ def test_log_probabilities_are_the_trainers_after_every_sync(family, world, para
 
 
 @pytest.mark.parametrize("count", [1, 11])
-def test_completions_are_the_same_on_any_number_of_ranks(count, folder, pool):
+def test_completions_are_the_same_on_any_number_of_ranks(count, tiny_hf, pool):
     requests = make_requests(count)
-    one, *_ = pool.run(1, rollouts.completions, folder("mistral"), requests, SAMPLING, "fp64")
-    for found in pool.run(3, rollouts.completions, folder("mistral"), requests, SAMPLING, "fp64"):
+    one, *_ = pool.run(1, rollouts.completions, tiny_hf("mistral"), requests, SAMPLING, "fp64")
+    for found in pool.run(3, rollouts.completions, tiny_hf("mistral"), requests, SAMPLING, "fp64"):
         assert [(c.id, c.tokens, c.finish) for c in found] == [(c.id, c.tokens, c.finish) for c in one]
         for here, there in zip(found, one):  # transformers norms in fp32
             np.testing.assert_allclose(here.logprobs, there.logprobs, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_pause_resume_and_abort_reach_every_rank(world, folder, pool):
+def test_pause_resume_and_abort_reach_every_rank(world, tiny_hf, pool):
     requests = make_requests()
-    wanted = pool.run(1, rollouts.completions, folder("llama"), requests, SAMPLING, "fp64")[0]
-    for found in pool.run(world, rollouts.interrupted, folder("llama"), requests, SAMPLING):
+    wanted = pool.run(1, rollouts.completions, tiny_hf("llama"), requests, SAMPLING, "fp64")[0]
+    for found in pool.run(world, rollouts.interrupted, tiny_hf("llama"), requests, SAMPLING):
         assert [c.tokens for c in found.resumed] == [c.tokens for c in wanted]
         assert all(c.tokens == () and c.finish == "abort" for c in found.aborted)
         assert found.afterwards == found.resumed
 
 
-def test_a_failure_on_one_rank_is_told_on_all(folder, pool):
-    said = pool.run(2, rollouts.failure_of_rank_1, folder("llama"), make_requests(), SAMPLING)
+def test_a_failure_on_one_rank_is_told_on_all(tiny_hf, pool):
+    said = pool.run(2, rollouts.failure_of_rank_1, tiny_hf("llama"), make_requests(), SAMPLING)
     assert said[0] == said[1]
     assert "generation failed on rank 1" in said[0] and "NoneType" in said[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_model_is_the_one_that_transformers_loads(family, dtype, folder, one_rank):
+@pytest.mark.parametrize("family", MODELS)
+def test_the_model_is_the_one_that_transformers_loads(family, dtype, tiny_hf, one_rank):
     """Bit for bit, with its experts joined, its embeddings tied, its rotary frequencies and its selection bias."""
-    backend = InProcessBackend(folder(family), dtype, torch.device("cpu"), 4)
-    tensors = tensors_of(folder(family))
+    backend = InProcessBackend(tiny_hf(family), dtype, torch.device("cpu"), 4)
+    tensors = list(tensors_of(tiny_hf(family)).items())
     backend.update_weights([tensors[:5], [], tensors[5:]], version=0)
     experts = backend.model.config._experts_implementation
-    wanted = AutoModelForCausalLM.from_pretrained(folder(family), dtype=dtype, experts_implementation=experts)
+    wanted = AutoModelForCausalLM.from_pretrained(tiny_hf(family), dtype=dtype, experts_implementation=experts)
     found = backend.model.state_dict()
     for name, tensor in wanted.state_dict().items():
         assert torch.equal(found[name].to(tensor.dtype), tensor), name
@@ -109,9 +87,9 @@ def test_the_model_is_the_one_that_transformers_loads(family, dtype, folder, one
         assert torch.equal(backend.model(tokens).logits, wanted(tokens).logits)
 
 
-def test_weights_that_are_not_the_models_are_refused(folder, one_rank):
-    backend = InProcessBackend(folder("qwen3-moe"), torch.float32, torch.device("cpu"), 4)
-    tensors = tensors_of(folder("qwen3-moe"))
+def test_weights_that_are_not_the_models_are_refused(tiny_hf, one_rank):
+    backend = InProcessBackend(tiny_hf("qwen3-moe"), torch.float32, torch.device("cpu"), 4)
+    tensors = list(tensors_of(tiny_hf("qwen3-moe")).items())
     name, tensor = tensors[3]
     with pytest.raises(ValueError, match="call update_weights before generate"):
         backend.generate(make_requests(), SAMPLING)
@@ -131,9 +109,9 @@ def test_weights_that_are_not_the_models_are_refused(folder, one_rank):
     backend.close()
 
 
-def test_mistakes_in_requests_name_them(folder, one_rank):
-    backend = InProcessBackend(folder("llama"), torch.float32, torch.device("cpu"), 4)
-    backend.update_weights([tensors_of(folder("llama"))], version=1)
+def test_mistakes_in_requests_name_them(tiny_hf, one_rank):
+    backend = InProcessBackend(tiny_hf("llama"), torch.float32, torch.device("cpu"), 4)
+    backend.update_weights([list(tensors_of(tiny_hf("llama")).items())], version=1)
     with pytest.raises(UserError, match=r"^a: the prompt has no tokens"):
         backend.generate([Request("a", ())], SAMPLING)
     with pytest.raises(UserError, match=r"^b: a prompt of 109 tokens"):

@@ -16,6 +16,7 @@ import torch
 from oracles.rl import formulas
 from support import rl_runs
 from support.plain_policy import PlainPolicy, write_random
+from support.runs import metrics_of
 
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
@@ -145,7 +146,7 @@ def test_old_and_reference_probabilities_are_those_of_their_weights_at_the_tempe
 @pytest.mark.parametrize("step", range(STEPS))
 def test_the_metrics_of_a_step_are_the_formulas_of_its_weights(run, step):
     """The loss and its terms, the KL divergence, the entropy and the clipped share, token by token."""
-    row = rl_runs.rows_of(run.config)[step]
+    row = metrics_of(run.config)[step]
     present, old, initial = run.policies[step], run.policies[step - step % MINIBATCHES], run.policies[0]
     groups = run.batches[step // MINIBATCHES][0]
     start_of = {tokens_of(t): len(t.prompt.tokens) for group in groups for t in group.trajectories}
@@ -195,7 +196,7 @@ def test_the_statistics_of_a_batch_are_those_of_its_completions(run, batch):
     tokens = [trajectory.completion.tokens for trajectory in trajectories]
     cut = [of_one[-1] not in STOPS for of_one in tokens]
     assert any(cut) and not all(cut)
-    for row in rl_runs.rows_of(run.config)[batch * MINIBATCHES : (batch + 1) * MINIBATCHES]:
+    for row in metrics_of(run.config)[batch * MINIBATCHES : (batch + 1) * MINIBATCHES]:
         assert row["reward_mean"] == pytest.approx(rewards.mean())
         assert row["reward_std"] == pytest.approx(rewards.std())
         assert row["pass@1"] == pytest.approx((rewards == 1).mean())
@@ -208,13 +209,13 @@ def test_the_statistics_of_a_batch_are_those_of_its_completions(run, batch):
 
 def test_the_learning_rate_is_the_schedules(run):
     """Linear from LR down to half of it, which the step after the last one would have."""
-    rates = [row["lr"] for row in rl_runs.rows_of(run.config)]
+    rates = [row["lr"] for row in metrics_of(run.config)]
     assert rates == pytest.approx([LR * (1 - 0.5 * step / STEPS) for step in range(STEPS)])
 
 
 def test_an_evaluation_is_greedy_and_told_as_it_was(run):
     """rollout.eval_temperature=0: what transformers generates greedily from the weights of that moment."""
-    rows = rl_runs.rows_of(run.config, "eval")
+    rows = metrics_of(run.config, "eval")
     assert [row["step"] for row in rows] == [*EVALUATIONS]
     for row, trajectories in zip(rows, run.evaluations, strict=True):
         policy = run.policies[int(row["step"])]

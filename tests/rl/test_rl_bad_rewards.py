@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from support import rl_runs as world
-from support.rl_runs import config_of, rows_of
+from support.rl_runs import config_of
+from support.runs import metrics_of
 from support.training import same
 
 from isoloss.engine.rl.config import RLConfig
@@ -87,8 +88,8 @@ def run(pool, inputs, tmp_path):
 )
 def test_a_reward_that_fails_is_counted_and_masked(run, function, says):
     config, _ = run(function)
-    assert [row["reward_errors"] for row in rows_of(config)] == [2, 2]
-    for row in rows_of(config, "rollouts"):
+    assert [row["reward_errors"] for row in metrics_of(config)] == [2, 2]
+    for row in metrics_of(config, "rollouts"):
         if row["id"].endswith("/1"):
             assert row["reward"] is None and row["masked"] and row["advantage"] == 0 and says in row["error"], row
         else:
@@ -112,7 +113,7 @@ def test_masked_means_as_if_it_had_never_been_generated(run, overrides):
     absent, _ = run("zero", *overrides, without="/1")
     as_zero, _ = run("zero", *overrides)
     for key in ("loss", "grad_norm", "entropy"):
-        found, wanted, wrong = ([row[key] for row in rows_of(config)] for config in (masked, absent, as_zero))
+        found, wanted, wrong = ([row[key] for row in metrics_of(config)] for config in (masked, absent, as_zero))
         assert found == pytest.approx(wanted, rel=1e-9, abs=1e-12), key
         assert key != "grad_norm" or found != pytest.approx(wrong, rel=1e-2)
 
@@ -122,7 +123,7 @@ def test_groups_without_variance_teach_exactly_nothing(run, advantage):
     """Three rewards of 0.1 have a mean that is not 0.1: the gradient is 0 all the same, and the weights stay."""
     named = (f"algorithm.advantage={advantage}", "rollout.num_generations=3")
     config, found = run("tenth", *named)
-    for row in rows_of(config):
+    for row in metrics_of(config):
         assert row["groups_without_variance"] == row["groups_drawn"] == 2 and row["groups_dropped"] == 0
         assert row["loss"] == row["grad_norm"] == 0 and row["reward_mean"] == pytest.approx(0.1)
     _, untouched = run("tenth", *named, "optim.lr=0", f"output_dir={config.output_dir}-untouched")
@@ -132,9 +133,9 @@ def test_groups_without_variance_teach_exactly_nothing(run, advantage):
 def test_a_prompt_that_cannot_be_rewarded_does_not_end_the_run(run):
     """Not even where dynamic sampling draws nothing else in a round."""
     config, _ = run("third_prompt", "algorithm.dynamic_sampling=true", "batch.global_size=3", "train.steps=4")
-    rows = rows_of(config)
+    rows = metrics_of(config)
     assert len(rows) == 4 and sum(row["reward_errors"] for row in rows) >= 4
-    assert not any(row["kept"] for row in rows_of(config, "rollouts") if row["id"].startswith("prompts.jsonl:3/"))
+    assert not any(row["kept"] for row in metrics_of(config, "rollouts") if row["id"].startswith("prompts.jsonl:3/"))
 
 
 def test_a_batch_smaller_than_its_mini_batches_has_fewer_steps(run):
@@ -142,7 +143,7 @@ def test_a_batch_smaller_than_its_mini_batches_has_fewer_steps(run):
     given = ("algorithm.dynamic_sampling=true", "algorithm.max_draws=1", "algorithm.on_shortage=smaller")
     sizes = ("batch.global_size=5", "rollout.num_generations=2", "algorithm.minibatches=10", "train.steps=10")
     config, _ = run("two_of_five", *given, *sizes)
-    rows = rows_of(config)
+    rows = metrics_of(config)
     assert [row["sequences"] for row in rows] == [row["applied"] for row in rows] == [1] * 10
     assert all(row["groups_dropped"] == 3 for row in rows)
     assert [row["prompts_drawn"] for row in rows] == [5] * 4 + [10] * 4 + [15] * 2
@@ -183,5 +184,5 @@ def test_dynamic_sampling_that_finds_nothing(inputs, tmp_path, capsys):
 
 def test_a_function_that_fails_among_others_leaves_strict_json(run, inputs):
     config, _ = run("nan", f"reward.function=[{inputs}/faults.py:nan,{inputs}/faults.py:tenth]")
-    parts = [row["parts"] for row in rows_of(config, "rollouts")]
+    parts = [row["parts"] for row in metrics_of(config, "rollouts")]
     assert any(part["nan"] is None for part in parts) and all(part["tenth"] == 0.1 for part in parts)

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 from support import rl_runs as world
-from support.rl_runs import config_of, rows_of
+from support.rl_runs import config_of
+from support.runs import metrics_of
 
 from isoloss.parallel import Layout
 
@@ -39,14 +40,14 @@ def test_a_rollout_and_the_trainer_agree_on_every_token(watch, layout, temperatu
     config, seen = watch(layout, *FIVE_BATCHES, f"rollout.temperature={temperature}")
     assert len(seen.worst) == 5
     assert max(seen.worst) <= 1e-5
-    assert all(0 < row["train_rollout_logprob_diff"] <= max(seen.worst) for row in rows_of(config))
+    assert all(0 < row["train_rollout_logprob_diff"] <= max(seen.worst) for row in metrics_of(config))
     assert {v for c in seen.completions for v in c.versions} == {0, 1, 2, 3, 4}  # each batch by weights of its own
 
 
 @pytest.mark.parametrize("layout", ("1", "tp2+pp2"))
 def test_weights_that_are_not_sent_are_seen(watch, layout):
     config, seen = watch(layout, *FIVE_BATCHES, stale=True)
-    first, *later = rows_of(config)
+    first, *later = metrics_of(config)
     assert first["train_rollout_logprob_diff"] <= 1e-5 and seen.worst[0] <= 1e-5
     assert all(row["train_rollout_logprob_diff"] > 1e-3 for row in later) and min(seen.worst[1:]) > 1e-2
     for row, worst in zip(later, seen.worst[1:], strict=True):
@@ -73,7 +74,7 @@ def test_a_run_is_the_same_on_any_layout(watch, reference, layout):
     assert [(c.id, c.tokens, c.finish) for c in seen.completions] == [
         (c.id, c.tokens, c.finish) for c in expected.completions
     ]
-    rows, wanted = rows_of(config), rows_of(expected_config)
+    rows, wanted = metrics_of(config), metrics_of(expected_config)
     for key in ("reward_mean", "valid_tokens", "response_length_mean"):
         assert [row[key] for row in rows] == [row[key] for row in wanted]
     for key in ("grad_norm", "entropy", "kl_loss"):
@@ -87,7 +88,7 @@ def test_a_step_of_fewer_completions_than_ranks(watch, layout):
     """Ranks without a sample run a row of dummies, with the fields and aggregations that the loss asks for."""
     modes = ("algorithm.kl_aggregation=seq-mean-token-mean", "algorithm.minibatches=12", "train.steps=2")
     config, _ = watch(layout, *SHAPED, *modes)
-    rows = rows_of(config)
+    rows = metrics_of(config)
     assert [row["sequences"] for row in rows] == [1, 1] and all(row["applied"] for row in rows)
 
 
@@ -109,11 +110,11 @@ def test_a_step_of_fewer_completions_than_ranks(watch, layout):
 def test_generation_is_asked_for_once_a_batch(watch, inputs, layout, overrides):
     """Whatever the micro-batches, mini-batches, epochs and ranks; and once for a round of draws or an evaluation."""
     config, seen = watch(layout, *overrides, "train.steps=8")
-    rows = rows_of(config)
+    rows = metrics_of(config)
     a_batch = config.steps_per_batch
     batches = rows[::a_batch]
     rounds = int(sum(row["draw_rounds"] for row in batches))
-    evaluations = len(rows_of(config, "eval")) if config.data.eval else 0
+    evaluations = len(metrics_of(config, "eval")) if config.data.eval else 0
     assert len(batches) == 8 / a_batch and evaluations == (5 if config.data.eval else 0)
     assert len(seen.calls) == seen.counted == rounds + evaluations
     assert rounds > len(batches) if config.algorithm.dynamic_sampling else rounds == len(batches)

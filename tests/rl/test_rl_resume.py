@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support import rl_runs as world
-from support.rl_runs import config_of, resumed, rows_of
+from support.rl_runs import config_of
+from support.runs import metrics_of, numbers, resumed
 from support.training import merged, same
 
 from isoloss.engine import checkpoint
@@ -55,9 +56,9 @@ def check(pool, inputs, tmp_path):
         expected = merged(pool.run(size, world.train, whole))
         pool.run(size, world.train, *(parts, kill.get("after"), kill.get("in_save")))
         found = merged(pool.run(size, world.train, resumed(parts)))
-        assert world.numbers(parts) == world.numbers(whole)
+        assert numbers(parts.output_dir) == numbers(whole.output_dir)
         for name in ("rollouts", *(("eval", "eval_rollouts") if whole.data.eval else ())):
-            assert rows_of(parts, name) == rows_of(whole, name)
+            assert metrics_of(parts, name) == metrics_of(whole, name)
         assert same(found, expected)
         return whole, parts
 
@@ -68,10 +69,10 @@ def check(pool, inputs, tmp_path):
 def test_resume_is_exact(check, overrides, every, after):
     """Same prompts, completions, rewards, losses, gradient norms and weights; every step and completion told once."""
     whole, _ = check("1", overrides, every, after=after)
-    rows = rows_of(whole)
+    rows = metrics_of(whole)
     assert [row["step"] for row in rows] == list(range(1, whole.train.steps + 1))
     assert len({row["grad_norm"] for row in rows}) == len(rows)  # no two steps are alike: the run does move
-    rollouts = rows_of(whole, "rollouts")
+    rollouts = metrics_of(whole, "rollouts")
     assert len({row["id"] for row in rollouts}) == len(rollouts)
 
 
@@ -83,9 +84,11 @@ def test_resume_is_exact_on_every_layout(check, layout):
 def test_what_was_dropped_and_drawn_again_is_the_same(check, inputs):
     """The cases with dynamic sampling mean something: groups were dropped, and told."""
     whole, _ = check("1", (*DYNAMIC, "train.steps=4"), 1, after=2)
-    rows = rows_of(whole)
+    rows = metrics_of(whole)
     assert sum(row["groups_dropped"] for row in rows) > 0
-    assert rows[-1]["prompts_drawn"] == len(rows_of(whole, "rollouts")) / 2 == sum(row["groups_drawn"] for row in rows)
+    assert (
+        rows[-1]["prompts_drawn"] == len(metrics_of(whole, "rollouts")) / 2 == sum(row["groups_drawn"] for row in rows)
+    )
 
 
 @pytest.mark.parametrize("keep", (1, 2))

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import tiny_models
-from support.servers import ARCHITECTURE, CHANGES
+from support import families
+from support.servers import CHANGES
 
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang.backend import SGLangBackend
@@ -45,7 +45,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    return tiny_models.write(tmp_path_factory.mktemp("sglang") / "model", ARCHITECTURE, seed=0, **CHANGES)
+    return families.write_folder("qwen3", tmp_path_factory.mktemp("sglang") / "model", seed=0, **CHANGES)
 
 
 @pytest.fixture(scope="session")

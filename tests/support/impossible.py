@@ -4,42 +4,20 @@ A row is a model, overrides on top of a run that works, and the words that the o
 value (the first override, unless `shown` says how it is written), the reason, and a value that would do.
 """
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-SIZES = {"vocab_size": 307, "max_position_embeddings": 256, "rms_norm_eps": 1e-6, "rope_theta": 1e4}
+from support.families import published, write_config
+
+WIDE = {"num_hidden_layers": 4, "num_attention_heads": 8, "max_position_embeddings": 256}
 MODELS: dict[str, dict[str, Any]] = {
-    "dense": {
-        **SIZES, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 6,
-        "hidden_size": 50, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 6, "intermediate_size": 76,
-        "tie_word_embeddings": False,
-    },
-    "tied": {
-        **SIZES, "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "num_hidden_layers": 4,
-        "hidden_size": 48, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 72,
-        "tie_word_embeddings": True,
-    },
-    "latent": {
-        **SIZES, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_hidden_layers": 4,
-        "hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 72,
-        "moe_intermediate_size": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1,
-        "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "q_lora_rank": 26, "kv_lora_rank": 20,
-        "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14, "routed_scaling_factor": 1.5,
-        "norm_topk_prob": True, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
-    },
-    "moe": {
-        **SIZES, "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 4,
-        "hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 6, "intermediate_size": 72,
-        "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 28, "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    },
-    "gpt-oss": {
-        **SIZES, "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_hidden_layers": 4,
-        "hidden_size": 48, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 40,
-        "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9, "tie_word_embeddings": False,
-    },
+    "dense": published("qwen3", **WIDE | {"num_hidden_layers": 6, "hidden_size": 50, "num_key_value_heads": 4,
+                                          "head_dim": 6, "intermediate_size": 76}),
+    "tied": published("qwen2", **WIDE | {"num_attention_heads": 12, "num_key_value_heads": 4}),
+    "latent": published("deepseek-v3", **WIDE | {"num_key_value_heads": 8, "n_shared_experts": 1}),
+    "moe": published("qwen3-moe", **WIDE | {"head_dim": 6, "num_experts_per_tok": 2}),
+    "gpt-oss": published("gpt-oss", **WIDE),
 }  # fmt: skip
 
 
@@ -202,5 +180,4 @@ ROWS = (
 def write_models(folder: Path) -> None:
     """A folder with config.json for each of MODELS; no weights are needed to refuse."""
     for name, values in MODELS.items():
-        (folder / name).mkdir()
-        (folder / name / "config.json").write_text(json.dumps(values))
+        write_config(folder / name, values)

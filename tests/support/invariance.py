@@ -1,5 +1,6 @@
-"""The model of the invariance tests, and what their ranks run."""
+"""The models of the invariance tests, and what their ranks run."""
 
+from collections.abc import Iterable
 from unittest import mock
 
 import torch
@@ -10,30 +11,18 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.models import build
 from isoloss.models.gpt import unwrap
-from isoloss.tools.parity import Measurement, measure, thaw
+from isoloss.tools.parity import Case, Measurement, measure, thaw
 
-VOCAB = 307
 MAX_LENGTH = 96
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "num_hidden_layers": 8,
-    "hidden_size": 40,
-    "intermediate_size": 72,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 6,
-    "vocab_size": VOCAB,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
-}
-# What this model admits on 2 to 8 ranks, worked out by hand. Degrees are powers of two whose exponents over tp, pp,
+# 8 heads, 4 key/value heads and 8 layers divide by every degree up to 8 that a grid asks of them.
+WIDE = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
+QWEN3 = WIDE | {"hidden_size": 40, "intermediate_size": 72, "head_dim": 6}  # of families' qwen3
+
+
+# What QWEN3 admits on 2 to 8 ranks, worked out by hand. Degrees are powers of two whose exponents over tp, pp,
 # ulysses, ring and dp add up to 1 (5 ways), 2 (15) or 3 (35, less four eighths that are not asked for): 51. Each of the
 # 20 with tp stands once more without sequence parallelism, each of the 20 with pp once more interleaved, the 6 with
-# both a fourth time. No rule forbids one: 8 heads, 4 key/value heads and 8 layers divide by all of them.
+# both a fourth time. No rule forbids one.
 BY_HAND = """
 dp2 ring2 ulysses2 pp2 pp2+vpp2 tp2 tp2+nosp dp4 ring2+dp2 ring4 ulysses2+dp2 ulysses2+ring2 ulysses4 pp2+dp2
 pp2+vpp2+dp2 pp2+ring2 pp2+vpp2+ring2 pp2+ulysses2 pp2+vpp2+ulysses2 pp4 pp4+vpp2 tp2+dp2 tp2+dp2+nosp tp2+ring2
@@ -51,8 +40,13 @@ tp4+pp2+vpp2+nosp
 """
 
 
-def loss_of(mode: str) -> LossConfig:
-    return LossConfig(mode, MAX_LENGTH if mode == "seq-mean-token-sum-norm" else None)
+def loss_of(mode: str, norm_length: int = MAX_LENGTH) -> LossConfig:
+    return LossConfig(mode, norm_length if mode == "seq-mean-token-sum-norm" else None)
+
+
+def cases(pairs: Iterable[tuple[str, int]], norm_length: int = MAX_LENGTH) -> list[Case]:
+    """Of cross-entropy: (mode, token budget) each."""
+    return [Case(budget, loss_of(mode, norm_length)) for mode, budget in pairs]
 
 
 def losses(config: Config, frozen: bytes, steps: int) -> list[float]:

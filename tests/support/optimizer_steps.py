@@ -16,6 +16,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
+from support import transformers_fp64
 from support.transformers_parity import weights_by_hf_name
 
 
@@ -69,22 +70,10 @@ def fp64_model(folder: Path) -> Iterator[nn.Module]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").double()
     module = sys.modules[type(model).__module__]
     with (
-        mock.patch.object(module, "eager_attention_forward", attention),
-        mock.patch.object(type(model.model.norm), "forward", rms_norm),
+        mock.patch.object(module, "eager_attention_forward", transformers_fp64.eager_attention),
+        mock.patch.object(type(model.model.norm), "forward", transformers_fp64.rms_norm),
     ):
         yield model
-
-
-def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
-    assert x.dtype == torch.float64
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def attention(module, query, key, value, mask, scaling, dropout=0.0, **_):
-    assert query.dtype == torch.float64 and dropout == 0.0
-    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
-    weights = (query @ key.transpose(2, 3) * scaling + mask).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
 def adamw(model: nn.Module, optim: OptimConfig) -> torch.optim.AdamW:

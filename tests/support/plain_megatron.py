@@ -40,7 +40,7 @@ LAYOUTS = {
 
 def experts_apart(architecture: str) -> dict:
     """Options of `save` for a model with experts on different ranks, each of them sharded where Megatron can."""
-    if architecture == "GptOssForCausalLM":  # it shards no expert with a bias
+    if architecture == "gpt-oss":  # it shards no expert with a bias
         return {"world": 2, "tp": 2, "ep": 2}
     return {"world": 4, "tp": 2, "ep": 2, "etp": 2}
 

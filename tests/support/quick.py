@@ -60,7 +60,7 @@ QUICK = {
         "test_a_checkpoint_goes_on_in_another_layout": "qwen2-* qwen3-moe-False deepseek-v3-* gpt-oss-*",
     },
     "checkpoints/test_checkpoint_read.py": {
-        "test_layouts": "Qwen3ForCausalLM-tp2-stacked Glm4Moe*-tp2+pp2*per-layer *tp2+dp2*singleton",
+        "test_layouts": "qwen3-tp2-stacked glm-4.5-tp2+pp2*per-layer *tp2+dp2*singleton",
     },
     "checkpoints/test_converted.py": {
         "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 deepseek-v3-tp2+pp2 "
@@ -70,7 +70,7 @@ QUICK = {
         "test_megatron_with_transformer_engine_loads_it": "qwen2 deepseek-v3",
     },
     "checkpoints/test_mcore_to_hf.py": {
-        "test_segments_of_every_layout": "*tp2+pp2* Qwen3ForCausalLM-pp2-stacked",
+        "test_segments_of_every_layout": "*tp2+pp2* qwen3-pp2-stacked",
     },
     "checkpoints/test_resume.py": {
         "test_resume_is_exact": "dp2-fp32-True tp2+pp2-bf16-True tp2+pp2-fp64-False",

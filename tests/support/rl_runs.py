@@ -2,10 +2,7 @@
 
 import contextlib
 import json
-import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from unittest import mock
 
@@ -22,18 +19,9 @@ from isoloss.engine.rl.trajectory import Completion
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove import on_layout
+from support.runs import write_model, write_rows
 from support.training import Arrays, Killed, weights
 
-TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
-SMALL = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-    "max_position_embeddings": 256,
-}
 # A model of random weights says random things: rewards that vary are made of its token ids.
 REWARDS = """
 def quarters(completion_tokens):
@@ -43,29 +31,18 @@ def coin(completion_tokens):
     return sum(completion_tokens) % 2
 """
 PROMPTS = 5
-TIMES = ("seconds", "tokens_per_second", "mfu", "generate_seconds", "train_seconds", "sync_seconds")
 
 
 def write_inputs(folder: Path) -> Path:
     """`model` (config.json and tokenizer, no weights), `prompts.jsonl` (five of different lengths), `rewards.py`."""
-    model = folder / "model"
-    model.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, model)
-    (model / "config.json").write_text(json.dumps(json.loads((TINY / "config.json").read_text()) | SMALL))
+    model = write_model(folder / "model", num_layers=2)
     stop = list(range(3, 1000, 16))  # so that completions end at different lengths
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": stop}))
     # U+2028 ends a line for str.splitlines, and not for JSON Lines.
     rows = [{"prompt": "Add up:\u2028" + "1 + " * n + "1 =", "answer": n + 1} for n in range(PROMPTS)]
-    write_prompts(folder / "prompts.jsonl", rows)
+    write_rows(folder / "prompts.jsonl", rows)
     (folder / "rewards.py").write_text(REWARDS)
     return folder
-
-
-def write_prompts(path: Path, rows: Sequence[dict | str]) -> Path:
-    """A JSON Lines file; a row that is a string is written as it stands."""
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return path
 
 
 def overrides_of(inputs: Path, out: Path | str) -> list[str]:
@@ -94,24 +71,6 @@ def config_of(inputs: Path, out: Path, layout: str = "1", *overrides: str, preci
     config = compose_config("grpo", RLConfig, [*overrides_of(inputs, out), *overrides])[0]
     config = on_layout(config, Layout.parse(layout), precision)
     return replace(config, parallel=replace(config.parallel, distributed_optimizer=None))  # as the recipe has it
-
-
-def resumed(config: RLConfig) -> RLConfig:
-    return replace(config, checkpoint=replace(config.checkpoint, resume=True))
-
-
-def rows_of(config: RLConfig, name: str = "metrics") -> list[dict]:
-    lines = Path(str(config.output_dir), f"{name}.jsonl").read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    return [json.loads(line, parse_constant=_refuse) for line in lines]
-
-
-def _refuse(constant: str):
-    raise ValueError(f"{constant} is not JSON")
-
-
-def numbers(config: RLConfig) -> list[dict]:
-    """Everything of metrics.jsonl that is not about time."""
-    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows_of(config)]
 
 
 def train(

@@ -12,14 +12,14 @@ from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
-from support import tiny_models
+from support import families
 
-ARCHITECTURE, CHANGES = "Qwen3ForCausalLM", {"num_hidden_layers": 2, "max_position_embeddings": 1024}
-VOCAB = tiny_models.SIZES["vocab_size"]
+VOCAB = families.VOCAB
+CHANGES = {"max_position_embeddings": 1024}
 
 
 def policy(seed: int) -> PreTrainedModel:
-    return tiny_models.make(ARCHITECTURE, seed=seed, **CHANGES).eval()
+    return families.make("qwen3", seed=seed, **CHANGES).eval()
 
 
 def buckets(model: PreTrainedModel, size: int = 7) -> Iterator[Bucket]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support import te_models
-from support.families import CONFIGS, VOCAB, write_folder
+from support.families import MODELS, VOCAB, write_folder
 from support.transformers_parity import make_samples
 
 from isoloss.engine.config import MoeConfig
@@ -43,7 +43,7 @@ def check_same_step(te_pool, folder, world, parallel, moe: MoeConfig | None = No
     return ranks
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", MODELS)
 def test_every_family_takes_the_same_step(name, te_pool, tmp_path):
     check_same_step(te_pool, write_folder(name, tmp_path), 1, {})
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from support.families import FAMILIES, make, published, tensors_of
 
-from isoloss.models import llama, qwen2, qwen3
+from isoloss.models import qwen2, qwen3
 from isoloss.models.architecture import Architecture, Rope
 from isoloss.models.forms import (
     Columns,
@@ -21,23 +21,11 @@ from isoloss.models.forms import (
     Vocabulary,
     padded_vocab_size,
 )
+from isoloss.models.registry import read_architecture
 from isoloss.models.weights import num_parameters, weight_map
 from isoloss.parallel.errors import UserError
 
-FAMILIES = {
-    "llama": (llama, LlamaConfig, LlamaForCausalLM),
-    "qwen2": (qwen2, Qwen2Config, Qwen2ForCausalLM),
-    "qwen3": (qwen3, Qwen3Config, Qwen3ForCausalLM),
-}
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])
-
-
-def tiny(family, tie=False):
-    sizes = {"num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 6, "num_key_value_heads": 2,
-             "intermediate_size": 20, "vocab_size": 131, "max_position_embeddings": 64}  # fmt: skip
-    if family == "qwen3":
-        sizes["head_dim"] = 8  # not hidden_size / num_attention_heads
-    return FAMILIES[family][1](**sizes, tie_word_embeddings=tie)
 
 
 def numbered(shape, dtype=torch.float32):
@@ -46,22 +34,25 @@ def numbered(shape, dtype=torch.float32):
 
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie):
-    module, _, model_class = FAMILIES[family]
-    config = tiny(family, tie)
-    model = model_class(config)
-    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    if tie:
-        del expected["lm_head.weight"]  # the same memory as the embedding
-    arch = module.architecture(config.to_dict())
+def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie, tmp_path):
+    """Those of its files: of a tensor that holds all experts, each row once."""
+    model = make(family, tie_word_embeddings=tie)
+    model.save_pretrained(tmp_path)
+    stored, arch = tensors_of(tmp_path), read_architecture(tmp_path)
     weights = weight_map(arch)
-    covered = [(part.tensor, part.shape) for weight in weights for part in weight.parts]
-    assert len(covered) == len(dict(covered))
-    assert dict(covered) == expected
-    assert len({weight.name for weight in weights}) == len(weights)
-    assert sum(torch.Size(weight.shape).numel() for weight in weights) == num_parameters(arch) == model.num_parameters()
+    parts = [part for weight in weights for part in weight.parts]
+    covered = {(part.tensor, part.row): part.shape for part in parts}
+    assert len(covered) == len(parts) and len({weight.name for weight in weights}) == len(weights)
+    rows = {name: next(part.rows for part in parts if part.tensor == name) for name, _ in covered}
+    assert covered == {
+        (name, row): tuple(tensor.shape[row is not None :])
+        for name, tensor in stored.items()
+        for row in (range(rows[name]) if rows.get(name) else (None,))
+    }
+    trained = sum(torch.Size(weight.shape).numel() for weight in weights if weight.trained)
+    assert trained == num_parameters(arch) == model.num_parameters()
     for weight in weights:
-        tensors = [model.state_dict()[part.tensor] for part in weight.parts]
+        tensors = [stored[part.tensor] if part.row is None else stored[part.tensor][part.row] for part in weight.parts]
         whole = weight.form.merge(tensors)
         assert tuple(whole.shape) == weight.shape
         assert all(torch.equal(a, b) for a, b in zip(weight.form.split(whole), tensors))
@@ -72,8 +63,8 @@ def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie):
 
 
 def test_names_are_those_of_megatron_core_in_model_order():
-    one_layer = {**tiny("qwen2").to_dict(), "num_hidden_layers": 1, "layer_types": None}
-    names = [weight.name for weight in weight_map(qwen2.architecture(one_layer))]
+    arch = qwen2.architecture(published("qwen2", num_hidden_layers=1, tie_word_embeddings=False))
+    names = [weight.name for weight in weight_map(arch)]
     layer = "decoder.layers.0."
     assert names == [
         "embedding.word_embeddings.weight", f"{layer}input_layernorm.weight",
@@ -82,7 +73,7 @@ def test_names_are_those_of_megatron_core_in_model_order():
         f"{layer}pre_mlp_layernorm.weight", f"{layer}mlp.linear_fc1.weight", f"{layer}mlp.linear_fc2.weight",
         "decoder.final_layernorm.weight", "output_layer.weight",
     ]  # fmt: skip
-    names = [weight.name for weight in weight_map(qwen3.architecture(tiny("qwen3", tie=True).to_dict()))]
+    names = [weight.name for weight in weight_map(qwen3.architecture(published("qwen3", tie_word_embeddings=True)))]
     assert "output_layer.weight" not in names
     assert f"{layer}self_attention.q_layernorm.weight" in names and f"{layer}self_attention.k_layernorm.weight" in names
 
