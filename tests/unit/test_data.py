@@ -1,8 +1,7 @@
 """Data sets: files, cache and order of rows (masks are in test_chat)."""
 
-import json
-import multiprocessing
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 
 import numpy as np
@@ -12,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.runs import write_rows
 
 from isoloss.engine import data
 from isoloss.engine.batch import Sample
@@ -39,9 +39,7 @@ def load(tmp_path):
 @pytest.fixture
 def write(tmp_path):
     def write(*rows, name="train.jsonl"):
-        path = tmp_path / name
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return path
+        return write_rows(tmp_path / name, rows)
 
     return write
 
@@ -250,7 +248,8 @@ def test_leftovers_of_a_killed_process(load, write, tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "cache").iterdir() if "partial" in p.name] == []
 
 
-def test_one_of_many_processes_tokenizes(load, write, tmp_path, monkeypatch):
+def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):
+    """Ranks are threads here: the lock is one of opened files, whoever opened them."""
     path, log = write(*ROWS), tmp_path / "log"
 
     def logged(*arguments):
@@ -259,13 +258,9 @@ def test_one_of_many_processes_tokenizes(load, write, tmp_path, monkeypatch):
         return load_tokenizer(*arguments)
 
     monkeypatch.setattr(data, "load_tokenizer", logged)
-    context = multiprocessing.get_context("fork")
-    processes = [context.Process(target=load, args=(path,)) for _ in range(4)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(60)
-    assert [process.exitcode for process in processes] == [0] * 4
+    with ThreadPoolExecutor(4) as threads:
+        first, *others = threads.map(load, [path] * 4)
+    assert all(same(first, other) for other in others)
     assert log.read_text() == "tokenized\n"
 
 
