@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 from collections.abc import Set
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support import plain_megatron
 from support.families import FAMILIES
+from torch.distributed.checkpoint import format_utils
 
 from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.checkpoint_read import CheckpointWeights
@@ -100,6 +102,20 @@ def test_plain_megatron_core_into_the_files_that_were_published(layout, tie, dee
     record = convert(plain_checkpoint(hf, **plain_megatron.LAYOUTS[layout]), tmp_path / "out", hf=hf)
     assert_same_folder(tmp_path / "out", hf)
     assert (record["vocab_size"], record["padded_vocab"]) == (307, 370)
+
+
+def test_a_checkpoint_of_whole_tensors(deep_hf, plain_checkpoint, tmp_path):
+    """As torch's own tools write a checkpoint anew: one piece holds all layers and experts of a kind."""
+    hf, whole = deep_hf("qwen3-moe"), tmp_path / "whole"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is no process group
+        format_utils.dcp_to_torch_save(plain_checkpoint(hf), tmp_path / "state.pt")
+        format_utils.torch_save_to_dcp(tmp_path / "state.pt", whole)
+    tensors = CheckpointWeights(whole, read_architecture(hf)).folder.tensors
+    experts = tensors["decoder.layers.mlp.experts.experts.linear_fc1.weight"]
+    assert [piece.sizes[:2] for piece in experts.pieces] == [(4, 6)]
+    convert(whole, tmp_path / "out", hf=hf)
+    assert_same_folder(tmp_path / "out", hf)
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)

@@ -231,7 +231,7 @@ def test_servers_of_a_node(run):
     """One that dies ends the others and the script. Each has its own two GPUs: none serves the seventh."""
     options = {"TP": "2", "GPUS": "7", "PORT": "7000", "SERVERS": "3", "DIES": "2,3"}
     done = run("serve.sh", "a model", "--load-format", "dummy", **options)
-    assert done.status != 0, done.said
+    assert done.status == 3, done.said  # the dead one's
     more = " --load-format dummy"
     assert served(done) == [
         ("0,1", line_of_a_server(2, 7000, more)),
@@ -243,7 +243,7 @@ def test_servers_of_a_node(run):
 
 def test_a_server_for_every_gpu(run):
     done = run("serve.sh", "a model", SERVERS="8", DIES="7")
-    assert done.status != 0, done.said
+    assert done.status == 3, done.said
     assert served(done) == [(str(gpu), line_of_a_server(1, 30000 + gpu, "")) for gpu in range(8)]
 
 
@@ -293,6 +293,14 @@ def test_one_node_trains_and_one_serves(run):
         "torchrun"
     )
     assert f" model.path=m rollout.servers=[{servers}] rollout.timeout=1800" in done.line("torchrun")
+
+
+@pytest.mark.parametrize("variables", [{"TRAIN_NODES": "2"}, {"TP": "16"}])
+def test_a_job_without_a_server_is_refused(run, variables):
+    job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "1", "NODES_OF_JOB": "a b", "MODEL": "m"}
+    done = run("rl.slurm", "grpo", **job, **variables)
+    assert done.status == 2 and "leave no server; set them lower" in done.said
+    assert [call.name for call in done.calls] == ["scontrol"]
 
 
 @pytest.mark.parametrize(
