@@ -115,7 +115,7 @@ MISTAKES = {
     "another architecture": (
         lambda f: edit_config(f, architectures=["LlamaForCausallM"]), (), ("LlamaForCausallM", "did you mean")),
     "another field": (lambda f: edit_config(f, attention_sparsity=3), (), ("attention_sparsity=3", "delete it")),
-    "another size": (lambda f: edit_config(f, vocab_size=299), (), ("embed_tokens.weight", "[307, 64]", "[299, 64]")),
+    "another size": (lambda f: edit_config(f, vocab_size=299), (), ("embed_tokens.weight", "[307, 56]", "[299, 56]")),
     "fewer layers": (lambda f: edit_config(f, num_hidden_layers=1), (), ("model.layers.1.", "another model")),
     "a shard is missing": (lambda f: first_shard(f).unlink(), (), ("lacks model-00001", "finish the download")),
     "no index": (lambda f: (f / INDEX).unlink(), (), ("has neither", INDEX)),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import families
-from support.servers import CHANGES
+from support.servers import MODEL
 
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang.backend import SGLangBackend
@@ -45,7 +45,7 @@ class Service:
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory) -> Path:
-    return families.write_folder("qwen3", tmp_path_factory.mktemp("sglang") / "model", seed=0, **CHANGES)
+    return families.write_folder("qwen3", tmp_path_factory.mktemp("sglang") / "model", seed=0, **MODEL)
 
 
 @pytest.fixture(scope="session")

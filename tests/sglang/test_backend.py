@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from support.servers import CHANGES, VOCAB, buckets, greedy, policy, requests, worst
+from support.servers import MODEL, VOCAB, buckets, greedy, policy, requests, worst
 from support.waiting import LONG, until
 
 from isoloss.engine.rl.sglang.client import Refused, SGLangServer
@@ -17,7 +17,7 @@ from isoloss.parallel import UserError
 pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
 
 PARITY = 1e-5
-CONTEXT = CHANGES["max_position_embeddings"]
+CONTEXT = MODEL["max_position_embeddings"]
 WAYS = ("disk", "broadcast", "tensor")
 
 

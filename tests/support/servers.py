@@ -14,12 +14,12 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 from support import families
 
-VOCAB = families.VOCAB
-CHANGES = {"max_position_embeddings": 1024}
+VOCAB = 131
+MODEL = {"gain": 1.0, "vocab_size": VOCAB, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2}
 
 
 def policy(seed: int) -> PreTrainedModel:
-    return families.make("qwen3", seed=seed, **CHANGES).eval()
+    return families.make("qwen3", seed=seed, **MODEL).eval()
 
 
 def buckets(model: PreTrainedModel, size: int = 7) -> Iterator[Bucket]:
