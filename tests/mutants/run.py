@@ -8,6 +8,7 @@ survived; the status is 1 where there are any, or where a mutant does not apply.
 """
 
 import argparse
+import json
 import os
 import queue
 import shutil
@@ -25,6 +26,10 @@ from itertools import count
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+WARM = Path(__file__).with_name("warm.py")
+# Imported once. Nothing of isoloss, for that is what changes, nor Megatron-Core, which isoloss prepares the host for;
+# torch starts no threads until it computes.
+PRELOAD = ("pytest", "hypothesis", "torch.distributed", "transformers.models.auto.modeling_auto")
 PACKAGES = ("engine", "models", "parallel", "recipes", "tools")
 # What `make test` runs, and what only `make test-all` does. No mutant needs a GPU, a real server or a page of docs.
 QUICK, ALL = (f"{tier}not slow and not sglang and not docs and not gpu" for tier in ("not full and ", ""))
@@ -77,7 +82,7 @@ def read_catalogue(root: Path) -> list[Mutant]:
 class Copy:
     """A copy of the repository with an interpreter that imports isoloss from it, and all else from this one's."""
 
-    def __init__(self, root: Path, folder: Path) -> None:
+    def __init__(self, root: Path, folder: Path, preload: Sequence[str]) -> None:
         self.folder = folder
         self._clock = count(1)
         listed = subprocess.run(
@@ -96,6 +101,14 @@ class Copy:
         venv.create(folder / ".venv", symlinks=True)
         site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
         (site / "copy.pth").write_text(f"{folder / '.links'}\n{sysconfig.get_path('purelib')}\n")
+        self._warm = subprocess.Popen(
+            [str(folder / ".venv/bin/python"), str(WARM), *preload],
+            cwd=folder,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     def plant(self, mutant: Mutant) -> None:
         self._write(mutant.file, (self.folder / mutant.file).read_text().replace(mutant.before, mutant.after))
@@ -105,21 +118,21 @@ class Copy:
 
     def test(self, tests: Sequence[str], tier: str) -> tuple[int, str]:
         """pytest's status on `tests`, and its last lines."""
-        command = [str(self.folder / ".venv/bin/python"), "-m", "pytest", "-q", "-x", "-n", "0", "-m", tier, *tests]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        try:
-            run = subprocess.run(
-                command,
-                cwd=self.folder,
-                env=environment,
-                timeout=SECONDS,
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-            )
-        except subprocess.TimeoutExpired:
+        output = self.folder / ".output"
+        output.unlink(missing_ok=True)
+        arguments = ["-q", "-x", "-n", "0", "-m", tier, *tests]
+        asked = json.dumps({"arguments": arguments, "output": str(output), "seconds": SECONDS})
+        print(asked, file=self._warm.stdin, flush=True)
+        answer = self._warm.stdout.readline()
+        if not answer:
+            raise RuntimeError(f"{WARM} ended; see above")
+        if (status := json.loads(answer)) is None:
             return FAILED, f"no end in {SECONDS} s"
-        return run.returncode, "\n".join(run.stdout.rstrip().splitlines()[-15:])
+        return status, "\n".join(output.read_text(errors="replace").rstrip().splitlines()[-15:])
+
+    def close(self) -> None:
+        self._warm.stdin.close()
+        self._warm.wait()
 
     def _write(self, name: str, text: str) -> None:
         """No two versions share a second: by second and size Python tells whether a compiled file is today's."""
@@ -151,13 +164,15 @@ def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
     return "SURVIVED", mutant.suffers
 
 
-def judge_all(mutants: Sequence[Mutant], root: Path, jobs: int) -> Iterator[tuple[Mutant, str, str]]:
+def judge_all(
+    mutants: Sequence[Mutant], root: Path, jobs: int, preload: Sequence[str]
+) -> Iterator[tuple[Mutant, str, str]]:
     """(mutant, verdict, line) of each, as they end, `jobs` at a time. Raises ValueError where a named test fails on the
     untouched copy."""
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
         copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
         for job in range(jobs):
-            copies.put(Copy(root, Path(folder).resolve() / str(job)))
+            copies.put(Copy(root, Path(folder).resolve() / str(job), preload))
 
         def take(work):
             copy = copies.get()
@@ -166,18 +181,22 @@ def judge_all(mutants: Sequence[Mutant], root: Path, jobs: int) -> Iterator[tupl
             finally:
                 copies.put(copy)
 
-        tests = sorted({test for mutant in mutants for test in mutant.tests})
-        shares = [share for job in range(jobs) if (share := tests[job::jobs])]
-        for status, told in threads.map(lambda share: take(lambda copy: copy.test(share, ALL)), shares):
-            if status != PASSED:
-                raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
-        for mutant, (verdict, line) in zip(
-            mutants, threads.map(lambda mutant: take(lambda copy: judge(copy, mutant, root)), mutants)
-        ):
-            yield mutant, verdict, line
+        try:
+            tests = sorted({test for mutant in mutants for test in mutant.tests})
+            shares = [share for job in range(jobs) if (share := tests[job::jobs])]
+            for status, told in threads.map(lambda share: take(lambda copy: copy.test(share, ALL)), shares):
+                if status != PASSED:
+                    raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
+            verdicts = threads.map(lambda mutant: take(lambda copy: judge(copy, mutant, root)), mutants)
+            for mutant, (verdict, line) in zip(mutants, verdicts):
+                yield mutant, verdict, line
+        finally:
+            threads.shutdown(cancel_futures=True)
+            while not copies.empty():
+                copies.get().close()
 
 
-def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
+def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence[str] = PRELOAD) -> int:
     parser = argparse.ArgumentParser(description="Plant one-line bugs and run the tests that must notice.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="these mutants only")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time, each in a copy (2)")
@@ -191,7 +210,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 1
     found: dict[str, list[Mutant]] = {"killed": [], "killed in full": [], "SURVIVED": [], "BROKEN": []}
     try:
-        for mutant, verdict, line in judge_all(mutants, root, arguments.jobs):
+        for mutant, verdict, line in judge_all(mutants, root, arguments.jobs, preload):
             found[verdict].append(mutant)
             print(f"{verdict:14}  {mutant.file:40}  {mutant.name:40}  {line}", flush=True)
     except ValueError as error:

@@ -85,23 +85,23 @@ def test_every_named_test_is_collected():
 
 def test_the_runner_tells_killed_from_survived(project, capsys):
     root = project(("wrong-sum", "a + b", "a - b"), ("wrong-default", "b=0", "b=1"))
-    assert run.main([], root) == 1
+    assert run.main([], root, ()) == 1
     out = capsys.readouterr().out
     assert "1 of 2 killed, 1 of them by make test" in out
     assert out.splitlines()[-1] == "SURVIVED: wrong-default (engine/sums.py): sums are wrong"
-    assert run.main(["wrong-sum"], root) == 0
+    assert run.main(["wrong-sum"], root, ()) == 0
     assert (root / "engine/sums.py").read_text() == "def add(a, b=0):\n    return a + b\n"
 
 
 def test_a_crash_at_import_is_no_kill(project, capsys):
-    assert run.main([], project(("crash", "def add(a", "def add((a"))) == 1
+    assert run.main([], project(("crash", "def add(a", "def add((a")), ()) == 1
     assert "BROKEN: crash" in capsys.readouterr().out
 
 
 def test_tests_that_fail_anyway_kill_nothing(project, capsys):
     root = project(("wrong-sum", "a + b", "a - b"))
     (root / "engine/sums.py").write_text("def add(a, b=0):\n    return 2 * (a + b)\n")
-    assert run.main([], root) == 1
+    assert run.main([], root, ()) == 1
     assert "must pass before a mutant is planted" in capsys.readouterr().err
 
 
@@ -114,5 +114,5 @@ def test_tests_that_fail_anyway_kill_nothing(project, capsys):
     ],
 )
 def test_a_mutant_that_does_not_apply_is_an_error(project, capsys, mutants, says):
-    assert run.main([], project(*mutants)) == 1
+    assert run.main([], project(*mutants), ()) == 1
     assert says in capsys.readouterr().err

@@ -7,11 +7,13 @@ the most different.
 
 QUICK = {
     "checkpoints/test_checkpoint.py": {
-        "test_a_checkpoint_goes_on_in_another_layout": "qwen2-True deepseek-v3-True gpt-oss-False",
+        "test_a_checkpoint_goes_on_in_another_layout": "deepseek-v3-True gpt-oss-False",
         "test_a_checkpoint_is_a_model_to_start_from": "parallel0",
     },
     "checkpoints/test_checkpoint_read.py": {
-        "test_layouts": "qwen3-tp2-stacked glm-4.5-tp2+pp2*per-layer",
+        "test_layouts": "qwen3-tp2-stacked",
+        "test_experts_and_tensors_on_different_ranks": "*-stacked gpt-oss-*",
+        "test_every_family_in_every_style": "*-stacked deepseek-v3-*",
     },
     "checkpoints/test_convert.py": {
         "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
@@ -20,29 +22,33 @@ QUICK = {
     "checkpoints/test_convert_back.py": {
         "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
         "test_another_type": "",
+        "test_a_checkpoint_trained_at_tp2_pp2": "llama",
     },
     "checkpoints/test_converted.py": {
-        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 deepseek-v3-tp2+pp2 "
-        "gpt-oss-tp2+pp2",
+        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 "
+        "deepseek-v3-tp2+pp2 gpt-oss-tp2+pp2",
     },
     "checkpoints/test_converted_names.py": {
-        "test_megatron_with_transformer_engine_loads_it": "deepseek-v3",
+        "test_megatron_with_transformer_engine_loads_it": "",
+        "test_names_shapes_types_and_chunks_are_those_that_megatron_writes": "qwen2 mixtral "
+        "deepseek-v3 glm-4.5 gpt-oss",
     },
     "checkpoints/test_hf_to_mcore.py": {
         "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
     },
     "checkpoints/test_mcore_to_hf.py": {
-        "test_segments_of_every_layout": "*tp2+pp2* qwen3-pp2-stacked",
+        "test_segments_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
         "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
+        "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
     },
     "checkpoints/test_resume.py": {
         "test_resume_is_exact": "dp2-fp32-True dp2-bf16-True",
-        "test_resume_on_another_layout": "tp2+pp2+ulysses2",
+        "test_resume_on_another_layout": "",
         "test_other_rows_are_another_run": "answer tokenizer truncate",
     },
     "checkpoints/test_transfer.py": {
-        "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "5-*",
+        "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
     },
     "cli/test_killed.py": {
         "test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint": "",
@@ -51,39 +57,39 @@ QUICK = {
         "test_the_recipe_and_its_readable_twin_are_a_plain_loop": "",
     },
     "cli/test_mistakes.py": {
-        "test_two_ranks_say_it_once": "row",
+        "test_two_ranks_say_it_once": "",
     },
     "cli/test_rl_mistakes.py": {
         "test_two_ranks_say_it_once": "",
     },
     "cli/test_sft.py": {
-        "test_a_spoiled_step_leaves_no_trace": "*-dp2-distopt *-tp2+pp2-plainopt",
+        "test_a_spoiled_step_leaves_no_trace": "masks-dp2-distopt loss-tp2+pp2-plainopt",
         "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
         "test_overlapped_reduction_changes_nothing": "distopt-dp2 plainopt-dp2+pp2+vpp2 distopt-dp2+tp2",
     },
     "cli/test_torchrun.py": {
-        "test_reinforcement_learning_on_two_ranks": "dapo-*",
+        "test_reinforcement_learning_on_two_ranks": "",
         "test_two_agents_give_the_numbers_of_one": "",
         "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
+        "test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes": "",
     },
     "mutants/test_catalogue.py": {
         "test_every_named_test_is_collected": "",
         "test_the_runner_tells_killed_from_survived": "",
     },
     "numerics/test_bf16.py": {
-        "test_bf16_follows_fp32_on_every_layout": "distopt",
+        "test_bf16_follows_fp32_on_every_layout": "",
     },
     "numerics/test_invariance.py": {
-        "test_every_layout": "dp2 ulysses8 tp4+dp2 pp4+dp2 tp2+ring2+dp2 ulysses2+ring4 tp2+pp2+vpp2+ring2 "
-        "pp2+vpp2+ulysses2+dp2 tp2+ulysses2+ring2+nosp",
+        "test_every_layout": "dp2 ulysses8 tp4+dp2 pp4+dp2 ulysses2+ring4 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
         "test_every_mode_and_budget": "dp4",
         "test_uneven_stages": "pp3 pp2+vpp2",
         "test_recomputed_activations": "full-1 first-layer-pp2+vpp2 *-tp2",
         "test_tied_embeddings_biases_and_few_kv_heads": "tp4+nosp",
         "test_fewer_tokens_than_ranks": "dp4 pp2+vpp2 ring4",
         "test_sequence_parallel_1_2_and_8_give_the_same_numbers": "2",
-        "test_twenty_fp32_steps": "pp2+vpp2-True dp2-True",
-        "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "pp2-*",
+        "test_twenty_fp32_steps": "dp2-True",
+        "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "",
         "test_one_all_reduce_of_counts_a_step": "96-*",
     },
     "numerics/test_moe_invariance.py": {
@@ -91,9 +97,9 @@ QUICK = {
         "glm-4.5-tp2+ep2 mixtral-ulysses2+ring2+ep2",
         "test_every_mode_and_budget": "",
         "test_fewer_sequences_than_ranks": "ep4+dp4",
-        "test_twenty_fp32_steps": "pp2+vpp2-True",
+        "test_twenty_fp32_steps": "",
         "test_what_is_computed_again_counts_once": "*-1 all-parts-tp2+ep2+dp2",
-        "test_selection_biases_are_bit_equal": "fp64-pp2+vpp2 fp32-1",
+        "test_selection_biases_are_bit_equal": "fp64-pp2+vpp2",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2",
         "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-ulysses2+ep2",
         "test_reinforcement_learning": "policy",
@@ -111,7 +117,7 @@ QUICK = {
         "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
     },
     "numerics/test_prove.py": {
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "rank-local-denominators expert-gradients-averaged "
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "expert-gradients-averaged "
         "second-term-by-micro-batch-means",
         "test_a_proof_of_a_policy_loss": "clip-* gspo-*",
         "test_a_plant_that_cannot_show_is_refused": "expert-* loads-*",
@@ -119,9 +125,10 @@ QUICK = {
     "numerics/test_recompute.py": {
         "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 4-qwen2-full 4-deepseek-v3-core_attn+mla_up_proj+*",
         "test_every_rank_saves_memory": "pp2+ulysses2+ep2 tp2+ep2",
+        "test_every_module_saves_memory": "qwen3-* deepseek-v3-*",
     },
     "numerics/test_rl_invariance.py": {
-        "test_every_layout": "dp2 ulysses2",
+        "test_every_layout": "ulysses2",
         "test_on_policy_where_the_loss_cancels": "tp2+pp2+ulysses2",
         "test_critic": "dp4 tp2+pp2+ulysses2",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "sequence-gradient-* second-term-*",
@@ -129,16 +136,17 @@ QUICK = {
     "numerics/test_transformers_parity.py": {
         "test_logits_are_those_of_transformers": "qwen3 gpt-oss deepseek-v3",
         "test_logprobs_are_those_of_transformers": "qwen2",
-        "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 mistral-ulysses2+ring2 qwen2-tp2+nosp "
-        "qwen2-ring2 qwen3-moe-tp2+ep2 mixtral-pp2 deepseek-v3-tp2+ep2 deepseek-v3-ulysses2+ring2 "
-        "glm-4.5-pp2 gpt-oss-ulysses2+ring2 gpt-oss-tp2+ep2",
-        "test_an_exported_model_is_the_trained_one": "qwen3-1 llama-tp2+pp2 deepseek-v3-tp2+pp2 gpt-oss-ep2",
+        "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 "
+        "mistral-ulysses2+ring2 qwen2-tp2+nosp qwen3-moe-tp2+ep2 deepseek-v3-ulysses2+ring2 "
+        "gpt-oss-tp2+ep2 glm-4.5-pp2",
+        "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
     },
     "parallel/test_attention.py": {
         "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
+        "test_a_grid_of_ranks_equals_dense_attention": "",
     },
     "parallel/test_processes.py": {
-        "test_helpers_end_with_an_owner_that_is_killed": "pool* checkpoint reward* server",
+        "test_helpers_end_with_an_owner_that_is_killed": "pool* checkpoint reward*",
     },
     "parallel/test_uneven_stages.py": {
         "test_a_checkpoint_goes_on_in_other_stages": "dense*(3,*-distopt latent*'ep'*-plainopt",
@@ -160,7 +168,7 @@ QUICK = {
         "test_groups_without_variance_teach_exactly_nothing": "grpo",
     },
     "rl/test_rl_layouts.py": {
-        "test_a_rollout_and_the_trainer_agree_on_every_token": "1.0-1 0.6-dp2 0.6-tp2+pp2",
+        "test_a_rollout_and_the_trainer_agree_on_every_token": "0.6-tp2+pp2",
         "test_weights_that_are_not_sent_are_seen": "1",
         "test_a_run_is_the_same_on_any_layout": "pp2",
         "test_a_step_of_fewer_completions_than_ranks": "dp4",
@@ -169,12 +177,21 @@ QUICK = {
     "rl/test_rl_resume.py": {
         "test_resume_is_exact_on_every_layout": "dp2",
         "test_resume_is_exact": "critic evaluations dynamic* between*",
+        "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
     },
     "rl/test_weight_stream.py": {
         "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* qwen3-moe-4* deepseek-v3-* gpt-oss-2-*",
     },
+    "sglang/test_backend.py": {
+        "test_a_killed_server_is_restarted_and_synced_again": "",
+        "test_an_update_is_what_the_server_then_serves": "*broadcast",
+        "test_an_update_in_the_middle_of_a_completion": "*broadcast",
+    },
     "sglang/test_faults.py": {
         "test_all_servers_are_updated_and_share_the_work": "broadcast",
+        "test_a_dead_server_passes_its_requests_on": "",
+        "test_a_server_that_comes_late_is_waited_for": "",
+        "test_every_rank_hears_of_everything": "broadcast",
     },
     "sglang/test_recipe.py": {
         "test_other_ways_of_weight_sync": "",
