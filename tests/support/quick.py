@@ -1,6 +1,7 @@
 """Which rows of the large tables `make test` runs; the others are marked `full`, for `make test-all`.
 
-A test, and patterns of the ids of its quick rows. What is not named here is quick. A claim keeps a quick row, unless it
+A test, and patterns of the ids of its quick rows; with none the whole test is for `make test-all`. What is not named
+here is quick. A claim keeps a quick row, unless it
 takes long: then it has a cheaper test elsewhere. Rows that say the most stay: several axes at once, the states that are
 the most different.
 """
