@@ -99,7 +99,7 @@ def short_grid(grid_of) -> Grid:
 
 PAIRS = list(itertools.product(MODES, BUDGETS))
 LAYOUTS = list(all_layouts(qwen3.architecture(published("qwen3", **QWEN3))))
-FULL_PRODUCT = ("pp2+vpp2", "dp4", "tp2+pp2+ulysses2")
+FULL_PRODUCT = ("pp2+vpp2", "dp4")
 
 
 def test_the_grid_is_what_it_says():

@@ -1,11 +1,12 @@
 """Which tests are quick, and what runs where under pytest-xdist: expensive things are made once, and what is short
 fills the gaps."""
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import pytest
 
-from support.quick import QUICK
+from support.rows import ORDINARY, QUICK
 
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
@@ -22,19 +23,19 @@ def group_of(item: pytest.Item) -> str | None:
     return file if "pool" in names else None
 
 
-def mark_full(items: list[pytest.Item]) -> list[str]:
-    """Marks the rows that `QUICK` leaves out; returns what it names and no test of these files has."""
+def mark(items: list[pytest.Item], rows: Mapping[str, Mapping[str, str]], marker: pytest.MarkDecorator) -> list[str]:
+    """Marks what `rows` leaves out; returns what it names and no test of these files has."""
     unmatched = {}
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        for test, patterns in QUICK.get(file, {}).items():
+        for test, patterns in rows.get(file, {}).items():
             function, _, row = name.removesuffix("]").partition("[")
             missing = unmatched.setdefault((file, test), {"", *patterns.split()})
             if fnmatchcase(function, test) and (row or test != "*"):
                 matched = {pattern for pattern in patterns.split() if fnmatchcase(row, pattern)}
                 missing -= {"", *matched}
                 if not matched:
-                    item.add_marker(pytest.mark.full)
+                    item.add_marker(marker)
     return [f"{file}::{test} {pattern}" for (file, test), missing in unmatched.items() for pattern in sorted(missing)]
 
 
@@ -43,9 +44,9 @@ class Schedule:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        unmatched = mark_full(items)
+        unmatched = [*mark(items, QUICK, pytest.mark.full), *mark(items, ORDINARY, pytest.mark.slow)]
         if unmatched and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"tests/support/quick.py names what is not there: {'; '.join(unmatched)}")
+            raise pytest.UsageError(f"tests/support/rows.py names what is not there: {'; '.join(unmatched)}")
         groups = {item: group_of(item) for item in items}
         for item, group in groups.items():
             if group is not None:

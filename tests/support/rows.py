@@ -1,11 +1,41 @@
-"""Which rows of the large tables `make test` runs; the others are marked `full`, for `make test-all`.
+"""Which rows of the large tables the verbs run: `make test` those of QUICK, `make test-all` those of ORDINARY. The
+others are marked `full` (for `make test-all`) and `slow` (for `make prove-all`).
 
-A test, and patterns of the ids of its quick rows; with none the whole test is for `make test-all`. What is not named
-here is quick. A claim keeps a quick row, unless it
-takes long: then it has a cheaper test elsewhere. Rows that say the most stay: several axes at once, the states that are
-the most different.
+A test, and patterns of the ids of its rows; with none the whole test is left out. What is not named here is quick. A
+claim keeps a quick row, unless it takes long: then it has a cheaper test elsewhere. Rows that say the most stay:
+several axes at once, the states that are the most different.
 """
 
+ORDINARY = {
+    "checkpoints/test_converted.py": {
+        "test_a_converted_checkpoint_loads_in_every_layout": "*-ep2 llama-tp2+pp2 deepseek-v3-tp2+pp2 glm-4.5-tp2+pp2 "
+        "gpt-oss-tp2+pp2",
+    },
+    "checkpoints/test_resume.py": {
+        "test_resume_is_exact": "dp2-* 1-fp32-True tp2+pp2-bf16-True tp2+pp2-fp64-False",
+    },
+    "cli/test_sft.py": {
+        "test_a_spoiled_step_leaves_no_trace": "*-1-distopt *-dp2-distopt *-tp2+pp2-plainopt *-ulysses2+ring2-distopt",
+        "test_overlapped_reduction_changes_nothing": "*-1 distopt-dp2 *-dp2+tp2 plainopt-dp2+pp2+vpp2 "
+        "distopt-dp2+pp2 *-ulysses2+dp2",
+    },
+    "numerics/test_invariance.py": {
+        "test_twenty_fp32_steps": "dp2-True ring2-True tp2-False tp2+pp2+ulysses2-True pp2+vpp2-True",
+        "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "pp2-* pp2+vpp2-*",
+    },
+    "numerics/test_moe_invariance.py": {
+        "test_selection_biases_are_bit_equal": "fp32-1 fp32-pp2+vpp2 fp64-1 fp64-pp2+vpp2 fp64-ep4+dp4 "
+        "fp64-tp2+pp2+ulysses2+ep2 fp64-ulysses2+ring2+ep2",
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-dp2 *-pp2 *-ulysses2+ep2",
+    },
+    "numerics/test_offload.py": {
+        "test_a_checkpoint_goes_on_with_another_share": "deepseek-v3-*-pp2 qwen3-*-dp2",
+    },
+    "numerics/test_recompute.py": {
+        "test_no_gradient_changes": "1-* 4-qwen2-* 4-gpt-oss-core_attn+* 4-qwen3-moe-* 4-deepseek-v3-full "
+        "4-deepseek-v3-core_attn+mla_up_proj+*",
+    },
+}
 QUICK = {
     "checkpoints/test_checkpoint.py": {
         "test_a_checkpoint_goes_on_in_another_layout": "deepseek-v3-True gpt-oss-False",
