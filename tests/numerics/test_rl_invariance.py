@@ -32,6 +32,8 @@ SIZES = QWEN3 | {"num_hidden_layers": 4}
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",
 )  # fmt: skip
+# The cases of all losses are dealt to these; the others, of long rings and many heads, run some of them.
+COVERED = [layout for layout in LAYOUTS if layout not in ("ulysses4", "ulysses8", "ring4")]
 PLAIN = AlgorithmConfig()
 # Each loss at least once, with what it is combined with: both kinds of correction, all estimators, terms that are
 # aggregated otherwise than the main one.
@@ -133,20 +135,20 @@ def covering(index: int) -> list[tuple[str, str, int]]:
     layouts together see them all; of GSPO one."""
     others = [case for case in CASES if case[0] not in GSPO]
     of_gspo = [(name, "seq-mean-token-mean", BUDGETS[index % len(BUDGETS)]) for name in GSPO]
-    return [case for n, case in enumerate(others) if (n + n // 18) % len(LAYOUTS) == index] + of_gspo
+    return [case for n, case in enumerate(others) if (n + n // 18) % len(COVERED) == index] + of_gspo
 
 
 def test_the_covering_array_covers():
-    shares = [covering(index) for index in range(len(LAYOUTS))]
+    shares = [covering(index) for index in range(len(COVERED))]
     assert {case for share in shares for case in share} >= set(CASES)
     for share in shares:
         assert {name for name, _, _ in share} == set(LOSSES)
         assert {mode for _, mode, _ in share} == set(MODES)
 
 
-@pytest.mark.parametrize("index", range(len(LAYOUTS)), ids=LAYOUTS)
+@pytest.mark.parametrize("index", range(len(COVERED)), ids=COVERED)
 def test_every_layout(grid, index):
-    check(grid, LAYOUTS[index], covering(index))
+    check(grid, COVERED[index], covering(index))
 
 
 @pytest.mark.slow

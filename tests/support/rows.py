@@ -8,75 +8,116 @@ several axes at once, the states that are the most different.
 
 ORDINARY = {
     "checkpoints/test_converted.py": {
-        "test_a_converted_checkpoint_loads_in_every_layout": "*-ep2 llama-tp2+pp2 deepseek-v3-tp2+pp2 glm-4.5-tp2+pp2 "
-        "gpt-oss-tp2+pp2",
+        "test_a_converted_checkpoint_loads_in_every_layout": "*-ep2 llama-tp2+pp2 deepseek-v3-tp2+pp2 "
+        "glm-4.5-tp2+pp2 gpt-oss-tp2+pp2",
     },
     "checkpoints/test_resume.py": {
         "test_resume_is_exact": "dp2-* 1-fp32-True tp2+pp2-bf16-True tp2+pp2-fp64-False",
+    },
+    "cli/test_mistakes.py": {
+        "test_two_ranks_say_it_once": "row",
+    },
+    "cli/test_rl_mistakes.py": {
+        "test_two_ranks_say_it_once": "*amid*",
     },
     "cli/test_sft.py": {
         "test_a_spoiled_step_leaves_no_trace": "*-1-distopt *-dp2-distopt *-tp2+pp2-plainopt *-ulysses2+ring2-distopt",
         "test_overlapped_reduction_changes_nothing": "*-1 distopt-dp2 *-dp2+tp2 plainopt-dp2+pp2+vpp2 "
         "distopt-dp2+pp2 *-ulysses2+dp2",
     },
+    "numerics/test_bf16.py": {
+        "test_bf16_follows_fp32_on_every_layout": "distopt",
+    },
     "numerics/test_invariance.py": {
         "test_twenty_fp32_steps": "dp2-True ring2-True tp2-False tp2+pp2+ulysses2-True pp2+vpp2-True",
         "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "pp2-* pp2+vpp2-*",
     },
     "numerics/test_moe_invariance.py": {
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-dp2 *-pp2 *-ulysses2+ep2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2 *-ep2+dp4 *-pp2",
         "test_selection_biases_are_bit_equal": "fp32-1 fp32-pp2+vpp2 fp64-1 fp64-pp2+vpp2 fp64-ep4+dp4 "
         "fp64-tp2+pp2+ulysses2+ep2 fp64-ulysses2+ring2+ep2",
-        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-dp2 *-pp2 *-ulysses2+ep2",
+        "test_twenty_fp32_steps": "pp2+vpp2-True ep4+dp4-True",
     },
     "numerics/test_offload.py": {
         "test_a_checkpoint_goes_on_with_another_share": "deepseek-v3-*-pp2 qwen3-*-dp2",
+    },
+    "numerics/test_prove.py": {
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "context-factor-twice rank-local-denominators "
+        "counts-over-dp-and-sp gradients-averaged-over-dp dropped-micro-batch "
+        "attention-sees-its-own-shard targets-shifted-after-sharding balance-of-its-own-shard "
+        "expert-gradients-averaged sequence-gradient-of-its-own-shard "
+        "second-term-by-micro-batch-means",
     },
     "numerics/test_recompute.py": {
         "test_no_gradient_changes": "1-* 4-qwen2-* 4-gpt-oss-core_attn+* 4-qwen3-moe-* 4-deepseek-v3-full "
         "4-deepseek-v3-core_attn+mla_up_proj+*",
     },
+    "numerics/test_rl_invariance.py": {
+        "test_on_policy_where_the_loss_cancels": "1 dp4 tp2+pp2+ulysses2 ring4",
+    },
+    "parallel/test_attention.py": {
+        "test_ulysses_attention_equals_dense_attention": "*-0 8-* 12-3-* 6-3-*",
+    },
+    "parallel/test_uneven_stages.py": {
+        "test_a_checkpoint_goes_on_in_other_stages": "dense*-distopt latent*-plainopt",
+    },
+    "rl/test_rl_layouts.py": {
+        "test_a_rollout_and_the_trainer_agree_on_every_token": "0.6-* 1.0-1 1.0-tp2+pp2",
+        "test_a_run_is_the_same_on_any_layout": "pp2 dp2+tp2 ring2 tp2+pp2",
+    },
+    "rl/test_rl_resume.py": {
+        "test_resume_is_exact_on_every_layout": "dp2 tp2",
+    },
+    "sglang/test_recipe.py": {
+        "test_other_ways_of_weight_sync": "disk",
+    },
+    "te/test_te_layouts.py": {
+        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE deepseek-v3-*local qwen3-moe-*TE gpt-oss-*local",
+    },
 }
+
 QUICK = {
     "checkpoints/test_checkpoint.py": {
         "test_a_checkpoint_goes_on_in_another_layout": "deepseek-v3-True gpt-oss-False",
         "test_a_checkpoint_is_a_model_to_start_from": "parallel0",
     },
     "checkpoints/test_checkpoint_read.py": {
-        "test_layouts": "qwen3-tp2-stacked",
-        "test_experts_and_tensors_on_different_ranks": "*-stacked gpt-oss-*",
         "test_every_family_in_every_style": "*-stacked deepseek-v3-*",
+        "test_experts_and_tensors_on_different_ranks": "*-stacked gpt-oss-*",
+        "test_layouts": "qwen3-tp2-stacked",
     },
     "checkpoints/test_convert.py": {
         "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
         "test_the_command_killed_while_it_writes_goes_on_when_started_again": "all",
     },
     "checkpoints/test_convert_back.py": {
-        "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
-        "test_another_type": "",
         "test_a_checkpoint_trained_at_tp2_pp2": "llama",
+        "test_another_type": "",
+        "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
     },
     "checkpoints/test_converted.py": {
-        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 "
-        "deepseek-v3-tp2+pp2 gpt-oss-tp2+pp2",
+        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 deepseek-v3-tp2+pp2 "
+        "gpt-oss-tp2+pp2",
     },
     "checkpoints/test_converted_names.py": {
         "test_megatron_with_transformer_engine_loads_it": "",
-        "test_names_shapes_types_and_chunks_are_those_that_megatron_writes": "qwen2 mixtral "
-        "deepseek-v3 glm-4.5 gpt-oss",
+        "test_names_shapes_types_and_chunks_are_those_that_megatron_writes": "qwen2 mixtral deepseek-v3 glm-4.5 "
+        "gpt-oss",
     },
     "checkpoints/test_hf_to_mcore.py": {
         "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
     },
     "checkpoints/test_mcore_to_hf.py": {
+        "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
         "test_segments_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
         "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
-        "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
     },
     "checkpoints/test_resume.py": {
+        "test_other_rows_are_another_run": "answer tokenizer truncate",
         "test_resume_is_exact": "dp2-fp32-True dp2-bf16-True",
         "test_resume_on_another_layout": "",
-        "test_other_rows_are_another_run": "answer tokenizer truncate",
     },
     "checkpoints/test_transfer.py": {
         "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
@@ -95,14 +136,14 @@ QUICK = {
     },
     "cli/test_sft.py": {
         "test_a_spoiled_step_leaves_no_trace": "masks-dp2-distopt loss-tp2+pp2-plainopt",
-        "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
         "test_overlapped_reduction_changes_nothing": "distopt-dp2 plainopt-dp2+pp2+vpp2 distopt-dp2+tp2",
+        "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
     },
     "cli/test_torchrun.py": {
+        "test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes": "",
+        "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
         "test_reinforcement_learning_on_two_ranks": "",
         "test_two_agents_give_the_numbers_of_one": "",
-        "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
-        "test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes": "",
     },
     "mutants/test_catalogue.py": {
         "test_every_named_test_is_collected": "",
@@ -114,67 +155,66 @@ QUICK = {
     "numerics/test_invariance.py": {
         "test_every_layout": "dp2 ulysses8 tp4+dp2 pp4+dp2 ulysses2+ring4 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
         "test_every_mode_and_budget": "dp4",
-        "test_uneven_stages": "pp3 pp2+vpp2",
-        "test_recomputed_activations": "full-1 first-layer-pp2+vpp2 *-tp2",
-        "test_tied_embeddings_biases_and_few_kv_heads": "tp4+nosp",
         "test_fewer_tokens_than_ranks": "dp4 pp2+vpp2 ring4",
+        "test_one_all_reduce_of_counts_a_step": "96-*",
+        "test_recomputed_activations": "full-1 first-layer-1 *-tp2",
         "test_sequence_parallel_1_2_and_8_give_the_same_numbers": "2",
+        "test_tied_embeddings_biases_and_few_kv_heads": "tp4+nosp",
         "test_twenty_fp32_steps": "dp2-True",
         "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "",
-        "test_one_all_reduce_of_counts_a_step": "96-*",
+        "test_uneven_stages": "pp3 pp2+vpp2",
     },
     "numerics/test_moe_invariance.py": {
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-ulysses2+ep2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2",
         "test_every_layout": "qwen3-moe-ep2+dp2 qwen3-moe-tp2+ep2+etp2+dp2 mixtral-pp2+vpp2+ep2+dp2 "
         "glm-4.5-tp2+ep2 mixtral-ulysses2+ring2+ep2",
         "test_every_mode_and_budget": "",
         "test_fewer_sequences_than_ranks": "ep4+dp4",
+        "test_reinforcement_learning": "policy",
+        "test_selection_biases_are_bit_equal": "fp64-pp2+vpp2",
         "test_twenty_fp32_steps": "",
         "test_what_is_computed_again_counts_once": "*-1 all-parts-tp2+ep2+dp2",
-        "test_selection_biases_are_bit_equal": "fp64-pp2+vpp2",
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2",
-        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-ulysses2+ep2",
-        "test_reinforcement_learning": "policy",
     },
     "numerics/test_odd_degrees.py": {
         "test_loss_and_gradients_are_those_of_one_rank": "tp3 ring3+dp2 pp3+vpp2+dp2",
         "test_steps_are_those_of_one_rank": "dp3",
     },
     "numerics/test_offload.py": {
-        "test_it_takes_the_same_steps": "qwen3-dp2-0.3 deepseek-v3-pp2-1.0",
-        "test_a_checkpoint_goes_on_with_another_share": "qwen3-1.0-0.3-dp2 deepseek-v3-0.0-1.0-pp2",
         "test_a_checkpoint_before_the_first_step_goes_on": "qwen3*",
+        "test_a_checkpoint_goes_on_with_another_share": "qwen3-1.0-0.3-dp2 deepseek-v3-0.0-1.0-pp2",
+        "test_it_takes_the_same_steps": "qwen3-dp2-0.3 deepseek-v3-pp2-1.0",
     },
     "numerics/test_optimizer_choice.py": {
         "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
     },
     "numerics/test_prove.py": {
+        "test_a_plant_that_cannot_show_is_refused": "expert-* loads-*",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "expert-gradients-averaged "
         "second-term-by-micro-batch-means",
         "test_a_proof_of_a_policy_loss": "clip-* gspo-*",
-        "test_a_plant_that_cannot_show_is_refused": "expert-* loads-*",
     },
     "numerics/test_recompute.py": {
-        "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 4-qwen2-full 4-deepseek-v3-core_attn+mla_up_proj+*",
-        "test_every_rank_saves_memory": "pp2+ulysses2+ep2 tp2+ep2",
         "test_every_module_saves_memory": "qwen3-* deepseek-v3-*",
+        "test_every_rank_saves_memory": "pp2+ulysses2+ep2 tp2+ep2",
+        "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 4-qwen2-full 4-deepseek-v3-core_attn+mla_up_proj+*",
     },
     "numerics/test_rl_invariance.py": {
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "sequence-gradient-* second-term-*",
+        "test_critic": "dp4 tp2+pp2+ulysses2",
         "test_every_layout": "ulysses2",
         "test_on_policy_where_the_loss_cancels": "tp2+pp2+ulysses2",
-        "test_critic": "dp4 tp2+pp2+ulysses2",
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "sequence-gradient-* second-term-*",
     },
     "numerics/test_transformers_parity.py": {
+        "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
+        "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 mistral-ulysses2+ring2 "
+        "qwen2-tp2+nosp qwen3-moe-tp2+ep2 deepseek-v3-ulysses2+ring2 gpt-oss-tp2+ep2 glm-4.5-pp2",
         "test_logits_are_those_of_transformers": "qwen3 gpt-oss deepseek-v3",
         "test_logprobs_are_those_of_transformers": "qwen2",
-        "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 "
-        "mistral-ulysses2+ring2 qwen2-tp2+nosp qwen3-moe-tp2+ep2 deepseek-v3-ulysses2+ring2 "
-        "gpt-oss-tp2+ep2 glm-4.5-pp2",
-        "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
     },
     "parallel/test_attention.py": {
-        "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
         "test_a_grid_of_ranks_equals_dense_attention": "",
+        "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
     },
     "parallel/test_processes.py": {
         "test_helpers_end_with_an_owner_that_is_killed": "pool* checkpoint reward*",
@@ -183,59 +223,59 @@ QUICK = {
         "test_a_checkpoint_goes_on_in_other_stages": "dense*(3,*-distopt latent*'ep'*-plainopt",
     },
     "rl/test_generation.py": {
-        "test_rows_are_as_if_alone": "llama mistral qwen3-moe deepseek-v3 gpt-oss",
         "test_any_concurrency_and_sampling": "*-3",
+        "test_rows_are_as_if_alone": "llama mistral qwen3-moe deepseek-v3 gpt-oss",
     },
     "rl/test_grpo_demo.py": {
         "*": "grpo",
     },
     "rl/test_in_process.py": {
-        "test_the_model_is_the_one_that_transformers_loads": "*-dtype0 llama-* gpt-oss-dtype1",
         "test_log_probabilities_are_the_trainers_after_every_sync": "qwen3-* deepseek-v3-* llama-*",
+        "test_the_model_is_the_one_that_transformers_loads": "*-dtype0 llama-* gpt-oss-dtype1",
     },
     "rl/test_rl_bad_rewards.py": {
         "test_a_reward_that_fails_is_counted_and_masked": "nan* word* crash*",
-        "test_masked_means_as_if_it_had_never_been_generated": "grpo gae",
         "test_groups_without_variance_teach_exactly_nothing": "grpo",
+        "test_masked_means_as_if_it_had_never_been_generated": "grpo gae",
     },
     "rl/test_rl_layouts.py": {
         "test_a_rollout_and_the_trainer_agree_on_every_token": "0.6-tp2+pp2",
-        "test_weights_that_are_not_sent_are_seen": "1",
         "test_a_run_is_the_same_on_any_layout": "pp2",
         "test_a_step_of_fewer_completions_than_ranks": "dp4",
         "test_generation_is_asked_for_once_a_batch": "tp2+pp2-* dp2-dynamic_sampling* 1-",
+        "test_weights_that_are_not_sent_are_seen": "1",
     },
     "rl/test_rl_resume.py": {
-        "test_resume_is_exact_on_every_layout": "dp2",
-        "test_resume_is_exact": "critic evaluations dynamic* between*",
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
+        "test_resume_is_exact": "critic evaluations dynamic* between*",
+        "test_resume_is_exact_on_every_layout": "dp2",
     },
     "rl/test_weight_stream.py": {
         "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* qwen3-moe-4* deepseek-v3-* gpt-oss-2-*",
     },
     "sglang/test_backend.py": {
         "test_a_killed_server_is_restarted_and_synced_again": "",
-        "test_an_update_is_what_the_server_then_serves": "*broadcast",
         "test_an_update_in_the_middle_of_a_completion": "*broadcast",
+        "test_an_update_is_what_the_server_then_serves": "*broadcast",
     },
     "sglang/test_faults.py": {
-        "test_all_servers_are_updated_and_share_the_work": "broadcast",
         "test_a_dead_server_passes_its_requests_on": "",
         "test_a_server_that_comes_late_is_waited_for": "",
+        "test_all_servers_are_updated_and_share_the_work": "broadcast",
         "test_every_rank_hears_of_everything": "broadcast",
     },
     "sglang/test_recipe.py": {
-        "test_other_ways_of_weight_sync": "",
-        "test_two_ranks_share_a_server": "",
         "test_a_killed_server_is_started_again_with_the_present_weights": "",
         "test_grpo_through_a_server_that_the_recipe_starts": "",
+        "test_other_ways_of_weight_sync": "",
+        "test_two_ranks_share_a_server": "",
     },
     "te/test_te_layouts.py": {
+        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE deepseek-v3-*local",
         "test_every_family_takes_the_same_step": "qwen2 qwen3 mixtral deepseek-v3 gpt-oss",
         "test_every_layout_takes_the_same_step": "qwen3-2-* gpt-oss-* qwen3-moe-4-*",
-        "test_transformer_engines_attention_takes_the_same_step": "mixtral-1-* qwen2-yarn-* llama-4-*",
         "test_losses_of_routers_do_not_count_the_padding_of_the_kernels": "glm-4.5-*",
-        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE deepseek-v3-*local",
+        "test_transformer_engines_attention_takes_the_same_step": "mixtral-1-* qwen2-yarn-* llama-4-*",
     },
     "unit/test_legality.py": {
         "test_the_first_override_is_what_is_refused": "",
