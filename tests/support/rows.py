@@ -111,6 +111,7 @@ QUICK = {
     "checkpoints/test_mcore_to_hf.py": {
         "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
         "test_segments_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
+        "test_segments_of_experts_apart": "*-stacked gpt-oss-*",
         "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
     },
@@ -154,7 +155,7 @@ QUICK = {
     },
     "numerics/test_invariance.py": {
         "test_every_layout": "dp2 ulysses8 tp4+dp2 pp4+dp2 ulysses2+ring4 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
-        "test_every_mode_and_budget": "dp4",
+        "test_every_mode_and_budget": "",
         "test_fewer_tokens_than_ranks": "dp4 pp2+vpp2 ring4",
         "test_one_all_reduce_of_counts_a_step": "96-*",
         "test_recomputed_activations": "full-1 first-layer-1 *-tp2",
@@ -196,7 +197,7 @@ QUICK = {
     },
     "numerics/test_recompute.py": {
         "test_every_module_saves_memory": "qwen3-* deepseek-v3-*",
-        "test_every_rank_saves_memory": "pp2+ulysses2+ep2 tp2+ep2",
+        "test_every_rank_saves_memory": "tp2+ep2",
         "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 4-qwen2-full 4-deepseek-v3-core_attn+mla_up_proj+*",
     },
     "numerics/test_rl_invariance.py": {
@@ -217,10 +218,11 @@ QUICK = {
         "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
     },
     "parallel/test_processes.py": {
-        "test_helpers_end_with_an_owner_that_is_killed": "pool* checkpoint reward*",
+        "test_helpers_end_with_an_owner_that_is_killed": "checkpoint reward*",
     },
     "parallel/test_uneven_stages.py": {
         "test_a_checkpoint_goes_on_in_other_stages": "dense*(3,*-distopt latent*'ep'*-plainopt",
+        "test_the_export_and_the_stream_name_every_layer": "*vpp*",
     },
     "rl/test_generation.py": {
         "test_any_concurrency_and_sampling": "*-3",
@@ -248,7 +250,7 @@ QUICK = {
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
         "test_resume_is_exact": "critic evaluations dynamic* between*",
-        "test_resume_is_exact_on_every_layout": "dp2",
+        "test_resume_is_exact_on_every_layout": "",
     },
     "rl/test_weight_stream.py": {
         "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* qwen3-moe-4* deepseek-v3-* gpt-oss-2-*",
@@ -257,11 +259,12 @@ QUICK = {
         "test_a_killed_server_is_restarted_and_synced_again": "",
         "test_an_update_in_the_middle_of_a_completion": "*broadcast",
         "test_an_update_is_what_the_server_then_serves": "*broadcast",
+        "test_logprobs_are_those_of_the_whole_vocabulary": "*-0.6-1.0 *-1.0-*",
     },
     "sglang/test_faults.py": {
         "test_a_dead_server_passes_its_requests_on": "",
         "test_a_server_that_comes_late_is_waited_for": "",
-        "test_all_servers_are_updated_and_share_the_work": "broadcast",
+        "test_all_servers_are_updated_and_share_the_work": "",
         "test_every_rank_hears_of_everything": "broadcast",
     },
     "sglang/test_recipe.py": {
@@ -271,13 +274,14 @@ QUICK = {
         "test_two_ranks_share_a_server": "",
     },
     "te/test_te_layouts.py": {
-        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE deepseek-v3-*local",
+        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE",
         "test_every_family_takes_the_same_step": "qwen2 qwen3 mixtral deepseek-v3 gpt-oss",
         "test_every_layout_takes_the_same_step": "qwen3-2-* gpt-oss-* qwen3-moe-4-*",
         "test_losses_of_routers_do_not_count_the_padding_of_the_kernels": "glm-4.5-*",
         "test_transformer_engines_attention_takes_the_same_step": "mixtral-1-* qwen2-yarn-* llama-4-*",
     },
     "unit/test_legality.py": {
+        "test_every_rule_is_broken_by_some_row": "",
         "test_the_first_override_is_what_is_refused": "",
     },
 }
