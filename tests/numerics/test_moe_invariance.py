@@ -312,7 +312,7 @@ def test_selection_biases_are_bit_equal(biased, expected_biases, precision, layo
     config = biased.on(layout, precision, batch=HALF)
     found = all_biases(biased.on_ranks(layout, world.selection_biases, config, biased.frozen, STEPS[precision]))
     assert found == expected_biases[precision]
-    assert len(found) == 3 and all(len(set(bias)) > 1 for bias in found.values())  # they did move
+    assert len(found) == 3 and all(len(set(bias)) > 2 for bias in found.values())  # they did move
 
 
 def test_a_bias_moves_by_its_definition(biased):

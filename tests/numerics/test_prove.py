@@ -2,14 +2,15 @@
 
 import dataclasses
 import json
-import shutil
 from collections import Counter
 
 import pytest
 import torch
-from support.experts import FOUR_LAYERS, MODELS
+from support.experts import MODELS
 from support.families import published, write_config
 from support.finite_difference import slope
+from support.invariance import FOUR_LAYERS
+from support.runs import copy_tokenizer
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import LossConfig
@@ -35,8 +36,7 @@ def models(tmp_path_factory):
         ("experts", published("qwen3-moe", **MODELS["qwen3-moe"] | sizes)),
     ):
         write_config(folder / name, of_name)
-        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            shutil.copy(ASSETS / "tiny" / file, folder / name)
+        copy_tokenizer(folder / name)
     return folder
 
 

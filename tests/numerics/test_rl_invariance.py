@@ -16,7 +16,7 @@ import torch
 from support import rl_calls as world
 from support.families import VOCAB, published, write_config
 from support.grid import Grid
-from support.invariance import MAX_LENGTH, QWEN3, loss_of
+from support.invariance import FOUR_LAYERS, MAX_LENGTH, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
@@ -28,7 +28,6 @@ from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare
 from isoloss.tools.plants import RL_PLANTS
 
-SIZES = QWEN3 | {"num_hidden_layers": 4}
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",
 )  # fmt: skip
@@ -105,7 +104,7 @@ def grid_of(pool, tmp_path_factory) -> Callable[[bool], Grid]:
     def make(on_policy: bool) -> Grid:
         folder = tmp_path_factory.mktemp("rl-invariance")
         config = RLConfig(
-            ModelConfig(str(write_config(folder / "model", published("qwen3", **SIZES))), from_scratch=True),
+            ModelConfig(str(write_config(folder / "model", published("qwen3", **FOUR_LAYERS))), from_scratch=True),
             batch=BatchConfig(),
             train=TrainConfig(precision="fp64", seed=3),
             rollout=RolloutConfig(max_new_tokens=MAX_LENGTH, temperature=0.8),

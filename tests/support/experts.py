@@ -10,11 +10,10 @@ from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
 from isoloss.tools.parity import thaw
 from isoloss.tools.plants import NONE, Plant
-from support.invariance import QWEN3
+from support.invariance import FOUR_LAYERS
 
 STEP = 1e-8  # of a finite difference
 # Changes of families' models of these names.
-FOUR_LAYERS = QWEN3 | {"num_hidden_layers": 4}
 MODELS = {
     "qwen3-moe": FOUR_LAYERS | {"num_experts": 8},
     "mixtral": FOUR_LAYERS | {"hidden_size": 48, "intermediate_size": 28, "sliding_window": None},

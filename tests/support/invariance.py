@@ -16,7 +16,8 @@ from isoloss.tools.parity import Case, Measurement, measure, thaw
 MAX_LENGTH = 96
 # 8 heads, 4 key/value heads and 8 layers divide by every degree up to 8 that a grid asks of them.
 WIDE = {"num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4}
-QWEN3 = WIDE | {"hidden_size": 40, "intermediate_size": 72, "head_dim": 6}  # of families' qwen3
+QWEN3 = WIDE | {"hidden_size": 40, "intermediate_size": 72, "head_dim": 6, "rms_norm_eps": 1e-6}  # of families' qwen3
+FOUR_LAYERS = QWEN3 | {"num_hidden_layers": 4}
 
 
 # What QWEN3 admits on 2 to 8 ranks, worked out by hand. Degrees are powers of two whose exponents over tp, pp,

@@ -24,11 +24,16 @@ TIMES = ("seconds", "tokens_per_second", "mfu", "generate_seconds", "train_secon
 AnyConfig = TypeVar("AnyConfig", Config, RLConfig)
 
 
+def copy_tokenizer(folder: Path) -> None:
+    """The shipped one, with its chat template."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / name, folder)
+
+
 def write_model(folder: Path, num_layers: int) -> Path:
     """config.json and the shipped tokenizer, no weights."""
     folder.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        shutil.copy(TINY / name, folder)
+    copy_tokenizer(folder)
     config = json.loads((TINY / "config.json").read_text()) | SMALL | {"num_hidden_layers": num_layers}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

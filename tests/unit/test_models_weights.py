@@ -43,7 +43,7 @@ def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie, tmp_
     parts = [part for weight in weights for part in weight.parts]
     covered = {(part.tensor, part.row): part.shape for part in parts}
     assert len(covered) == len(parts) and len({weight.name for weight in weights}) == len(weights)
-    rows = {name: next(part.rows for part in parts if part.tensor == name) for name, _ in covered}
+    rows = {part.tensor: part.rows for part in parts}
     assert covered == {
         (name, row): tuple(tensor.shape[row is not None :])
         for name, tensor in stored.items()

@@ -8,6 +8,7 @@ from importlib.resources import files
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from support.runs import write_rows
 
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import step_indices
@@ -35,8 +36,7 @@ def write(tmp_path):
     def write(*rows, name="train.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-        return str(path)
+        return str(write_rows(path, rows))
 
     return write
 
