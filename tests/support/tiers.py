@@ -10,17 +10,19 @@ from support.rows import ORDINARY, QUICK
 
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
+# What is made once a file: ranks, whose references are kept a file, and whole runs and conversions.
+ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed"}
 
 
 def group_of(item: pytest.Item) -> str | None:
-    """The xdist group of a test: that of a shared fixture; its file where it uses ranks, since references are kept a
-    file; none where it needs nothing, so that any worker takes it."""
+    """The xdist group of a test: that of a shared fixture; its file where that makes something once; none where it
+    needs nothing, so that any worker takes it."""
     names = getattr(item, "fixturenames", ())
     file = item.nodeid.partition("::")[0]
     for fixture, group in SHARED.items():
         if fixture in names:
             return group
-    return file if "pool" in names else None
+    return None if ONCE_A_FILE.isdisjoint(names) else file
 
 
 def mark(items: list[pytest.Item], rows: Mapping[str, Mapping[str, str]], marker: pytest.MarkDecorator) -> list[str]:
