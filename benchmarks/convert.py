@@ -35,8 +35,8 @@ from safetensors.torch import save_file
 
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.conversion.mcore_to_hf import plan_export
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import hf_shapes, weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

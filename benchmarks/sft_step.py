@@ -34,7 +34,7 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.config_tree import build
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy as sft_loss
-from isoloss.models.parameters import hf_tensors
+from isoloss.models.mcore.parameters import hf_tensors
 
 M27 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 384, "num_hidden_layers": 8,
        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1280,

@@ -15,8 +15,8 @@ from isoloss.engine.config import MoeConfig
 from isoloss.engine.losses import Loss
 from isoloss.engine.packing import PackedBatch
 from isoloss.models.architecture import Architecture
-from isoloss.models.balance import Balance, RoutedTokens, RouterLoss, sequence_balance, z_loss
-from isoloss.models.router import routers
+from isoloss.models.mcore.router import routers
+from isoloss.models.mcore.router_losses import Balance, RoutedTokens, RouterLoss, sequence_balance, z_loss
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Aggregation, Census, weigh
 

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from isoloss.engine.checkpoint_writer import SaveInProcess
 from isoloss.engine.optimizer import complete_state
-from isoloss.models import checkpoint_hf, manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_keys import native_style
-from isoloss.models.gpt import unwrap
-from isoloss.models.parameters import hf_tensors
-from isoloss.models.registry import HUGGINGFACE
+from isoloss.models.families.registry import HUGGINGFACE
+from isoloss.models.mcore.gpt import unwrap
+from isoloss.models.mcore.parameters import hf_tensors
+from isoloss.models.weights import hf_checkpoint, manifest
+from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.parallel import Mesh, UserError
 
 STEP_FOLDER = "step_{:08d}"
@@ -53,7 +53,7 @@ def save(
     dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial), SaveInProcess())
     dist.barrier()
     if dist.get_rank() == 0:
-        checkpoint_hf.copy_sidecars(huggingface, partial / HUGGINGFACE, arch)
+        hf_checkpoint.copy_sidecars(huggingface, partial / HUGGINGFACE, arch)
     records = _gather_records(partial)
     if dist.get_rank() == 0:
         (partial / manifest.NAME).write_text(_describe(partial, chunks, arch, records).to_json(), encoding="utf-8")
@@ -114,11 +114,11 @@ def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mes
     Collective over the world.
     """
     mine = ((name, tensor.cpu()) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
-    entries = checkpoint_hf.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
+    entries = hf_checkpoint.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, entries)
     if dist.get_rank() == 0:
-        checkpoint_hf.finish(folder, [entry for entry in everyone if entry])
+        hf_checkpoint.finish(folder, [entry for entry in everyone if entry])
     dist.barrier()
 
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from isoloss.models.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
-from isoloss.models.activation_memory import ActivationMemory
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
+from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.parallel import Layout
 from isoloss.parallel.keys import Keys, key, require
 from isoloss.parallel.normalizer import MODES, Aggregation

@@ -19,18 +19,19 @@ from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_hyperparameters, wrap_ddp
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
-from isoloss.models import manifest, nvidia_apex
 from isoloss.models.architecture import Architecture
-from isoloss.models.build import accumulate_in_products, build_model
-from isoloss.models.checkpoint_hf import HFReader, WeightSource, check, copy_sidecars
-from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.distcp import is_checkpoint
-from isoloss.models.parameters import load_weights, whole_tensors
-from isoloss.models.random_weights import RandomWeights
-from isoloss.models.registry import hf_folder, read_architecture
-from isoloss.models.stages import stage_layers
-from isoloss.models.value_head import CriticWeights
-from isoloss.models.weight_stream import Receives, stream_weights
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.mcore import nvidia_apex
+from isoloss.models.mcore.build import accumulate_in_products, build_model
+from isoloss.models.mcore.parameters import load_weights, whole_tensors
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.models.mcore.value_head import CriticWeights
+from isoloss.models.mcore.weight_stream import Receives, stream_weights
+from isoloss.models.weights import manifest
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check, copy_sidecars
+from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout, Mesh, UserError, device, launch
 from isoloss.parallel.normalizer import Aggregation
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from isoloss.engine import host_optimizer
 from isoloss.engine.config import Config, OptimConfig
-from isoloss.models.gpt import unwrap
+from isoloss.models.mcore.gpt import unwrap
 from isoloss.parallel import Mesh
 
 OPTIMIZER = "torch.optim.AdamW, fused"  # what run.json calls it

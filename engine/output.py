@@ -20,8 +20,9 @@ import yaml
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
-from isoloss.models import manifest, transformer_engine
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights import manifest
 from isoloss.parallel import UserError, device
 
 

@@ -19,8 +19,8 @@ from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.engine.totals import MOMENTS, correlation, largest_of, moments_of, totals_of
 from isoloss.models.architecture import Architecture
-from isoloss.models.balance import Balance, RouterLoss
-from isoloss.models.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
+from isoloss.models.mcore.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
+from isoloss.models.mcore.router_losses import Balance, RouterLoss
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Counts, take_census, weigh
 from isoloss.parallel.schedule import run_schedule

@@ -17,9 +17,9 @@ from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.output import Fingerprint, cache_folder, check_fingerprints, check_output, open_output, record
 from isoloss.engine.run import BadStepGuard, due, export, is_main, report, resume, resumed, save, spread, step_folder
-from isoloss.models import transformer_engine
-from isoloss.models.registry import hf_folder, read_architecture
-from isoloss.models.weights import num_parameters
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import UserError, device
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.

@@ -1,6 +1,6 @@
 """What a decoder-only transformer is, apart from its weights: the one description that every builder reads.
 
-Families (llama.py, qwen3_moe.py, ...) make an `Architecture` from a Hugging Face config.json. All of them share RMSNorm
+Families (families/llama.py, ...) make an `Architecture` from a Hugging Face config.json. All of them share RMSNorm
 before attention and MLP, rotary positions and a gated MLP; what differs is a field here.
 """
 
@@ -10,6 +10,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+
+# Fields of config.json for the layers that files append for multi-token prediction: two spellings.
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,20 @@ def _yarn(pos_freqs: Tensor, theta: float, s: YarnScaling) -> Tensor:
 
 
 @dataclass(frozen=True)
+class ExpertNames:
+    """What Hugging Face files call the experts of a layer, below `model.layers.N.`.
+
+    module: of router and experts. projections: of an expert: gate, up, down.
+    stacked: gate_up_proj and down_proj hold those of all experts, transposed, gate and up interleaved (gpt-oss).
+    """
+
+    module: str = "mlp"
+    router: str = "gate"
+    projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    stacked: bool = False
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture of experts in place of the MLP.
 
@@ -135,6 +152,7 @@ class Experts:
     groups_kept: int = 1
     shared_size: int = 0
     dense_layers: int = 0
+    names: ExpertNames = ExpertNames()
 
 
 @dataclass(frozen=True)

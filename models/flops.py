@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.weights.weight_map import weight_map
 
 
 def met_parameters(arch: Architecture) -> Iterator[tuple[int, float]]:

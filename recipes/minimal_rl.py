@@ -30,7 +30,7 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import load_prompts, prompt_order
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
 
 SORT = Path(__file__).parent / "assets" / "sort"
 NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 32, 8, 2

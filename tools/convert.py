@@ -21,10 +21,10 @@ from typing import NoReturn
 
 import torch
 
-from isoloss.models import manifest
 from isoloss.models.conversion import certificate, hf_to_mcore, transfer
 from isoloss.models.conversion.mcore_to_hf import plan_export
-from isoloss.models.distcp import METADATA
+from isoloss.models.weights import manifest
+from isoloss.models.weights.distcp import METADATA
 from isoloss.parallel import UserError
 from isoloss.tools.verify import verify_export, verify_import
 from isoloss.tools.verify_logits import LogitsEvidence

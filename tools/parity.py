@@ -28,8 +28,8 @@ from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
-from isoloss.models.parameters import load_weights
-from isoloss.models.random_weights import RandomWeights
+from isoloss.models.mcore.parameters import load_weights
+from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
 from isoloss.tools.plants import NONE, Plant, Run
 from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults

@@ -32,7 +32,7 @@ from isoloss.engine.plan import CostModel, Plan
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import POLICY_LOSSES
 from isoloss.engine.trainer import load_data
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config, tell_once
 from isoloss.tools.certificate import Row, line, report

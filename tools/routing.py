@@ -15,8 +15,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from isoloss.models.balance import RoutedTokens
-from isoloss.models.router import Router, routers, selection_margin
+from isoloss.models.mcore.router import Router, routers, selection_margin
+from isoloss.models.mcore.router_losses import RoutedTokens
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from isoloss.models import manifest
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.mcore_to_hf import Export
 from isoloss.models.conversion.worker import write_whole
-from isoloss.models.manifest import FileRecord
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import hf_shapes, weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights import manifest
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.manifest import FileRecord
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 from isoloss.tools.verify_logits import LogitsEvidence, compare_logits
 from isoloss.tools.verify_models import Rounded, Unverified

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isoloss.engine.chat import VOCABULARY_FILES, encode, load_tokenizer
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import WeightSource
+from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.tools.verify_models import TransformersModel, Unverified, isoloss_model
 
 # The first is long enough to tell the usual scalings of rotary positions apart, and sliding windows from none.

@@ -15,11 +15,11 @@ from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.engine.plan import Plan
 from isoloss.engine.step import prepare_step, run_logits
 from isoloss.models.architecture import Architecture
-from isoloss.models.build import build_model
-from isoloss.models.checkpoint_hf import WeightSource
-from isoloss.models.parameters import load_weights
-from isoloss.models.router import Router
-from isoloss.models.weights import Weight
+from isoloss.models.mcore.build import build_model
+from isoloss.models.mcore.parameters import load_weights
+from isoloss.models.mcore.router import Router
+from isoloss.models.weights.hf_checkpoint import WeightSource
+from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, Mesh, launch, mesh
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import HFReader, check
-from isoloss.models.checkpoint_read import CheckpointWeights, Spot
-from isoloss.models.forms import Vocabulary
-from isoloss.models.weights import Weight, hf_shapes, weight_map
+from isoloss.models.weights.checkpoint_read import CheckpointWeights, Spot
+from isoloss.models.weights.hf_checkpoint import HFReader, check
+from isoloss.models.weights.mappings import Vocabulary
+from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
 from isoloss.tools.verify_models import Unverified
 
 BATCH_BYTES = 2 << 30

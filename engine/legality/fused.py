@@ -3,7 +3,7 @@
 from packaging.version import Version
 
 from isoloss.engine.legality.rule import Rule, Setup, divisors
-from isoloss.models import transformer_engine
+from isoloss.models.mcore import transformer_engine
 
 
 def _kernel(s: Setup) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ParallelConfig
 from isoloss.models.architecture import Architecture, Experts
-from isoloss.models.stages import stage_layers
+from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout
 
 

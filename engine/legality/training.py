@@ -1,7 +1,7 @@
 """Balance, precision, optimizer and memory: what they ask of model and layout."""
 
 from isoloss.engine.legality.rule import Rule
-from isoloss.models import nvidia_apex
+from isoloss.models.mcore import nvidia_apex
 
 MOE = (
     *(

@@ -1,6 +1,5 @@
 """The rollout backend without a server: every rank generates its share with a transformers model of its own."""
 
-import re
 import threading
 import time
 import traceback
@@ -19,11 +18,10 @@ from isoloss.engine.rl.backend import Bucket
 from isoloss.engine.rl.generation import check_requests, generate
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
-from isoloss.models.registry import hf_folder, read_architecture
-from isoloss.models.weights import LM_HEAD, hf_shapes, weight_map
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, weight_map
 
 POLL_SECONDS = 0.05  # how often ranks other than 0 look whether to pause or to end
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w1|w3|w2)\.weight")
 
 
 class InProcessBackend:
@@ -131,7 +129,7 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
     model.tie_weights()  # part of the initialisation that was left out
     for weight in weight_map(arch):
         if not weight.trained:  # the experts' selection bias: rounded to bf16 it would choose other experts
-            module, _, name = _transformers_name(weight.parts[0].tensor).rpartition(".")
+            module, _, name = _transformers_name(weight.parts[0].tensor, arch).rpartition(".")
             owner = model.get_submodule(module)
             setattr(owner, name, getattr(owner, name).float())
     return model.eval()
@@ -144,27 +142,26 @@ def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
     down_proj [experts, hidden, wide].
     """
     state = model.state_dict()
-    found: dict[str, Tensor] = {}
-    for tensor, shape in hf_shapes(weight_map(arch)).items():
-        name = _transformers_name(tensor)
-        expert = _EXPERT.fullmatch(name)
-        if expert is None:
-            found[tensor] = state[name]
-        elif expert[3] in ("down_proj", "w2"):
-            found[tensor] = state[f"{expert[1]}.down_proj"][int(expert[2])]
+    tensors: dict[str, Tensor] = {}
+    for weight in weight_map(arch):
+        names = [part.tensor for part in weight.parts]
+        if weight.expert is None or weight.parts[0].rows is not None:
+            views = [state[_transformers_name(name, arch)] for name in names]
         else:
-            gate, up = state[f"{expert[1]}.gate_up_proj"][int(expert[2])].chunk(2)
-            found[tensor] = gate if expert[3] in ("gate_proj", "w1") else up
-        assert found[tensor].shape == shape, (tensor, shape, found[tensor].shape)
+            joined = "gate_up_proj" if len(names) == 2 else "down_proj"
+            views = state[f"model.layers.{weight.layer}.mlp.experts.{joined}"][weight.expert].chunk(len(names))
+        tensors |= zip(names, views)
+    for tensor, shape in hf_shapes(weight_map(arch)).items():
+        assert tensors[tensor].shape == shape, (tensor, shape, tensors[tensor].shape)
     if arch.tie_embeddings:
         del state[LM_HEAD]  # the same memory as the embedding
-    assert sum(t.numel() for t in found.values()) == sum(t.numel() for t in state.values())
-    return found
+    assert sum(t.numel() for t in tensors.values()) == sum(t.numel() for t in state.values())
+    return tensors
 
 
-def _transformers_name(tensor: str) -> str:
-    """What transformers calls in memory what Mixtral's files call otherwise."""
-    return tensor.replace(".block_sparse_moe.", ".mlp.")
+def _transformers_name(tensor: str, arch: Architecture) -> str:
+    """What transformers calls in memory what the files of some families call otherwise."""
+    return tensor.replace(f".{arch.experts.names.module}.", ".mlp.") if arch.experts else tensor
 
 
 class Gate:

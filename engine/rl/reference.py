@@ -14,8 +14,8 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.output import Fingerprint
-from isoloss.models.gpt import unwrap
-from isoloss.models.weights import weight_map
+from isoloss.models.mcore.gpt import unwrap
+from isoloss.models.weights.weight_map import weight_map
 
 
 class Reference:

@@ -15,8 +15,8 @@ from isoloss.engine.rl.experience import Experience
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run import resumed, spread
-from isoloss.models import transformer_engine
-from isoloss.models.weights import num_parameters
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import device
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows

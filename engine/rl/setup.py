@@ -20,7 +20,7 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
 from isoloss.engine.rl.sglang.backend import SGLangBackend
-from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError, launch
 
 

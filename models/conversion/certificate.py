@@ -9,8 +9,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isoloss.models.checkpoint_keys import Style
-from isoloss.models.manifest import FileRecord, files_to_json
+from isoloss.models.weights.checkpoint_names import Style
+from isoloss.models.weights.manifest import FileRecord, files_to_json
 
 NAME = "conversion.json"
 VERSION = 1

@@ -9,9 +9,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from isoloss.models.checkpoint_hf import MAX_SHARD_BYTES, SINGLE
 from isoloss.models.conversion.safetensors_header import DTYPES, ITEMSIZE
 from isoloss.models.conversion.shard_layout import ShardLayout
+from isoloss.models.weights.hf_checkpoint import MAX_SHARD_BYTES, SINGLE
 from isoloss.parallel.errors import UserError
 
 _HEADER_MULTIPLE = 8

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_text, sidecars
-from isoloss.models.checkpoint_keys import Style, native_style, places
 from isoloss.models.conversion import transfer
 from isoloss.models.conversion.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.conversion.safetensors_header import (
@@ -33,10 +31,12 @@ from isoloss.models.conversion.safetensors_header import (
 from isoloss.models.conversion.segments import Cast, Literal, Run, Segment, Strided, Zeros
 from isoloss.models.conversion.shard_layout import SHARDS, ShardLayout, shard_layout
 from isoloss.models.conversion.transfer import OutputFile, Source
-from isoloss.models.forms import GateUp, Vocabulary, padded_vocab_size
-from isoloss.models.manifest import NAME, FileRecord, Manifest
-from isoloss.models.registry import HUGGINGFACE, hf_folder, read_architecture
-from isoloss.models.weights import Part, Weight, weight_map
+from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_architecture
+from isoloss.models.weights.checkpoint_names import Style, native_style, places
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, config_text, sidecars
+from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
+from isoloss.models.weights.mappings import GateUp, Vocabulary, padded_vocab_size
+from isoloss.models.weights.weight_map import Part, Weight, weight_map
 from isoloss.parallel.errors import UserError
 
 # Larger tensors are cut, so that a loader which needs a part of one reads little more than that.

@@ -11,10 +11,7 @@ from pathlib import Path
 
 import torch
 
-from isoloss.models import manifest
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, config_text, sidecars
-from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.hf_files import HFFile, HFTensor, arrange, arrange_as, index_text
 from isoloss.models.conversion.safetensors_header import DTYPES, read_header
@@ -22,9 +19,12 @@ from isoloss.models.conversion.segments import Literal, Run, Segment
 from isoloss.models.conversion.shard_layout import ShardLayout, read_shard_layout, shard_layout
 from isoloss.models.conversion.transfer import OutputFile, Plan, Source
 from isoloss.models.conversion.weight_segments import WeightRows
-from isoloss.models.manifest import FileRecord
-from isoloss.models.registry import hf_folder, read_architecture
-from isoloss.models.weights import Weight, hf_shapes, weight_map
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.weights import manifest
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, config_text, sidecars
+from isoloss.models.weights.manifest import FileRecord
+from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
 
 _TYPES = {getattr(torch, name): kind for kind, name in DTYPES.items()}
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.models.conversion.safetensors_header import Header
-from isoloss.models.manifest import read_json
-from isoloss.models.registry import HUGGINGFACE
+from isoloss.models.families.registry import HUGGINGFACE
+from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError
 
 SHARDS = "shards.json"

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from isoloss.models.conversion.segments import Literal, Segment
 from isoloss.models.conversion.worker import CheckFile, WriteFile, write_whole
 from isoloss.models.conversion.workers import Workers
-from isoloss.models.manifest import FileRecord, sync
+from isoloss.models.weights.manifest import FileRecord, sync
 from isoloss.parallel.errors import UserError
 
 LOCK_SECONDS = 10.0

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
-from isoloss.models.checkpoint_read import CheckpointWeights, Spot
 from isoloss.models.conversion.joined_segments import Columns, Intact, SideBySide, Viewed
 from isoloss.models.conversion.segments import Cast, Run, Segment
-from isoloss.models.forms import Form, InterleavedGateUp, TransposedRows
-from isoloss.models.weights import Weight
+from isoloss.models.weights.checkpoint_read import CheckpointWeights, Spot
+from isoloss.models.weights.mappings import Form, InterleavedGateUp, TransposedRows
+from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel.errors import UserError
 
 Shape = tuple[int, ...]

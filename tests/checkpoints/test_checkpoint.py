@@ -13,11 +13,11 @@ from support.saves import both_ways, operations
 from support.thinned import thinned
 from support.transformers_parity import make_samples
 
-from isoloss.models.checkpoint_keys import native_style, places
-from isoloss.models.manifest import check_checksums
-from isoloss.models.manifest import read as read_manifest
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.checkpoint_names import native_style, places
+from isoloss.models.weights.manifest import check_checksums
+from isoloss.models.weights.manifest import read as read_manifest
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import UserError
 
 LENGTHS = (2, 40, 17, 29, 33, 60)

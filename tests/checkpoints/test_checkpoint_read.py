@@ -12,13 +12,13 @@ from support.families import FAMILIES, VOCAB
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.checkpoint_keys import Style
-from isoloss.models.checkpoint_read import CheckpointWeights
-from isoloss.models.distcp import Folder
-from isoloss.models.manifest import Manifest
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import Part, weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.checkpoint_names import Style
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.distcp import Folder
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.manifest import Manifest
+from isoloss.models.weights.weight_map import Part, weight_map
 from isoloss.parallel.errors import UserError
 
 

@@ -17,11 +17,11 @@ from safetensors.torch import save_file
 from support.families import write_folder
 from support.faults import struck
 
-from isoloss.models import manifest
-from isoloss.models.checkpoint_hf import INDEX
 from isoloss.models.conversion import hf_to_mcore, transfer
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import hf_shapes, weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights import manifest
+from isoloss.models.weights.hf_checkpoint import INDEX
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.tools import convert
 
 COMMAND = (sys.executable, "-m", "isoloss.tools.convert", "hf-to-mcore")

@@ -14,7 +14,7 @@ from support.transformers_parity import make_samples
 from support.verification import train_and_save
 from transformers import AutoModelForCausalLM
 
-from isoloss.models import manifest
+from isoloss.models.weights import manifest
 from isoloss.tools import convert
 
 LLAMA, MOE = "llama", "qwen3-moe"

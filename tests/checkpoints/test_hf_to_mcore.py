@@ -19,17 +19,17 @@ from support.faults import struck
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 
-from isoloss.models import manifest
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader
-from isoloss.models.checkpoint_keys import Style, places
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.conversion.distcp_write import envelope
 from isoloss.models.conversion.hf_to_mcore import plan
 from isoloss.models.conversion.safetensors_header import Header, Stored, read_header
 from isoloss.models.conversion.shard_layout import read_shard_layout, shard_layout
-from isoloss.models.forms import padded_vocab_size
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights import manifest
+from isoloss.models.weights.checkpoint_names import Style, places
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader
+from isoloss.models.weights.mappings import padded_vocab_size
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.errors import UserError
 
 

@@ -5,8 +5,8 @@ import zlib
 
 import pytest
 
-from isoloss.models.checkpoint_keys import Style
-from isoloss.models.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, crc32, read
+from isoloss.models.weights.checkpoint_names import Style
+from isoloss.models.weights.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, crc32, read
 from isoloss.parallel.errors import UserError
 
 

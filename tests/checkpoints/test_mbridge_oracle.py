@@ -13,10 +13,10 @@ from oracles.mbridge import tiny_models
 from safetensors.torch import load_file
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_keys import Style, places
-from isoloss.models.forms import GateUp, Qkv
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import Weight, weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.checkpoint_names import Style, places
+from isoloss.models.weights.mappings import GateUp, Qkv
+from isoloss.models.weights.weight_map import Weight, weight_map
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 ORACLE = json.loads((Path(tiny_models.__file__).parent / "hashes.json").read_text(encoding="utf-8"))

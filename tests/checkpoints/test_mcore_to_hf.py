@@ -13,15 +13,15 @@ from support import plain_megatron
 from support.families import FAMILIES
 from torch.distributed.checkpoint import format_utils
 
-from isoloss.models.checkpoint_hf import INDEX, SINGLE, HFReader, check, copy_sidecars
-from isoloss.models.checkpoint_read import CheckpointWeights
 from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
 from isoloss.models.conversion.hf_files import HFTensor, arrange
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.segments import Sources
 from isoloss.models.conversion.weight_segments import WeightRows
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, copy_sidecars
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.errors import UserError
 
 

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 
-from isoloss.models.tensor_archive import locate
+from isoloss.models.weights.tensor_archive import locate
 
 
 def saved(tensor: torch.Tensor) -> memoryview:

@@ -22,7 +22,7 @@ from support.waiting import until
 from isoloss.models.conversion import segments, transfer, workers
 from isoloss.models.conversion.segments import Cast, Literal, Run, Strided, Zeros
 from isoloss.models.conversion.transfer import OutputFile, Plan, Source, run
-from isoloss.models.manifest import files_to_json
+from isoloss.models.weights.manifest import files_to_json
 from isoloss.parallel.errors import UserError
 
 

@@ -10,7 +10,7 @@ from support import te_models
 from support.families import MODELS, VOCAB, write_folder
 from support.transformers_parity import make_samples
 
-from isoloss.models import transformer_engine
+from isoloss.models.mcore import transformer_engine
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 VERSION = transformer_engine.installed()

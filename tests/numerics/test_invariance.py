@@ -21,7 +21,7 @@ from support.thinned import covering_pairs, thinned
 from isoloss.engine import legality
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.models import qwen3
+from isoloss.models.families import qwen3
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.normalizer import MODES
 from isoloss.tools.parity import TOLERANCE, compare, freeze, measure, merge

@@ -14,7 +14,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig
 from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.losses import Loss, negative_log_likelihood
-from isoloss.models import nvidia_apex
+from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import UserError
 
 FUSED_ADAM = """
@@ -97,7 +97,7 @@ def test_products_that_accumulate_weight_gradients_give_the_same(family, tmp_pat
     folder = write_folder(family, tmp_path / family)
     monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernel, raising=False)
     monkeypatch.setattr(nvidia_apex, "fuses_weight_gradients", lambda: True)
-    monkeypatch.setattr("isoloss.models.build.fuses_weight_gradients", lambda: True)
+    monkeypatch.setattr("isoloss.models.mcore.build.fuses_weight_gradients", lambda: True)
     monkeypatch.setattr(Kernel, "calls", 0)
     tokens = torch.arange(1, 50) % VOCAB
     samples = [Sample(tokens[:n], tokens[:n] > 2) for n in (9, 49, 20)]

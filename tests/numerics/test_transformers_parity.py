@@ -29,10 +29,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batch import Sample
-from isoloss.models import gpt
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.registry import FAMILIES
-from isoloss.models.weights import Part
+from isoloss.models.families.registry import FAMILIES
+from isoloss.models.mcore import gpt
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.weight_map import Part
 from isoloss.parallel import attention, vocab
 
 LENGTHS = (2, 40, 17, 1, 29, 33, 110, 9, 12)  # one far beyond the windows and the original lengths of scaled rotations

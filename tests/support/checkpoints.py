@@ -8,7 +8,7 @@ from megatron.core import dist_checkpointing
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
-from isoloss.models.gpt import unwrap
+from isoloss.models.mcore.gpt import unwrap
 from support.transformers_parity import TOKEN_MEAN, make_engine
 
 

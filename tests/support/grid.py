@@ -9,7 +9,7 @@ from typing import Any
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.rl.config import RLConfig
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
 from isoloss.tools.plants import NONE, Plant

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
-from isoloss.models import build
-from isoloss.models.gpt import unwrap
+from isoloss.models.mcore import build
+from isoloss.models.mcore.gpt import unwrap
 from isoloss.tools.parity import Case, Measurement, measure, thaw
 
 MAX_LENGTH = 96

@@ -17,10 +17,10 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from torch import nn
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.forms import Columns, Vocabulary
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.mappings import Columns, Vocabulary
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 
 METADATA = {

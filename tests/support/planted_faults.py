@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.models import checkpoint_hf, checkpoint_read
 from isoloss.models.architecture import Rope
 from isoloss.models.conversion import mcore_to_hf
-from isoloss.models.forms import GateUp, Qkv
-from isoloss.models.weights import Part, Weight, weight_map
+from isoloss.models.weights import checkpoint_read, hf_checkpoint
+from isoloss.models.weights.mappings import GateUp, Qkv
+from isoloss.models.weights.weight_map import Part, Weight, weight_map
 from isoloss.tools import verify_tensors
 
 
@@ -112,6 +112,6 @@ def _weight_map(change: Callable[[Weight], Weight | None], *modules: ModuleType)
         return tuple(found for weight in weight_map(arch) if (found := change(weight)) is not None)
 
     with contextlib.ExitStack() as stack:
-        for module in (mcore_to_hf, checkpoint_hf, verify_tensors, *modules):
+        for module in (mcore_to_hf, hf_checkpoint, verify_tensors, *modules):
             stack.enter_context(mock.patch.object(module, "weight_map", changed))
         yield

@@ -14,7 +14,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
-from isoloss.models.weight_stream import Named, Receives, stream_weights
+from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from support.families import VOCAB
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 from support.waiting import until

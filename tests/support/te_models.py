@@ -23,9 +23,9 @@ from isoloss.engine.config import (
 )
 from isoloss.engine.engine import Engine
 from isoloss.engine.optimizer import global_grad_norm
-from isoloss.models import transformer_engine
-from isoloss.models.gpt import unwrap
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.gpt import unwrap
 from support.transformers_parity import TOKEN_MEAN
 
 

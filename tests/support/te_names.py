@@ -12,11 +12,11 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
-from isoloss.models.checkpoint_hf import HFReader
-from isoloss.models.checkpoint_keys import native_style, places
-from isoloss.models.forms import padded_vocab_size
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import weight_map
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.checkpoint_names import native_style, places
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.mappings import padded_vocab_size
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 from support import plain_megatron
 

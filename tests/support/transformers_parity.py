@@ -12,7 +12,7 @@ from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, 
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
-from isoloss.models.weights import weight_map
+from isoloss.models.weights.weight_map import weight_map
 
 TOKEN_MEAN = cross_entropy(LossConfig())
 

@@ -13,10 +13,10 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.engine.legality.rule import Setup
 from isoloss.engine.packing import pack
-from isoloss.models import transformer_engine
 from isoloss.models.architecture import Architecture, Experts, Latent, Rope
-from isoloss.models.checkpoint_keys import local_name, native_style, places
-from isoloss.models.weights import weight_map
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights.checkpoint_names import local_name, native_style, places
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError
 
 DENSE = Architecture("llama", 4, 64, 8, 4, 8, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 8)

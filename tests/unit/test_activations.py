@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import silu
 
-from isoloss.models.activations import clamped_swiglu, swiglu
+from isoloss.models.mcore.activations import clamped_swiglu, swiglu
 
 
 def wide() -> torch.Tensor:

@@ -11,8 +11,8 @@ from isoloss.engine import balance
 from isoloss.engine.config import LossConfig, MoeConfig
 from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
 from isoloss.models.architecture import Architecture, Experts, Rope
-from isoloss.models.balance import RoutedTokens
-from isoloss.models.router import route, selection_margin
+from isoloss.models.mcore.router import route, selection_margin
+from isoloss.models.mcore.router_losses import RoutedTokens
 from isoloss.parallel import UserError
 from isoloss.parallel.normalizer import Aggregation
 

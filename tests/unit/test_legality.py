@@ -11,10 +11,10 @@ from isoloss.engine import legality
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ModelConfig, ParallelConfig
 from isoloss.engine.legality.rule import Rule, Setup
 from isoloss.engine.rl.config import RLConfig
-from isoloss.models import transformer_engine
-from isoloss.models.build import transformer_config
-from isoloss.models.registry import read_architecture
-from isoloss.models.stages import stage_layers
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.build import transformer_config
+from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
 

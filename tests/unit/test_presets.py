@@ -8,8 +8,8 @@ import pytest
 from isoloss.engine import legality
 from isoloss.engine.config import Config
 from isoloss.engine.rl.config import RLConfig
-from isoloss.models.registry import read_architecture
-from isoloss.models.weights import num_parameters
+from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.weight_map import num_parameters
 from isoloss.recipes.launch import CONF, compose_config, presets
 
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "head_dim": 128}

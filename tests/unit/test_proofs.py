@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig
-from isoloss.models.forms import Replicated, Vocabulary
-from isoloss.models.manifest import FileRecord
-from isoloss.models.weights import Weight
+from isoloss.models.weights.manifest import FileRecord
+from isoloss.models.weights.mappings import Replicated, Vocabulary
+from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, UserError
 from isoloss.tools import prove, verify, verify_logits, verify_tensors
 from isoloss.tools.certificate import Row, claims

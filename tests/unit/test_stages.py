@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from isoloss.engine.plan import CostModel
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.models.flops import layer_flops, output_flops
-from isoloss.models.stages import balance, pipeline_layout, stage_layers
+from isoloss.models.mcore.stages import balance, pipeline_layout, stage_layers
 from isoloss.parallel import Layout
 
 LLAMA_8B = Architecture(

@@ -11,7 +11,7 @@ import pytest
 from isoloss.engine.chat import load_tokenizer, tokenize_row
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rows import read_rows
-from isoloss.models.registry import read_architecture
+from isoloss.models.families.registry import read_architecture
 from isoloss.tools import make_tasks
 
 ASSETS = Path(str(files("isoloss.recipes") / "assets"))

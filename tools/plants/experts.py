@@ -11,8 +11,8 @@ import torch.distributed as dist
 from isoloss.engine import balance as balance_module
 from isoloss.engine import engine as engine_module
 from isoloss.engine import step as step_module
-from isoloss.models import balance as router_losses_module
-from isoloss.models.balance import RoutedTokens
+from isoloss.models.mcore import router_losses as router_losses_module
+from isoloss.models.mcore.router_losses import RoutedTokens
 from isoloss.tools.plants.plant import Plant, Run, means_differ, patch_reduction
 
 

@@ -29,7 +29,7 @@ from isoloss.engine.rl.sglang.health import (
 from isoloss.engine.rl.sglang.process import ServerProcess
 from isoloss.engine.rl.sglang.weights import weight_sync
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
-from isoloss.models.registry import hf_folder
+from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
 
 MEMORY = ("weights", "kv_cache")

@@ -22,8 +22,8 @@ from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.sglang.bucket import FlatBucket, flatten, serialize
 from isoloss.engine.rl.sglang.client import Refused, ServerLost, SGLangServer, on_all
 from isoloss.engine.rl.sglang.group import new_group, own_address, together
-from isoloss.models.checkpoint_hf import Entry, copy_sidecars, finish, write_shards
-from isoloss.models.registry import hf_folder, read_architecture
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
 from isoloss.parallel import UserError
 
 

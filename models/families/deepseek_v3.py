@@ -1,0 +1,55 @@
+"""DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, YaRN, and experts chosen by sigmoid scores within groups.
+
+Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py. The layers for multi-token prediction that the hub
+files append are not part of what the model computes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss.models.architecture import Architecture, Latent
+from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
+from isoloss.models.families.hf_fields import positive_int, refuse
+
+PINNED = {
+    **MOE_PINNED,
+    "attention_bias": False,
+    "pretraining_tp": 1,
+    "rope_interleave": True,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+}
+# Widths that transformers derives from the others and writes down beside them; and where the hub files point at code
+# that transformers has long taken over.
+IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
+FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+    latent = Latent(
+        q_rank=None if config.get("q_lora_rank", 0) is None else positive_int(config, "q_lora_rank"),
+        kv_rank=positive_int(config, "kv_lora_rank"),
+        nope_dim=positive_int(config, "qk_nope_head_dim"),
+        rope_dim=positive_int(config, "qk_rope_head_dim"),
+        value_dim=positive_int(config, "v_head_dim"),
+    )
+    if latent.rope_dim % 2:
+        refuse("qk_rope_head_dim", latent.rope_dim, "must be even: rotary positions turn pairs of channels")
+    heads = positive_int(config, "num_attention_heads")
+    if config.get("num_key_value_heads") not in (None, heads):
+        refuse("num_key_value_heads", config["num_key_value_heads"], f"must be num_attention_heads={heads}")
+    return read(
+        config,
+        "deepseek_v3",
+        pinned=PINNED,
+        irrelevant=IRRELEVANT,
+        fields=FIELDS,
+        kv_heads_default=True,
+        latent=latent,
+        qkv_bias=False,
+        qk_norm=False,
+        experts=grouped_experts(config),
+    )

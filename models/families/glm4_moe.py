@@ -1,0 +1,31 @@
+"""GLM-4.5 and GLM-4.5-Air (arXiv:2508.06471): grouped-query attention on half of each head's channels rotated, and
+DeepSeek-V3's experts.
+
+Source: transformers, models/glm4_moe/modeling_glm4_moe.py. The layers for multi-token prediction that the hub files
+append are not part of what the model computes.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
+from isoloss.models.families.hf_fields import flag
+
+FIELDS = GROUPED_EXPERTS | {"attention_bias", "use_qk_norm"}
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+    return read(
+        config,
+        "glm4_moe",
+        pinned=MOE_PINNED,
+        irrelevant=MOE_IRRELEVANT,
+        fields=FIELDS,
+        rotary_fraction=0.5,
+        qkv_bias=flag(config, "attention_bias"),
+        qk_norm=flag(config, "use_qk_norm"),
+        experts=grouped_experts(config),
+    )

@@ -1,0 +1,56 @@
+"""gpt-oss (arXiv:2508.10925): sinks in the softmax, every other layer with a sliding window, YaRN, biases everywhere,
+and experts with a clamped SwiGLU whose weights are stored together, transposed and interleaved.
+
+Source: transformers, models/gpt_oss/modeling_gpt_oss.py. Softmax over the chosen experts' logits, as it is written
+there, equals the softmax over all, divided by its sum over the chosen. The hub files are quantized (MXFP4), which
+`quantization_config` tells and which is refused: let transformers write a bfloat16 copy first.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss.models.architecture import Architecture, ExpertNames
+from isoloss.models.families.hf_config import FULL, SLIDING, read
+from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
+from isoloss.models.families.hf_fields import refuse
+
+PINNED = {**MOE_PINNED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
+FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token"})
+# A second spelling of rope_scaling.original_max_position_embeddings, and of nothing.
+IRRELEVANT = frozenset({"initial_context_length"}) | MOE_IRRELEVANT
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+    per_token = config.get("experts_per_token")
+    if per_token is not None and per_token != config.get("num_experts_per_tok"):
+        refuse("experts_per_token", per_token, "contradicts num_experts_per_tok; keep one of them")
+    if config.get("rope_parameters") is None and config.get("rope_scaling") is None:
+        config = {**config, "rope_scaling": YARN}
+    return read(
+        config,
+        "gpt_oss",
+        pinned=PINNED,
+        irrelevant=IRRELEVANT,
+        fields=FIELDS,
+        head_dim_default=64,
+        theta_default=150000.0,
+        layer_types_default=lambda layer: FULL if layer % 2 else SLIDING,
+        qkv_bias=True,
+        linear_bias=True,
+        qk_norm=False,
+        sinks=True,
+        clamped_swiglu=True,
+        experts=experts(
+            config,
+            count=("num_local_experts", "num_experts"),
+            intermediate_size="intermediate_size",
+            score="softmax",
+            normalize=True,
+            names=ExpertNames(router="router", stacked=True),
+        ),
+    )

@@ -1,0 +1,185 @@
+"""From a raw Hugging Face config.json to an `Architecture`: the plumbing that all families share.
+
+The raw JSON is read in both spellings: transformers 4 (`rope_theta` + `rope_scaling`, `torch_dtype`) and
+transformers 5 (`rope_parameters`, `dtype`). Each field of the file is either read, or pinned to the only value that is
+supported, or known not to touch the maths. Any other field is refused by name: a field that nobody read may well be
+the one that makes the model a different one.
+"""
+
+from collections.abc import Callable, Mapping, Set
+from types import MappingProxyType
+from typing import Any
+
+from isoloss.models.architecture import MTP_LAYERS, Architecture, Latent
+from isoloss.models.families.hf_fields import flag, number_of, positive_int, positive_number, refuse
+from isoloss.models.families.hf_rope import DEFAULT_THETA, rope, rotary_dim
+
+READ = frozenset({
+    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
+    "vocab_size", "rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters", "torch_dtype", "dtype", "layer_types", "partial_rotary_factor",
+})  # fmt: skip
+
+# Absent, null or exactly this value.
+PINNED: Mapping[str, Any] = {
+    "hidden_act": "silu", "attention_dropout": 0, "quantization_config": None,
+    "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
+    "auto_map": None,
+}  # fmt: skip
+
+# No influence on logits or gradients: token ids, generation defaults, how outputs are returned, bookkeeping.
+IRRELEVANT = frozenset({
+    "architectures", "transformers_version", "_name_or_path", "name_or_path", "_attn_implementation",
+    "_attn_implementation_autoset", "attn_implementation", "unsloth_version", "unsloth_fixed", "transformers.js_config",
+    "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "sep_token_id", "decoder_start_token_id",
+    "use_cache", "initializer_range", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "return_dict", "output_hidden_states", "output_attentions", "output_scores",
+    "return_dict_in_generate", "id2label", "label2id", "num_labels", "problem_type", "finetuning_task",
+    "task_specific_params", "tokenizer_class", "prefix", "is_decoder", "cross_attention_hidden_size",
+    "chunk_size_feed_forward", "remove_invalid_values", "max_length", "min_length", "max_new_tokens", "do_sample",
+    "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "typical_p",
+    "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
+    "num_return_sequences", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens",
+})  # fmt: skip
+
+DTYPES = ("float32", "bfloat16", "float16")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def read(
+    config: Mapping[str, Any],
+    family: str,
+    *,
+    pinned: Mapping[str, Any] = MappingProxyType({}),
+    irrelevant: Set[str] = frozenset(),
+    fields: Set[str] = frozenset(),
+    kv_heads_default: bool = False,
+    head_dim_default: int | None = None,
+    rotary_fraction: float | None = None,
+    theta_default: float = DEFAULT_THETA,
+    layer_types_default: Callable[[int], str] = lambda layer: FULL,
+    latent: Latent | None = None,
+    **known: Any,
+) -> Architecture:
+    """The architecture of `config`, the parsed config.json of a model of this family.
+
+    pinned: fields of this family with the only value that is supported.
+    irrelevant: fields of this family that mean nothing once the pinned ones have their value.
+    fields: what the family reads itself. known: fields of `Architecture` that the family sets.
+    kv_heads_default: an absent `num_key_value_heads` means as many as attention heads.
+    head_dim_default: an absent `head_dim` means this; None: hidden_size / num_attention_heads.
+    rotary_fraction: what an absent `partial_rotary_factor` means; None: the family rotates whole heads only.
+    theta_default: what an absent `rope_theta` means.
+    layer_types_default: what an absent `layer_types` means for each layer.
+    Raises UserError, beginning with "config.json: ", for a field that is missing, unknown or not supported.
+    """
+    pinned = {
+        name: value for name, value in {**PINNED, "model_type": family, **pinned}.items() if name not in irrelevant
+    }
+    _refuse_unknown(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned))
+    _refuse_unsupported(config, family, pinned)
+    num_layers, num_heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
+    max_positions = positive_int(config, "max_position_embeddings")
+    if latent is None:
+        head_dim = _head_dim(config, num_heads, head_dim_default)
+        rotated = rotary_dim(config, head_dim, rotary_fraction)
+    else:
+        head_dim, rotated = latent.nope_dim + latent.rope_dim, latent.rope_dim
+    arch = Architecture(
+        family=family,
+        num_layers=num_layers,
+        hidden_size=positive_int(config, "hidden_size"),
+        num_heads=num_heads,
+        num_kv_heads=_kv_heads(config, num_heads, kv_heads_default),
+        head_dim=head_dim,
+        intermediate_size=positive_int(config, "intermediate_size"),
+        vocab_size=positive_int(config, "vocab_size"),
+        norm_eps=positive_number(config, "rms_norm_eps"),
+        rope=rope(config, theta_default, max_positions, interleaved=latent is not None),
+        tie_embeddings=flag(config, "tie_word_embeddings"),
+        max_positions=max_positions,
+        dtype=_dtype(config),
+        rotary_dim=rotated,
+        windows=_windows(config, num_layers, layer_types_default, "sliding_window" in fields),
+        latent=latent,
+        mtp_layers=number_of(config, *(name for name in MTP_LAYERS if name in fields)),
+        **known,
+    )
+    if arch.num_heads % arch.num_kv_heads:
+        refuse("num_key_value_heads", arch.num_kv_heads, f"must divide num_attention_heads={arch.num_heads}")
+    if arch.rope.cos_sin_factor != 1 and latent is None and rotated != head_dim:
+        refuse("partial_rotary_factor", rotated / head_dim, "together with YaRN's attention factor is not supported")
+    return arch
+
+
+def _refuse_unknown(config: Mapping[str, Any], family: str, known: Set[str]) -> None:
+    for name, value in config.items():
+        if name not in known:
+            refuse(
+                name,
+                value,
+                f"is a field that the {family} family does not know, so the model may be a different "
+                "one; delete it from config.json if it does not change what the model computes",
+            )
+
+
+def _refuse_unsupported(config: Mapping[str, Any], family: str, pinned: Mapping[str, Any]) -> None:
+    for name, wanted in pinned.items():
+        value = config.get(name)
+        if value is not None and value != wanted:
+            refuse(name, value, f"is not supported for {family}; only {wanted!r} is")
+
+
+def _windows(
+    config: Mapping[str, Any], num_layers: int, default: Callable[[int], str], sliding: bool
+) -> tuple[int | None, ...]:
+    """For each layer, how many tokens a token sees; () where every layer sees all."""
+    layer_types = config.get("layer_types")
+    if layer_types is None:
+        layer_types = [default(layer) for layer in range(num_layers)]
+    if not isinstance(layer_types, list):
+        refuse("layer_types", layer_types, "must be a list with an entry for each layer")
+    supported = (FULL, SLIDING) if sliding else (FULL,)
+    other = sorted({str(kind) for kind in layer_types} - set(supported))
+    if other:
+        refuse("layer_types", other[0], f"is not supported; one of {', '.join(supported)} is")
+    if len(layer_types) != num_layers:
+        refuse("layer_types", f"{len(layer_types)} entries", f"must have num_hidden_layers={num_layers} entries")
+    if SLIDING not in layer_types or (config.get("sliding_window") is None and config.get("layer_types") is None):
+        return ()
+    window = positive_int(config, "sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def _kv_heads(config: Mapping[str, Any], num_heads: int, may_be_absent: bool) -> int:
+    if config.get("num_key_value_heads") is None and (may_be_absent or "num_key_value_heads" in config):
+        return num_heads
+    return positive_int(config, "num_key_value_heads")
+
+
+def _head_dim(config: Mapping[str, Any], num_heads: int, default: int | None) -> int:
+    if config.get("head_dim") is not None:
+        head_dim = positive_int(config, "head_dim")
+    elif default is not None:
+        head_dim = default
+    else:
+        hidden_size = positive_int(config, "hidden_size")
+        if hidden_size % num_heads:
+            refuse("hidden_size", hidden_size, f"is not a multiple of num_attention_heads={num_heads}; state head_dim")
+        head_dim = hidden_size // num_heads
+    if head_dim % 2:
+        refuse("head_dim", head_dim, "must be even: rotary positions turn pairs of channels")
+    return head_dim
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    new, old = config.get("dtype"), config.get("torch_dtype")
+    if new is not None and old is not None and new != old:
+        refuse("dtype", new, f"contradicts torch_dtype={old!r}; keep one of them")
+    value = new if new is not None else old
+    if value is None:
+        return "float32"
+    if value not in DTYPES:
+        refuse("dtype" if new is not None else "torch_dtype", value, f"is not supported; one of {', '.join(DTYPES)} is")
+    return value

@@ -1,0 +1,70 @@
+"""The mixture of experts that a config.json describes."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal
+
+from isoloss.models.architecture import MTP_LAYERS, Experts
+from isoloss.models.families.hf_fields import flag, number_of, positive_int, positive_number, refuse
+
+# The fields of a model with `grouped_experts`.
+GROUPED_EXPERTS = frozenset({
+    "n_routed_experts", "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
+    *MTP_LAYERS,
+})  # fmt: skip
+MOE_IRRELEVANT = frozenset({
+    "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size",
+})  # fmt: skip
+# Transformers would return the router's logits, or add its balancing loss to the loss.
+MOE_PINNED = MappingProxyType({"output_router_logits": False, "router_jitter_noise": 0})
+
+
+def experts(
+    config: Mapping[str, Any],
+    *,
+    count: Sequence[str],
+    intermediate_size: str = "moe_intermediate_size",
+    score: Literal["softmax", "sigmoid"],
+    normalize: bool,
+    **known: Any,
+) -> Experts:
+    """The mixture of experts of `config`. count: the spellings of the field that holds the number of experts."""
+    present = [name for name in count if config.get(name) is not None]
+    number = positive_int(config, (present or count)[0])
+    for name in present[1:]:
+        if config[name] != number:
+            refuse(name, config[name], f"contradicts {present[0]}={number}; keep one of them")
+    found = Experts(
+        count=number,
+        top_k=positive_int(config, "num_experts_per_tok"),
+        intermediate_size=positive_int(config, intermediate_size),
+        score=score,
+        normalize=normalize,
+        **known,
+    )
+    if number % found.groups:
+        refuse("n_group", found.groups, f"must divide the number of experts, {number}")
+    if found.groups_kept > found.groups:
+        refuse("topk_group", found.groups_kept, f"must not exceed n_group={found.groups}")
+    if found.groups > 1 and number // found.groups < 2:
+        refuse("n_group", found.groups, f"leaves groups of fewer than two of the {number} experts")
+    if found.top_k > number // found.groups * found.groups_kept:
+        refuse("num_experts_per_tok", found.top_k, f"exceeds the experts that can be chosen, of {number}")
+    return found
+
+
+def grouped_experts(config: Mapping[str, Any]) -> Experts:
+    """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts."""
+    return experts(
+        config,
+        count=("n_routed_experts", "num_local_experts", "num_experts"),
+        score="sigmoid",
+        normalize=flag(config, "norm_topk_prob", True),
+        scaling=positive_number(config, "routed_scaling_factor"),
+        selection_bias=True,
+        groups=positive_int(config, "n_group"),
+        groups_kept=positive_int(config, "topk_group"),
+        shared_size=positive_int(config, "n_shared_experts") * positive_int(config, "moe_intermediate_size"),
+        dense_layers=number_of(config, "first_k_dense_replace"),
+    )

@@ -1,0 +1,53 @@
+"""Fields of a config.json: read with a type, or refused in one line that names the field, the value and the mend."""
+
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from isoloss.parallel.errors import UserError
+
+
+def refuse(name: str, value: object, why: str) -> NoReturn:
+    text = repr(value)
+    raise UserError(f"config.json: {name}={text if len(text) <= 80 else text[:77] + '...'} {why}")
+
+
+def missing(name: str) -> NoReturn:
+    raise UserError(f"config.json: {name} is missing; add it, as the model's authors published it")
+
+
+def positive_int(config: Mapping[str, Any], name: str, inside: str = "") -> int:
+    value = config.get(name)
+    if value is None:
+        missing(inside + name)
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        refuse(inside + name, value, "must be a positive integer")
+    return value
+
+
+def positive_number(config: Mapping[str, Any], name: str, inside: str = "") -> float:
+    value = config.get(name)
+    if value is None:
+        missing(inside + name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+        refuse(inside + name, value, "must be a positive number")
+    return value
+
+
+def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+    value = config.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        refuse(name, value, "must be true or false")
+    return value
+
+
+def number_of(config: Mapping[str, Any], *spellings: str) -> int:
+    """A field that may be 0, under one of its spellings; absent means 0."""
+    for name in spellings:
+        value = config.get(name)
+        if value is not None:
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                refuse(name, value, "must be a whole number, at least 0")
+            return value
+    return 0

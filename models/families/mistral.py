@@ -1,0 +1,25 @@
+"""Mistral (dense, text): Llama in which a token may see only a sliding window of the last tokens.
+
+Source: transformers, models/mistral/modeling_mistral.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import SLIDING, read
+
+FIELDS = frozenset({"sliding_window"})
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+    return read(
+        config,
+        "mistral",
+        fields=FIELDS,
+        kv_heads_default=True,
+        layer_types_default=lambda layer: SLIDING,
+        qkv_bias=False,
+        qk_norm=False,
+    )

@@ -1,0 +1,37 @@
+"""Mixtral: Mistral with a mixture of experts in every layer (arXiv:2401.04088).
+
+Source: transformers, models/mixtral/modeling_mixtral.py. The weights of the chosen experts always add up to 1.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from isoloss.models.architecture import Architecture, ExpertNames
+from isoloss.models.families.hf_config import SLIDING, read
+from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
+
+FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"})
+
+
+def architecture(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+    return read(
+        config,
+        "mixtral",
+        pinned=MOE_PINNED,
+        irrelevant=MOE_IRRELEVANT,
+        fields=FIELDS,
+        kv_heads_default=True,
+        theta_default=1e6,
+        layer_types_default=lambda layer: SLIDING,
+        qkv_bias=False,
+        qk_norm=False,
+        experts=experts(
+            config,
+            count=("num_local_experts", "num_experts"),
+            intermediate_size="intermediate_size",
+            score="softmax",
+            normalize=True,
+            names=ExpertNames("block_sparse_moe", projections=("w1", "w3", "w2")),
+        ),
+    )

@@ -1,0 +1,87 @@
+"""The models that isoloss trains, by the name that config.json gives under `architectures`."""
+
+import difflib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.parallel.errors import UserError
+
+FAMILIES: Mapping[str, ModuleType] = {
+    "LlamaForCausalLM": llama,
+    "MistralForCausalLM": mistral,
+    "Qwen2ForCausalLM": qwen2,
+    "Qwen3ForCausalLM": qwen3,
+    "Qwen3MoeForCausalLM": qwen3_moe,
+    "MixtralForCausalLM": mixtral,
+    "DeepseekV3ForCausalLM": deepseek_v3,
+    "Glm4MoeForCausalLM": glm4_moe,
+    "GptOssForCausalLM": gpt_oss,
+}
+
+
+# The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.
+HUGGINGFACE = "huggingface"
+
+
+def hf_folder(path: str | Path) -> Path:
+    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint the folder inside of it.
+
+    Raises UserError where a checkpoint has none.
+    """
+    path = Path(path)
+    if not is_checkpoint(path):
+        return path
+    if not (path / HUGGINGFACE / "config.json").is_file():
+        raise UserError(
+            f"{path} is a checkpoint without {HUGGINGFACE}/config.json, so nothing says what model it is; make that "
+            "folder, with config.json and tokenizer of the Hugging Face model that it came from"
+        )
+    return path / HUGGINGFACE
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """The architecture of the Hugging Face model or the checkpoint in `folder`.
+
+    Raises UserError where folder or config.json is missing, or names an architecture or a field that is not understood.
+    """
+    folder = hf_folder(folder)
+    config = read_config(folder)
+    try:
+        return FAMILIES[_architecture_name(config, folder)].architecture(config)
+    except UserError as error:
+        message = str(error)
+        raise UserError(f"{folder}/{message}" if message.startswith("config.json: ") else message) from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json of `folder`, parsed and not interpreted."""
+    path = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors")
+    if not path.is_file():
+        raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); copy it again from the model's source") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(config).__name__}")
+    return config
+
+
+def _architecture_name(config: Mapping[str, Any], folder: Path) -> str:
+    names = config.get("architectures")
+    known = ", ".join(FAMILIES)
+    if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
+        raise UserError(f"{folder}/config.json: architectures={names!r} must be a list of one name; known are {known}")
+    if names[0] not in FAMILIES:
+        nearest = difflib.get_close_matches(names[0], FAMILIES, n=1)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        raise UserError(f"{folder}/config.json: architectures={names[0]} is not supported; known are {known}{hint}")
+    return names[0]

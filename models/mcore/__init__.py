@@ -1,0 +1,1 @@
+"""What is built on Megatron-Core: the model, its layers, its parameters."""

@@ -1,0 +1,138 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434), in Megatron's attention slot.
+
+Parameters and their names are those of Megatron's MLASelfAttention. That one computes rotary angles from the place in
+the row, which a packed and sharded row needs by position id, and shards the projections down to the latents over TP
+only to gather them again; here every TP rank holds them whole.
+
+Letters: R tokens of this rank's slice of a packed row, H query heads of this TP rank.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, checkpoint
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.norm import RMSNorm
+from isoloss.parallel.attention import PackedAttention
+from isoloss.parallel.collectives import gather_rows, sum_gradient
+
+# transformers builds the norms of the latents with its default, whatever rms_norm_eps says.
+LATENT_NORM_EPS = 1e-6
+
+
+class ReplicatedLinear(MegatronModule):
+    """A linear layer without bias that every TP rank holds whole; under sequence parallelism it sees this rank's tokens
+    only, and Megatron's finalize step sums its gradient over TP."""
+
+    def __init__(self, config: TransformerConfig, input_size: int, output_size: int):
+        super().__init__(config)
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(output_size, input_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
+class LatentAttention(MegatronModule):
+    """core: makes the core attention from (config, layer_number). Of what Megatron recomputes selectively it knows
+    `core_attn` and `mla_up_proj` (queries, keys and values, made again from the latents)."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        layer_number: int,
+        arch: Architecture,
+        core: Callable[[TransformerConfig, int], PackedAttention],
+        pg_collection,
+        **unused,
+    ):
+        super().__init__(config)
+        del unused
+        assert arch.latent is not None
+        self.arch, self.latent, self.tp = arch, arch.latent, pg_collection.tp
+        self.heads = arch.num_heads // self.tp.size()
+        self.recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+        latent, hidden = arch.latent, arch.hidden_size
+
+        def column(inputs: int, outputs: int) -> ColumnParallelLinear:
+            return ColumnParallelLinear(
+                inputs, outputs, config=config, init_method=nn.Identity(), bias=False, gather_output=False,
+                tp_group=self.tp,
+            )  # fmt: skip
+
+        queries = arch.num_heads * arch.head_dim
+        if latent.q_rank is None:
+            self.linear_q_proj = column(hidden, queries)
+        else:
+            self.linear_q_down_proj = ReplicatedLinear(config, hidden, latent.q_rank)
+            self.q_layernorm = RMSNorm(config, latent.q_rank, LATENT_NORM_EPS)
+            self.linear_q_up_proj = column(latent.q_rank, queries)
+        self.linear_kv_down_proj = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope_dim)
+        self.kv_layernorm = RMSNorm(config, latent.kv_rank, LATENT_NORM_EPS)
+        self.linear_kv_up_proj = column(latent.kv_rank, arch.num_heads * (latent.nope_dim + latent.value_dim))
+        self.core_attention = core(config, layer_number)
+        self.linear_proj = RowParallelLinear(
+            arch.num_heads * latent.value_dim, hidden, config=config, init_method=nn.Identity(), bias=False,
+            input_is_parallel=True, skip_bias_add=True, tp_group=self.tp,
+        )  # fmt: skip
+
+    def forward(
+        self, hidden: Tensor, attention_mask=None, *, rotary_pos_emb: Tensor, packed_seq_params, **unused
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden: [R (/tp if sequence-parallel), 1, hidden]; rotary_pos_emb: the angles, [R, 1, 1, rope_dim]."""
+        del attention_mask, unused
+        latent = self.latent
+        cos, sin = _cos_sin(rotary_pos_emb, self.arch.rope.cos_sin_factor, hidden.dtype)
+        query_latent = hidden if latent.q_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden))
+        kv_latent, key_rope = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rope_dim], -1)
+        latents = query_latent, self.kv_layernorm(kv_latent), key_rope, cos, sin
+
+        def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
+
+        attend = partial(checkpoint, core, False) if "core_attn" in self.recomputed else core
+        if "mla_up_proj" not in self.recomputed:
+            return self.linear_proj(attend(*self._project_up(*latents)))
+        up = CheckpointWithoutOutput()
+        out = attend(*up.checkpoint(self._project_up, *latents))
+        up.discard_output_and_register_recompute(out)
+        return self.linear_proj(out)
+
+    def _project_up(
+        self, query_latent: Tensor, kv_latent: Tensor, key_rope: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys [R, 1, H, head_dim], values [R, 1, H, value_dim]."""
+        latent = self.latent
+        up = self.linear_q_proj if latent.q_rank is None else self.linear_q_up_proj
+        query = up(query_latent)[0].unflatten(-1, (self.heads, -1))
+        query_nope, query_rope = query.split([latent.nope_dim, latent.rope_dim], -1)
+
+        kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.heads, -1))
+        key_nope, value = kv.split([latent.nope_dim, latent.value_dim], -1)
+        # One rotated key for all heads: each TP rank adds its heads' part to the gradient.
+        whole = gather_rows if self.config.sequence_parallel else sum_gradient
+        key_rope = rotate_interleaved(whole(key_rope, self.tp)[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
+
+        query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)
+        return query, torch.cat([key_nope, key_rope], -1), value
+
+
+def _cos_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    half = angles[..., : angles.shape[-1] // 2]
+    return (half.cos() * factor).to(dtype), (half.sin() * factor).to(dtype)
+
+
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbouring channels as pairs; the result has all first channels, then all second ones (queries and keys
+    alike, so no product of them notices)."""
+    first, second = x[..., 0::2], x[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

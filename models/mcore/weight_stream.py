@@ -1,0 +1,115 @@
+"""All weights of a model that is spread over ranks, whole and by Hugging Face name, as a stream of buckets."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.parameters import hf_tensors
+from isoloss.parallel import Mesh
+
+Named = tuple[str, Tensor]
+Receives = Literal["every rank", "rank 0"]
+ALIGNMENT = 16  # bytes; a tensor of any type can then be a view of the bytes that travelled
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a receiver must know of a tensor before its bytes arrive."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def stream_weights(
+    chunks: Sequence[nn.Module],
+    arch: Architecture,
+    mesh: Mesh,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    receives: Receives,
+) -> Iterator[list[Named]]:
+    """Every Hugging Face tensor of the model exactly once, whole, in buckets of at most `bucket_bytes`, or one tensor.
+
+    Every rank gets as many buckets: the same ones, or with receives="rank 0" empty ones on all but rank 0. Tensors are
+    on the device of the model, of type `dtype` (what is not trained: float32), and to be read before the next bucket is
+    asked for: they may be the parameters themselves. A rank holds three buckets at most: what it has to send, the one
+    under way, and the one that the caller has not let go of.
+    Collective over the world, tp, etp and ep: all ranks must iterate to the end. In each round all ranks tell what they
+    have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to rank 0).
+    """
+    rank, device = dist.get_rank(), next(chunks[0].parameters()).device
+    for mine in _rounds(hf_tensors(chunks, arch, mesh, dtype), bucket_bytes):
+        labels = [Label(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine or ()]
+        everyone: list[list[Label] | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, None if mine is None else labels)
+        if all(of_rank is None for of_rank in everyone):
+            return
+        for source, of_rank in enumerate(everyone):
+            if of_rank:
+                yield _travel(mine if source == rank else None, of_rank, source, receives, device)
+
+
+def _rounds(tensors: Iterator[tuple[str, Tensor, bool]], bucket_bytes: int) -> Iterator[list[Named] | None]:
+    """What this rank has to send in each round, then None for ever.
+
+    Cut by the sizes of all tensors that pass, this rank's or not: the ranks of a stage see tensors of the same sizes in
+    the same order, so they all stop at the same one and none waits for another inside of `hf_tensors`.
+    """
+    bucket: list[Named] = []
+    nbytes = 0
+    for name, tensor, mine in tensors:
+        if nbytes and nbytes + tensor.nbytes > bucket_bytes:
+            yield bucket
+            bucket, nbytes = [], 0
+        nbytes += tensor.nbytes
+        if mine:
+            bucket.append((name, tensor))
+    yield bucket
+    while True:
+        yield None
+
+
+def _travel(
+    mine: list[Named] | None, labels: Sequence[Label], source: int, receives: Receives, device: torch.device
+) -> list[Named]:
+    """The bucket of rank `source` (there: `mine`) on every rank, or on rank 0 and empty elsewhere."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world == 1 or (receives == "rank 0" and source == 0):
+        return mine or []
+    if receives == "rank 0" and rank not in (0, source):
+        return []
+    flat = torch.empty(sum(_padded(label.nbytes) for label in labels), dtype=torch.uint8, device=device)
+    views = list(_views(flat, labels))
+    for (_, there), (_, tensor) in zip(views, mine or ()):
+        there.copy_(tensor)
+    if receives == "every rank":
+        dist.broadcast(flat, src=source)
+        return views
+    if rank == source:
+        dist.send(flat, dst=0)
+        return []
+    dist.recv(flat, src=source)
+    return views
+
+
+def _views(flat: Tensor, labels: Sequence[Label]) -> Iterator[Named]:
+    """The tensors in a buffer of bytes."""
+    start = 0
+    for label in labels:
+        yield label.name, flat[start : start + label.nbytes].view(label.dtype).view(label.shape)
+        start += _padded(label.nbytes)
+
+
+def _padded(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,159 @@
+"""The weights of a torch_dist checkpoint, written by isoloss or by plain Megatron-Core, at any layout.
+
+Everything but the numbers is checked against the weight map as soon as a checkpoint is opened: each weight of the model
+is there once, at its shape, and no tensor of a model is left over. The optimizer's state is passed over.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isoloss.models.architecture import Architecture
+from isoloss.models.weights import manifest
+from isoloss.models.weights.checkpoint_names import FUSED_NORMS, Place, Style, places
+from isoloss.models.weights.distcp import Folder, Stored
+from isoloss.models.weights.mappings import Vocabulary
+from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.parallel.errors import UserError
+
+EMBEDDING = "embedding.word_embeddings.weight"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Rows (start, stop) of a weight: they are stored[index], or its first ones where the vocabulary is padded."""
+
+    stored: Stored
+    index: tuple[int, ...]
+    rows: tuple[int, int]
+
+
+class CheckpointWeights:
+    """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
+
+    style: how its keys are made. keys: those of the model. skipped: those of tensors that the model has no use for.
+    padded_vocab: rows of the embedding.
+    """
+
+    def __init__(self, folder: str | Path, arch: Architecture):
+        self.folder = Folder(folder)
+        self.arch = arch
+        self._check_manifest()
+        tensors = {key: stored for key, stored in self.folder.tensors.items() if not _OPTIMIZER.match(key)}
+        self._prefix = _prefix(tensors, self.folder.path)
+        self.style = _style(tensors)
+        weights = weight_map(arch)
+        self._spots = {weight.name: self._find(weight, tensors) for weight in weights}
+        used = {spot.stored.key for spots in self._spots.values() for spot in spots}
+        self.skipped = tuple(sorted(key for key in tensors.keys() - used if self._beyond(key)))
+        self.keys = tuple(sorted(used))
+        self._refuse(tensors.keys() - used - set(self.skipped))
+        self.padded_vocab = self._spots[EMBEDDING][0].stored.shape[0]
+
+    def spots(self, weight: Weight) -> tuple[Spot, ...]:
+        return self._spots[weight.name]
+
+    def dtype(self, weight: Weight) -> torch.dtype:
+        return self._spots[weight.name][0].stored.dtype
+
+    def whole(self, weight: Weight) -> Tensor:
+        """In the type of the checkpoint; the rows that pad the vocabulary are left out."""
+        target = torch.empty(weight.shape, dtype=self.dtype(weight))
+        for spot in self._spots[weight.name]:
+            self.folder.read_into(target[slice(*spot.rows)], spot.stored, spot.index)
+        return target
+
+    def _check_manifest(self) -> None:
+        """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
+        path = self.folder.path
+        if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
+            return
+        found = manifest.read(path)
+        manifest.check_sizes(path, found)
+        for field in ("family", "vocab_size"):
+            ours, theirs = getattr(self.arch, field), getattr(found, field)
+            if ours != theirs:
+                raise UserError(
+                    f"{path / manifest.NAME}: {field}={theirs!r} where config.json says {ours!r}; the checkpoint and "
+                    "config.json do not belong together"
+                )
+
+    def _find(self, weight: Weight, tensors: Mapping[str, Stored]) -> tuple[Spot, ...]:
+        spots = []
+        for place in places(weight, self.arch, self.style):
+            key = self._key(place.key, tensors)
+            self._check_shape(weight, place, tensors[key])
+            spots.append(Spot(tensors[key], place.index, place.rows))
+        return tuple(spots)
+
+    def _key(self, key: str, tensors: Mapping[str, Stored]) -> str:
+        names = [self._prefix + name for name in _spellings(key)]
+        found = [name for name in names if name in tensors]
+        if not found:
+            raise UserError(
+                f"{self.folder.path} lacks {names[0]}, which the model of its config.json has "
+                f"({self.arch.family}, {self.arch.num_layers} layers); the two do not belong together"
+            )
+        return found[0]  # a second spelling is left over, and refused as such
+
+    def _check_shape(self, weight: Weight, place: Place, stored: Stored) -> None:
+        start, stop = place.rows
+        wanted = (*place.axes, stop - start, *weight.shape[1:])
+        if isinstance(weight.form, Vocabulary) and stored.shape[1:] == wanted[1:] and stored.shape[0] >= wanted[0]:
+            wanted = stored.shape
+        if stored.shape != wanted:
+            raise UserError(
+                f"{self.folder.path}: {stored.key} has shape {list(stored.shape)} where config.json calls for "
+                f"{list(wanted)}; the checkpoint and config.json do not belong together"
+            )
+        if stored.dtype not in DTYPES:
+            raise UserError(
+                f"{self.folder.path}: {stored.key} is of type {stored.dtype}; supported are "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)}"
+            )
+
+    def _beyond(self, key: str) -> bool:
+        """Whether a tensor belongs to layers for multi-token prediction, which take no part in the model."""
+        return bool(self.arch.mtp_layers) and key.startswith(f"{self._prefix}mtp.")
+
+    def _refuse(self, left_over: Iterable[str]) -> None:
+        names = sorted(left_over)
+        if names:
+            raise UserError(
+                f"{self.folder.path} has {names[0]} ({len(names)} such), a tensor that the model of its config.json "
+                f"({self.arch.family}, {self.arch.num_layers} layers) does not have; the two do not belong together"
+            )
+
+
+def _prefix(tensors: Mapping[str, Stored], folder: Path) -> str:
+    """What stands before every key of the model: nothing, unless it was saved inside of a wrapper."""
+    found = [key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)]
+    if len(found) != 1 or not re.fullmatch(r"([a-z0-9_]+\.)*", found[0]):
+        raise UserError(
+            f"{folder} holds {len(found)} tensors named {EMBEDDING} where a checkpoint of a language model has one; "
+            "give a checkpoint that Megatron-Core wrote"
+        )
+    return found[0]
+
+
+def _style(tensors: Iterable[str]) -> Style:
+    if not any(re.search(r"(^|\.)decoder\.layers\.\d+\.", key) for key in tensors):
+        return Style.STACKED
+    apart = re.compile(r"\.linear_fc1\.(weight|bias)_w$")
+    return Style.SINGLETON if any(apart.search(key) for key in tensors) else Style.PER_LAYER
+
+
+def _spellings(key: str) -> tuple[str, ...]:
+    """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
+    Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
+    for pair in FUSED_NORMS.items():
+        for name, other in (pair, pair[::-1]):
+            if f".{name}weight" in f".{key}":
+                return key, key.replace(name, other)
+    return (key,)

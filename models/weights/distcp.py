@@ -1,0 +1,232 @@
+"""Reading a torch_dist checkpoint folder (torch.distributed.checkpoint) with no model and no process group.
+
+`.metadata` is a pickle that says which tensor pieces stand in which `.distcp` file; a `.distcp` file is a row of
+`torch.save` archives. Both are read without running anything that they could hold: an unpickler that admits only the
+classes of that format, and the numbers of a tensor straight from the mapped file, where the archive stores them as
+they are.
+"""
+
+import io
+import itertools
+import math
+import mmap
+import os
+import pickle
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata, planner
+
+from isoloss.models.weights import tensor_archive
+from isoloss.parallel.errors import UserError
+
+Shape = tuple[int, ...]
+METADATA = ".metadata"
+_CLASSES = {
+    (module.__name__, name): getattr(module, name)
+    for module, names in (
+        (metadata, ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
+                    "BytesStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING")),
+        (planner, ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
+        (filesystem, ("_StorageInfo", "_StoragePrefix")),
+    )
+    for name in names
+}  # fmt: skip
+_CLASSES |= {
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    ("pathlib", "PosixPath"): Path,
+    ("pathlib._local", "PosixPath"): Path,
+    ("collections", "OrderedDict"): dict,
+    ("builtins", "set"): set,
+}
+
+
+def is_checkpoint(folder: str | Path) -> bool:
+    return (Path(folder) / METADATA).is_file()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A block of a tensor: where it stands in the tensor, and which archive of which file holds it."""
+
+    offsets: Shape
+    sizes: Shape
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a checkpoint and its pieces."""
+
+    key: str
+    dtype: torch.dtype
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+    def at(self, index: Shape) -> Sequence[Piece]:
+        """The pieces that hold something of the tensor at these first coordinates."""
+        return self._by_index(len(index)).get(index, ())
+
+    def _by_index(self, axes: int) -> Mapping[Shape, Sequence[Piece]]:
+        if axes not in self._indexed:
+            found: dict[Shape, list[Piece]] = {}
+            for piece in self.pieces:
+                ranges = (range(start, start + size) for start, size in zip(piece.offsets[:axes], piece.sizes[:axes]))
+                for index in itertools.product(*ranges):
+                    found.setdefault(index, []).append(piece)
+            self._indexed[axes] = found
+        return self._indexed[axes]
+
+    @cached_property
+    def _indexed(self) -> dict[int, Mapping[Shape, Sequence[Piece]]]:
+        return {}
+
+
+class Folder:
+    """The tensors of a torch_dist checkpoint, by key. Files are mapped as they are needed.
+
+    Raises UserError where `.metadata` is missing or is not one, a file is missing or shorter than it says, or the
+    pieces of a tensor do not make it up.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._maps: dict[str, mmap.mmap] = {}
+        self.tensors = {stored.key: stored for stored in self._read_metadata()}
+        self._check_files()
+
+    def read_into(self, target: Tensor, stored: Stored, index: Shape = (), first_row: int = 0) -> None:
+        """Copy stored[index] from row `first_row` on into `target`, straight from the mapped files."""
+        start = (*index, *((first_row,) if target.ndim else ()), *(0,) * (target.ndim - 1))
+        size = (*(1,) * len(index), *target.shape)
+        target = target.view(size)
+        boxes: list[tuple[list[int], list[int]]] = []
+        for piece in stored.at(index):
+            low = [max(a, b) for a, b in zip(start, piece.offsets)]
+            high = [min(a + n, b + m) for a, n, b, m in zip(start, size, piece.offsets, piece.sizes)]
+            if any(a >= b for a, b in zip(low, high)):
+                continue
+            into = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))
+            of = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, piece.offsets))
+            target[into].copy_(self.piece(stored, piece)[of])
+            boxes.append((low, high))
+        filled = sum(math.prod(b - a for a, b in zip(*box)) for box in boxes)
+        if filled != target.numel() or any(_overlap(*pair) for pair in itertools.combinations(boxes, 2)):
+            raise UserError(
+                f"{self.path}: the pieces of {stored.key} do not cover {list(start)} to "
+                f"{[a + n for a, n in zip(start, size)]} once; the checkpoint is not whole, save or copy it again"
+            )
+
+    def piece(self, stored: Stored, piece: Piece) -> Tensor:
+        """A view of a piece in the mapped file, compared with its checksum; not to be written to."""
+        offset, crc32 = self.payload(stored, piece)
+        size = math.prod(piece.sizes) * stored.dtype.itemsize
+        if not size:
+            return torch.empty(piece.sizes, dtype=stored.dtype)
+        mapped = self._map(piece.file)
+        # Writers may leave the checksum out; that of the whole file then stands in the manifest.
+        if crc32 and zlib.crc32(memoryview(mapped)[offset : offset + size]) != crc32:
+            raise UserError(f"{self.path / piece.file} is damaged: {stored.key} fails its checksum; copy it again")
+        numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
+        return numbers.view(stored.dtype).view(piece.sizes)
+
+    def payload(self, stored: Stored, piece: Piece) -> tuple[int, int]:
+        """Where in its file the numbers of a piece start, and their checksum, 0 if there is none."""
+        archive = memoryview(self._map(piece.file))[piece.start : piece.start + piece.length]
+        try:
+            payload = tensor_archive.locate(archive)
+            if payload.dtype != stored.dtype or math.prod(payload.shape) != math.prod(piece.sizes):
+                raise ValueError(f"{payload.dtype} of shape {list(payload.shape)}")
+        except Exception as error:  # whatever the parsers of zip and pickle raise at damage
+            raise UserError(
+                f"{self.path / piece.file} is damaged at byte {piece.start}, where {stored.key} should stand "
+                f"({error!r}); copy it again"
+            ) from None
+        return piece.start + payload.offset, payload.crc32
+
+    # ---- how --------------------------------------------------------------------------------------------------------
+
+    def _read_metadata(self) -> Iterator[Stored]:
+        path = self.path / METADATA
+        if not path.is_file():
+            raise UserError(
+                f"{self.path} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does"
+            )
+        try:
+            found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+            where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
+            for key, entry in found.state_dict_metadata.items():
+                if isinstance(entry, metadata.TensorStorageMetadata):
+                    yield _stored(key, entry, where)
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(f"{path} is damaged or not a checkpoint's ({error!r}); copy it again") from None
+
+    def _check_files(self) -> None:
+        end: dict[str, int] = {}
+        for stored in self.tensors.values():
+            for piece in stored.pieces:
+                end[piece.file] = max(end.get(piece.file, 0), piece.start + piece.length)
+        for file, nbytes in end.items():
+            path = self.path / file
+            if not path.is_file():
+                raise UserError(f"{self.path} lacks {file}, which its {METADATA} names; copy the checkpoint again")
+            if path.stat().st_size < nbytes:
+                raise UserError(
+                    f"{path} has {path.stat().st_size} bytes where {METADATA} calls for at least {nbytes}; it was cut "
+                    "short, copy it again"
+                )
+
+    def _map(self, file: str) -> mmap.mmap:
+        if file not in self._maps:
+            descriptor = os.open(self.path / file, os.O_RDONLY)
+            try:
+                # A private mapping: torch takes no read-only memory, and nothing is ever written to it.
+                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
+            finally:
+                os.close(descriptor)
+        return self._maps[file]
+
+
+def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> Stored:
+    pieces = []
+    for chunk in entry.chunks:
+        info = where[key, chunk.offsets]
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{key} is stored as {info.transform_descriptors}")
+        if Path(info.relative_path).name != info.relative_path:
+            raise ValueError(f"{key} is stored outside of the folder, at {info.relative_path}")
+        if any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
+            raise ValueError(f"a piece of {key} reaches beyond it")
+        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+    if len({piece.offsets for piece in pieces}) != len(pieces):
+        raise ValueError(f"two pieces of {key} stand at the same place")
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(entry.size):
+        raise ValueError(f"the pieces of {key} do not add up to its shape {list(entry.size)}")
+    return Stored(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+
+
+def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> bool:
+    return all(max(a, b) < min(c, d) for a, b, c, d in zip(one[0], other[0], one[1], other[1]))
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of `.metadata`: admits the classes of the format and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
+        dtype = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")

@@ -1,0 +1,276 @@
+"""Hugging Face model folders: reading tensors one at a time, writing them as a stream of shards.
+
+Nothing here holds a whole model: a reader maps the files and returns the tensor that is asked for, a writer keeps at
+most one shard in memory.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isoloss.models.architecture import MTP_LAYERS, Architecture
+from isoloss.models.weights.weight_map import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
+from isoloss.parallel.errors import UserError
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_SHARD_BYTES = 5_000_000_000
+PARTIAL = ".partial"
+
+# What a model folder holds besides its weights; missing ones are skipped.
+SIDECARS = (
+    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates",
+)  # fmt: skip
+
+
+class WeightSource(Protocol):
+    """Where weights come from: a Hugging Face folder, a checkpoint, or made up."""
+
+    def whole(self, weight: Weight) -> Tensor:
+        """A weight before tensor parallelism, on the CPU."""
+        ...
+
+
+class HFReader:
+    """Tensors of the safetensors file(s) in a folder, read one at a time, on the CPU, in the type of the file.
+
+    Raises UserError where the folder has no safetensors, a shard of the index is missing, or a file is damaged.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._open: dict[str, safe_open] = {}
+        # Where both exist, transformers reads the single file; so do we.
+        indexed = (self.folder / INDEX).is_file() and not (self.folder / SINGLE).is_file()
+        self.file_of: Mapping[str, str] = self._from_index() if indexed else self._from_single()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._handle(name).get_slice(name).get_shape())
+
+    def get(self, part: Part) -> Tensor:
+        if part.row is None:
+            return self._handle(part.tensor).get_tensor(part.tensor)
+        return self._handle(part.tensor).get_slice(part.tensor)[part.row]
+
+    def whole(self, weight: Weight) -> Tensor:
+        return weight.form.merge([self.get(part) for part in weight.parts])
+
+    def _handle(self, name: str) -> safe_open:
+        if name not in self.file_of:
+            raise UserError(f"{self.folder} has no tensor {name}; its weights do not belong to its config.json")
+        file = self.file_of[name]
+        handle = self._opened(file)
+        if name not in set(handle.keys()):
+            raise UserError(f"{self.folder / file} lacks {name}, which {INDEX} places there; copy the folder again")
+        return handle
+
+    def _opened(self, file: str) -> safe_open:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(f"{self.folder / file} is not a safetensors file ({error}); copy it again") from None
+        return self._open[file]
+
+    def _from_index(self) -> dict[str, str]:
+        path = self.folder / INDEX
+        try:
+            file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{path} is not a safetensors index ({error!r}); copy it again") from None
+        files = set(file_of.values())
+        missing = sorted(file for file in files if not (self.folder / file).is_file())
+        if missing:
+            raise UserError(
+                f"{self.folder} lacks {missing[0]} ({len(missing)} of the {len(files)} files that {INDEX} "
+                "names are missing); finish the download"
+            )
+        return file_of
+
+    def _from_single(self) -> dict[str, str]:
+        if not (self.folder / SINGLE).is_file():
+            raise UserError(
+                f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, "
+                "or set model.from_scratch=true for random ones"
+            )
+        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+
+
+def check(source: HFReader, arch: Architecture) -> None:
+    """That `source` holds every tensor of the model at its shape, and nothing whose absence would change the model.
+
+    Reads headers only, except for a second copy of tied embeddings, which is compared.
+    Raises UserError naming the first tensor that is missing, of another shape, or left over.
+    """
+    wanted = hf_shapes(weight_map(arch))
+    present = set(source.names)
+    for name, shape in wanted.items():
+        if name not in present:
+            raise UserError(
+                f"the model's weights lack {name} of shape {list(shape)}, which its config.json calls for; "
+                "the two do not belong together"
+            )
+        if source.shape(name) != shape:
+            raise UserError(
+                f"{name} has shape {list(source.shape(name))} where config.json calls for {list(shape)}; "
+                "the weights and config.json do not belong together"
+            )
+    left_over = sorted(name for name in present - set(wanted) if not harmless(name, source, arch))
+    if left_over:
+        raise UserError(
+            f"{left_over[0]} is a tensor that this architecture does not have ({len(left_over)} such); the "
+            "weights belong to another model than config.json describes"
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor was written: a file of the folder that `finish` will rename, and its size."""
+
+    file: str
+    nbytes: int
+
+
+def write_shards(
+    folder: str | Path, tag: str, tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> dict[str, Entry]:
+    """Write Hugging Face-named tensors under temporary names; returns where each one went, for `finish`.
+
+    tag: tells the writers of one folder apart (one a pipeline stage, say); they may run at the same time.
+    A shard holds at most max_shard_bytes, or one tensor. Tensors are kept as they are until their shard is full, so the
+    caller must not overwrite one that it has yielded. A tensor yielded twice is a bug of the caller (ValueError).
+    Raises UserError where the folder already holds a model.
+    """
+    folder = Path(folder)
+    _refuse_model(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    entries: dict[str, Entry] = {}
+    for k, shard in enumerate(_fill_shards(tensors, max_shard_bytes)):
+        file = f"{tag}-{k:05d}.safetensors{PARTIAL}"
+        twice = entries.keys() & shard.keys()
+        if twice:
+            raise ValueError(f"{min(twice)} was written twice by {tag}")
+        on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in shard.items()}
+        save_file(on_cpu, folder / file, metadata={"format": "pt"})  # transformers 4 refuses a file without the format
+        entries |= {name: Entry(file, tensor.nbytes) for name, tensor in shard.items()}
+    return entries
+
+
+def finish(folder: str | Path, entries: Sequence[Mapping[str, Entry]]) -> None:
+    """Give the shards of all writers their final names and write the index; call it once, after every writer.
+
+    Order of the files: by writer, then as written. One file in all is model.safetensors, without an index. The index
+    comes last, so a folder whose export was cut short does not pass for a model.
+    """
+    folder = Path(folder)
+    _refuse_model(folder)
+    where: dict[str, Entry] = {}
+    for of_writer in entries:
+        twice = where.keys() & of_writer.keys()
+        if twice:
+            raise ValueError(f"{min(twice)} was written by two writers")
+        where |= of_writer
+    files = list(dict.fromkeys(entry.file for entry in where.values()))
+    n = len(files)
+    final = {file: SINGLE if n == 1 else f"model-{k + 1:05d}-of-{n:05d}.safetensors" for k, file in enumerate(files)}
+    for file in files:
+        (folder / file).rename(folder / final[file])
+    for stale in folder.glob(f"*.safetensors{PARTIAL}"):  # of an export that was cut short
+        stale.unlink()
+    if n > 1:
+        index = {
+            "metadata": {"total_size": sum(entry.nbytes for entry in where.values())},
+            "weight_map": {name: final[entry.file] for name, entry in where.items()},
+        }
+        partial = folder / (INDEX + PARTIAL)
+        partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        partial.rename(folder / INDEX)
+
+
+def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
+    """Copy config.json, tokenizer, chat template and generation defaults, so that `target` is a model of its own.
+
+    Raises UserError where `source` has no config.json.
+    """
+    source, target = Path(source), Path(target)
+    text = config_text(source, arch)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / "config.json").write_text(text, encoding="utf-8")
+    for name in sidecars(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source / name, target / name)
+
+
+def sidecars(source: str | Path) -> tuple[str, ...]:
+    """Relative names of the files that belong to a model besides its weights and its config.json."""
+    source = Path(source)
+    found = [path for name in SIDECARS for path in (source / name, *sorted((source / name).rglob("*")))]
+    return tuple(path.relative_to(source).as_posix() for path in found if path.is_file())
+
+
+def config_text(source: str | Path, arch: Architecture) -> str:
+    """config.json as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and for
+    layers for multi-token prediction, of which there are none. Raises UserError where `source` has none."""
+    path = Path(source) / "config.json"
+    if not path.is_file():
+        raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
+    published = path.read_text(encoding="utf-8")
+    config = json.loads(published)
+    changed = dict(config)
+    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
+    changed |= dict.fromkeys(keys, arch.dtype)
+    changed |= {name: 0 for name in MTP_LAYERS if config.get(name)}
+    return published if changed == config else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+
+
+def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    nbytes = 0
+    for name, tensor in tensors:
+        if shard and nbytes + tensor.nbytes > max_shard_bytes:
+            yield shard
+            shard, nbytes = {}, 0
+        if name in shard:
+            raise ValueError(f"{name} was written twice")
+        shard[name] = tensor
+        nbytes += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def harmless(name: str, source: HFReader, arch: Architecture) -> bool:
+    """Whether a tensor that is no weight of the model may be left out: a buffer that old exports kept, a layer for
+    multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
+    if name == LM_HEAD and arch.tie_embeddings:
+        # transformers leaves the two untied where a file holds different ones, whatever config.json says.
+        shape = source.shape(name)
+        if shape != source.shape(EMBEDDING) or not torch.equal(
+            source.get(Part(LM_HEAD, shape)), source.get(Part(EMBEDDING, shape))
+        ):
+            raise UserError(
+                f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
+                f"{EMBEDDING}; set it to false in config.json, or delete {LM_HEAD}"
+            )
+        return True
+    beyond = range(arch.num_layers, arch.num_layers + arch.mtp_layers)
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(f"model.layers.{k}." for k in beyond))
+
+
+def _refuse_model(folder: Path) -> None:
+    present = [p.name for p in folder.glob("model*.safetensors")] + [p.name for p in folder.glob(INDEX)]
+    if present:
+        raise UserError(f"{folder} already holds {min(present)}; choose an empty folder to write the model to")

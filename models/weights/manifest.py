@@ -1,0 +1,143 @@
+"""`isoloss.json`, the manifest of a checkpoint folder: what it holds, and size and checksum of every file in it.
+
+It is written last, so a folder that has one is whole. The checksum is CRC-32 (that of zip and gzip): it finds every
+flipped bit, and misses other damage once in four billion times, at several times the speed of sha256, which would cost
+more of a processor than everything else that is done to the bytes of a checkpoint.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from isoloss.models.weights.checkpoint_names import Style
+from isoloss.parallel.errors import UserError
+
+NAME = "isoloss.json"
+VERSION = 1
+KINDS = ("converted", "trained")
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """bytes: size of a file. crc32: its checksum, eight hexadecimal digits."""
+
+    bytes: int
+    crc32: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """
+    kind: "converted" from a Hugging Face folder, or "trained".
+    family: of the architecture, such as "llama". vocab_size: the true one, without padding rows.
+    key_style: how the weights are named (checkpoint_names). dtypes: of the weights, sorted, such as ("bfloat16",).
+    num_tensors: tensors that the checkpoint's own metadata names.
+    files: every other file of the folder by its relative name, with "/" on every system.
+    """
+
+    kind: str
+    family: str
+    vocab_size: int
+    key_style: Style
+    dtypes: tuple[str, ...]
+    num_tensors: int
+    files: Mapping[str, FileRecord]
+
+    def to_json(self) -> str:
+        fields = {
+            "format": VERSION, "kind": self.kind, "family": self.family, "vocab_size": self.vocab_size,
+            "key_style": self.key_style.value, "dtypes": list(self.dtypes), "num_tensors": self.num_tensors,
+            "files": files_to_json(self.files),
+        }  # fmt: skip
+        return json.dumps(fields, indent=2) + "\n"
+
+
+def read(folder: str | Path) -> Manifest:
+    """The manifest of a checkpoint folder. Raises UserError where it is missing, damaged or of a later format."""
+    path = Path(folder) / NAME
+    fields = read_json(path, "the checkpoint is not complete, or isoloss did not write it; convert or save it again")
+    if fields.get("format") != VERSION:
+        raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")
+    try:
+        manifest = Manifest(
+            kind=fields["kind"],
+            family=str(fields["family"]),
+            vocab_size=int(fields["vocab_size"]),
+            key_style=Style(fields["key_style"]),
+            dtypes=tuple(map(str, fields["dtypes"])),
+            num_tensors=int(fields["num_tensors"]),
+            files=files_from_json(fields["files"]),
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path} is damaged ({error!r}); convert or save the checkpoint again") from None
+    if manifest.kind not in KINDS:
+        raise UserError(f"{path}: kind={manifest.kind!r} is not one of {', '.join(KINDS)}; convert or save it again")
+    return manifest
+
+
+def check_sizes(folder: str | Path, manifest: Manifest) -> None:
+    """That every file is there at its size; reads none of them. Raises UserError naming the first that is not."""
+    folder = Path(folder)
+    for name, record in manifest.files.items():
+        path = folder / name
+        if not path.is_file():
+            raise UserError(f"{folder} lacks {name}, which its {NAME} names; copy or convert the checkpoint again")
+        size = path.stat().st_size
+        if size != record.bytes:
+            raise UserError(f"{path} has {size} bytes instead of {record.bytes}; copy or convert the checkpoint again")
+
+
+def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
+    """That these files (default: all) hold the bytes that were written; reads them whole.
+
+    Raises UserError naming the first that does not.
+    """
+    folder = Path(folder)
+    check_sizes(folder, manifest)
+    for name in manifest.files if names is None else names:
+        if crc32(folder / name) != manifest.files[name].crc32:
+            raise UserError(f"{folder / name} is damaged (its CRC-32 differs); copy or convert the checkpoint again")
+
+
+def crc32(path: Path) -> str:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            checksum = zlib.crc32(block, checksum)
+    return f"{checksum:08x}"
+
+
+def sync(path: str | Path) -> None:
+    """Have a file, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_json(path: Path, mend: str) -> dict[str, Any]:
+    """A JSON object from a file. mend: ends the UserError that a missing or damaged one raises."""
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {mend}") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}); {mend}") from None
+    if not isinstance(fields, dict):
+        raise UserError(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
+    return fields
+
+
+def files_to_json(files: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    return {name: asdict(record) for name, record in sorted(files.items())}
+
+
+def files_from_json(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, FileRecord]:
+    """The reverse of `files_to_json`. Raises KeyError, TypeError, ValueError or AttributeError where it is not one."""
+    return {name: FileRecord(int(entry["bytes"]), str(entry["crc32"])) for name, entry in fields.items()}

@@ -1,0 +1,223 @@
+"""The weight map: every weight of a model, by its Megatron-Core name and by its Hugging Face names.
+
+One map serves loading, exporting, gradients and the checkpoint converter, so they cannot disagree. Names are global
+(layers and experts counted over the whole model, not within a rank) and follow Megatron-Core's local layer spec;
+`checkpoint_names` tells what they are called in a checkpoint.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from isoloss.models.architecture import Architecture, Latent
+from isoloss.models.weights.mappings import (
+    Columns,
+    Form,
+    GateUp,
+    InterleavedGateUp,
+    Qkv,
+    Replicated,
+    Rows,
+    TransposedRows,
+    Vocabulary,
+)
+
+Shape = tuple[int, ...]
+EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+VALUE_HEAD = "score.weight"  # what transformers calls the head of its classifiers
+
+
+@dataclass(frozen=True)
+class Part:
+    """A Hugging Face tensor, or one row of dim 0 of a tensor that holds the same thing for every expert.
+
+    shape: of the part. row, rows: which of how many; None for a whole tensor.
+    """
+
+    tensor: str
+    shape: Shape
+    row: int | None = None
+    rows: int | None = None
+
+    @property
+    def tensor_shape(self) -> Shape:
+        return self.shape if self.rows is None else (self.rows, *self.shape)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One Megatron-Core parameter (or, for `trained=False`, buffer).
+
+    name: its global name in GPTModel.
+    shape: before tensor parallelism, vocabulary at its true size.
+    parts: what it is made of, in the order that `form.merge` takes them.
+    layer, expert: which it belongs to, or None.
+    trained: False for the experts' selection bias, which no gradient reaches and which is always float32.
+    """
+
+    name: str
+    shape: Shape
+    parts: tuple[Part, ...]
+    form: Form
+    layer: int | None = None
+    expert: int | None = None
+    trained: bool = True
+
+
+def weight_map(arch: Architecture) -> tuple[Weight, ...]:
+    """Every weight of the model, in model order. A tied output projection is not a weight of its own."""
+    hidden, vocabulary = arch.hidden_size, Vocabulary(arch.vocab_size)
+    table: Shape = (arch.vocab_size, hidden)
+    weights = [_whole("embedding.word_embeddings.weight", EMBEDDING, table, vocabulary)]
+    for layer in range(arch.num_layers):
+        weights += _layer(arch, layer)
+    weights.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated()))
+    if arch.critic:
+        weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), Rows()))
+    elif not arch.tie_embeddings:
+        weights.append(_whole("output_layer.weight", LM_HEAD, table, vocabulary))
+    return tuple(weights)
+
+
+def hf_shapes(weights: tuple[Weight, ...]) -> dict[str, Shape]:
+    """The Hugging Face tensors that these weights are made of, in the order of the map."""
+    return {part.tensor: part.tensor_shape for weight in weights for part in weight.parts}
+
+
+def num_parameters(arch: Architecture) -> int:
+    """Number of weights, each counted once: a tied output projection adds nothing, vocabulary padding is left out."""
+    total = 0
+    for weight in weight_map(arch):
+        size = 1
+        for length in weight.shape:
+            size *= length
+        total += size if weight.trained else 0
+    return total
+
+
+def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
+    mcore, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    norm: Shape = (arch.hidden_size,)
+    yield _whole(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", norm, Replicated(), layer)
+    if arch.latent:
+        yield from _latent_attention(arch, arch.latent, layer)
+    else:
+        yield from _attention(arch, layer)
+    yield _whole(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", norm, Replicated(), layer)
+    if arch.has_experts(layer):
+        yield from _experts(arch, layer)
+    else:
+        yield from _mlp(f"{mcore}mlp.", f"{hf}mlp.", arch.hidden_size, arch.intermediate_size, layer)
+
+
+def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
+    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    hidden, d = arch.hidden_size, arch.head_dim
+    qkv = Qkv(arch.num_heads, arch.num_kv_heads, d)
+    sizes = (arch.num_heads * d, arch.num_kv_heads * d, arch.num_kv_heads * d)
+    for kind, rest in _kinds(arch.qkv_bias, (hidden,)):
+        parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes))
+        yield Weight(f"{mcore}linear_qkv.{kind}", (sum(sizes), *rest), parts, qkv, layer)
+    if arch.qk_norm:
+        for letter in "qk":
+            yield _whole(f"{mcore}{letter}_layernorm.weight", f"{hf}{letter}_norm.weight", (d,), Replicated(), layer)
+    if arch.sinks:
+        yield _whole(f"{mcore}core_attention.softmax_offset", f"{hf}sinks", (arch.num_heads,), Columns(), layer)
+    yield from _output_projection(arch, layer)
+
+
+def _latent_attention(arch: Architecture, latent: Latent, layer: int) -> Iterator[Weight]:
+    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    hidden, heads = arch.hidden_size, arch.num_heads
+    queries = heads * arch.head_dim
+    if latent.q_rank is None:
+        yield _whole(f"{mcore}linear_q_proj.weight", f"{hf}q_proj.weight", (queries, hidden), Columns(), layer)
+    else:
+        yield from _latent(f"{mcore}q", f"{mcore}linear_q", f"{hf}q_a_proj", f"{hf}q_a_layernorm", f"{hf}q_b_proj",
+                           (latent.q_rank, latent.q_rank, queries), hidden, layer)  # fmt: skip
+    yield from _latent(f"{mcore}kv", f"{mcore}linear_kv", f"{hf}kv_a_proj_with_mqa", f"{hf}kv_a_layernorm",
+                       f"{hf}kv_b_proj", (latent.kv_rank + latent.rope_dim, latent.kv_rank,
+                                          heads * (latent.nope_dim + latent.value_dim)), hidden, layer)  # fmt: skip
+    yield from _output_projection(arch, layer)
+
+
+def _latent(
+    norm: str, linear: str, hf_down: str, hf_norm: str, hf_up: str, sizes: Shape, hidden: int, layer: int
+) -> Iterator[Weight]:
+    """The projection down to a latent, its norm and the projection up again. sizes: of their outputs."""
+    down, rank, up = sizes
+    yield _whole(f"{linear}_down_proj.weight", f"{hf_down}.weight", (down, hidden), Replicated(), layer)
+    yield _whole(f"{norm}_layernorm.weight", f"{hf_norm}.weight", (rank,), Replicated(), layer)
+    yield _whole(f"{linear}_up_proj.weight", f"{hf_up}.weight", (up, rank), Columns(), layer)
+
+
+def _output_projection(arch: Architecture, layer: int) -> Iterator[Weight]:
+    mcore, hf = f"decoder.layers.{layer}.self_attention.linear_proj.", f"model.layers.{layer}.self_attn.o_proj."
+    shape = (arch.hidden_size, arch.num_heads * arch.value_dim)
+    yield _whole(f"{mcore}weight", f"{hf}weight", shape, Rows(), layer)
+    if arch.linear_bias:
+        yield _whole(f"{mcore}bias", f"{hf}bias", (arch.hidden_size,), Replicated(), layer)
+
+
+def _mlp(
+    mcore: str,
+    hf: str,
+    hidden: int,
+    wide: int,
+    layer: int,
+    expert: int | None = None,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> Iterator[Weight]:
+    gate, up, down = names
+    parts = tuple(Part(f"{hf}{name}.weight", (wide, hidden)) for name in (gate, up))
+    yield Weight(f"{mcore}linear_fc1.weight", (2 * wide, hidden), parts, GateUp(), layer, expert)
+    yield _whole(f"{mcore}linear_fc2.weight", f"{hf}{down}.weight", (hidden, wide), Rows(), layer, expert)
+
+
+def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
+    moe = arch.experts
+    assert moe is not None
+    mcore, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.{moe.names.module}."
+    router = f"{hf}{moe.names.router}"
+    shape: Shape = (moe.count, arch.hidden_size)
+    yield _whole(f"{mcore}router.weight", f"{router}.weight", shape, Replicated(), layer)
+    if arch.linear_bias:
+        yield _whole(f"{mcore}router.bias", f"{router}.bias", (moe.count,), Replicated(), layer)
+    if moe.selection_bias:
+        bias = Part(f"{router}.e_score_correction_bias", (moe.count,))
+        yield Weight(f"{mcore}router.expert_bias", bias.shape, (bias,), Replicated(), layer, trained=False)
+    if moe.shared_size:
+        yield from _mlp(f"{mcore}shared_experts.", f"{hf}shared_experts.", arch.hidden_size, moe.shared_size, layer)
+    for expert in range(moe.count):
+        name = f"{mcore}experts.local_experts.{expert}."
+        if moe.names.stacked:
+            yield from _stacked_expert(arch, name, f"{hf}experts.", layer, expert)
+        else:
+            prefix, sizes = f"{hf}experts.{expert}.", (arch.hidden_size, moe.intermediate_size)
+            yield from _mlp(name, prefix, *sizes, layer, expert, moe.names.projections)
+
+
+def _stacked_expert(arch: Architecture, mcore: str, hf: str, layer: int, expert: int) -> Iterator[Weight]:
+    """An expert whose tensors hold all experts."""
+    assert arch.experts is not None
+    hidden, wide, count = arch.hidden_size, arch.experts.intermediate_size, arch.experts.count
+
+    def of(tensor: str, shape: Shape) -> tuple[Part]:
+        return (Part(hf + tensor, shape, expert, count),)
+
+    fc1, fc2 = f"{mcore}linear_fc1.", f"{mcore}linear_fc2."
+    gate_up = InterleavedGateUp()
+    yield Weight(f"{fc1}weight", (2 * wide, hidden), of("gate_up_proj", (hidden, 2 * wide)), gate_up, layer, expert)
+    yield Weight(f"{fc1}bias", (2 * wide,), of("gate_up_proj_bias", (2 * wide,)), gate_up, layer, expert)
+    yield Weight(f"{fc2}weight", (hidden, wide), of("down_proj", (wide, hidden)), TransposedRows(), layer, expert)
+    yield Weight(f"{fc2}bias", (hidden,), of("down_proj_bias", (hidden,)), Replicated(), layer, expert)
+
+
+def _kinds(with_bias: bool, rest: Shape) -> tuple[tuple[str, Shape], ...]:
+    """What a linear layer has besides its output features: a weight and perhaps a bias."""
+    return (("weight", rest), ("bias", ())) if with_bias else (("weight", rest),)
+
+
+def _whole(
+    name: str, hf_name: str, shape: Shape, form: Form, layer: int | None = None, expert: int | None = None
+) -> Weight:
+    return Weight(name, shape, (Part(hf_name, shape),), form, layer, expert)

@@ -1,0 +1,391 @@
+"""config.json, in both spellings, to an Architecture; and every field that is not understood refused by name."""
+
+import json
+import math
+
+import pytest
+import torch
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from isoloss.models.architecture import (
+    Architecture,
+    ExpertNames,
+    Experts,
+    Latent,
+    LinearScaling,
+    Llama3Scaling,
+    Rope,
+    YarnScaling,
+)
+from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from isoloss.models.families.registry import FAMILIES, read_architecture
+from isoloss.models.weights.weight_map import num_parameters
+from isoloss.parallel.errors import UserError
+
+# As published on the hub, by transformers 4.
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009], "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False, "model_type": "llama",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+    "rms_norm_eps": 1e-05, "rope_scaling": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                            "original_max_position_embeddings": 8192, "rope_type": "llama3"},
+    "rope_theta": 500000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.42.3", "use_cache": True, "vocab_size": 128256,
+}  # fmt: skip
+QWEN25_7B = {
+    "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151643,
+    "hidden_act": "silu", "hidden_size": 3584, "initializer_range": 0.02, "intermediate_size": 18944,
+    "max_position_embeddings": 131072, "max_window_layers": 28, "model_type": "qwen2", "num_attention_heads": 28,
+    "num_hidden_layers": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": 131072, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1", "use_cache": True, "use_mrope": False, "use_sliding_window": False,
+    "vocab_size": 152064,
+}  # fmt: skip
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 151643,
+    "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,
+    "intermediate_size": 12288, "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+    "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False,
+    "vocab_size": 151936,
+}  # fmt: skip
+MISTRAL_7B = {
+    "architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+    "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000,
+}  # fmt: skip
+MIXTRAL_8X7B = {
+    "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+    "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+    "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": False,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": True,
+    "vocab_size": 32000,
+}  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "bos_token_id": 151643, "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 2048, "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "max_window_layers": 48, "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False, "rms_norm_eps": 1e-06,
+    "rope_scaling": None, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": None,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": True,
+    "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+DEEPSEEK_V3 = {  # without its quantization_config
+    "architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}, "bos_token_id": 0, "eos_token_id": 1,
+    "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu", "hidden_size": 7168, "initializer_range": 0.02,
+    "intermediate_size": 18432, "kv_lora_rank": 512, "max_position_embeddings": 163840, "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048, "moe_layer_freq": 1, "n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1,
+    "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8, "num_hidden_layers": 61,
+    "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "tie_word_embeddings": False,
+    "topk_group": 4, "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.33.1",
+    "use_cache": True, "v_head_dim": 128, "vocab_size": 129280,
+}  # fmt: skip
+GLM_45_AIR = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+    "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+GPT_OSS_20B = {  # without its quantization_config
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05,
+    "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                     "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+HUB = [
+    (llama, LLAMA_31_8B, LlamaConfig), (mistral, MISTRAL_7B, MistralConfig), (qwen2, QWEN25_7B, Qwen2Config),
+    (qwen3, QWEN3_8B, Qwen3Config), (qwen3_moe, QWEN3_30B_A3B, Qwen3MoeConfig), (mixtral, MIXTRAL_8X7B, MixtralConfig),
+    (deepseek_v3, DEEPSEEK_V3, DeepseekV3Config), (glm4_moe, GLM_45_AIR, Glm4MoeConfig),
+    (gpt_oss, GPT_OSS_20B, GptOssConfig),
+]  # fmt: skip
+LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
+          "original_max_position_embeddings": 512, "rope_theta": 500000.0}  # fmt: skip
+
+
+def test_llama_31_8b_as_published():
+    assert llama.architecture(LLAMA_31_8B) == Architecture(
+        family="llama", num_layers=32, hidden_size=4096, num_heads=32, num_kv_heads=8, head_dim=128,
+        intermediate_size=14336, vocab_size=128256, norm_eps=1e-5,
+        rope=Rope(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192)), qkv_bias=False, qk_norm=False, tie_embeddings=False,
+        max_positions=131072, dtype="bfloat16", rotary_dim=128,
+    )  # fmt: skip
+
+
+def test_qwen_as_published():
+    arch = qwen2.architecture(QWEN25_7B)
+    assert (arch.head_dim, arch.num_kv_heads, arch.rope) == (128, 4, Rope(1e6))
+    assert arch.qkv_bias and not arch.qk_norm
+    arch = qwen3.architecture(QWEN3_8B)
+    assert (arch.head_dim, arch.num_kv_heads, arch.rope) == (128, 8, Rope(1e6))
+    assert arch.qk_norm and not arch.qkv_bias
+
+
+def test_other_families_as_published():
+    assert mistral.architecture(MISTRAL_7B).windows == (4096,) * 32
+    arch = mixtral.architecture(MIXTRAL_8X7B)
+    names = ExpertNames("block_sparse_moe", "gate", ("w1", "w3", "w2"))
+    assert arch.windows == () and arch.experts == Experts(8, 2, 14336, "softmax", True, names=names)
+    assert qwen3_moe.architecture(QWEN3_30B_A3B).experts == Experts(128, 8, 768, "softmax", True)
+    arch = deepseek_v3.architecture(DEEPSEEK_V3)
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048, 3)
+    assert arch.latent == Latent(1536, 512, 128, 64, 128) and (arch.head_dim, arch.rotary_dim) == (192, 64)
+    mscale = 0.1 * math.log(40) + 1
+    assert arch.rope == Rope(10000.0, YarnScaling(40, 4096, 32, 1, True, 1.0, mscale**2), interleaved=True)
+    assert arch.mtp_layers == 1
+    arch = glm4_moe.architecture(GLM_45_AIR)
+    assert (arch.head_dim, arch.rotary_dim, arch.qkv_bias, arch.qk_norm) == (128, 64, True, False)
+    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408, 1)
+    arch = gpt_oss.architecture(GPT_OSS_20B)
+    assert arch.windows == (128, None) * 12 and arch.sinks and arch.linear_bias and arch.clamped_swiglu
+    assert arch.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
+
+
+@pytest.mark.parametrize(("published", "billions"), [
+    (LLAMA_31_8B, 8.030261248), (MISTRAL_7B, 7.241732096), (QWEN25_7B, 7.615616512), (QWEN3_8B, 8.190735360),
+    (QWEN3_30B_A3B, 30.532122624), (MIXTRAL_8X7B, 46.702792704), (DEEPSEEK_V3, 671.026404352),
+    (GPT_OSS_20B, 20.914757184),
+])  # fmt: skip
+def test_number_of_parameters_is_the_published_one(published, billions):
+    assert num_parameters(FAMILIES[published["architectures"][0]].architecture(published)) == round(billions * 1e9)
+
+
+@pytest.mark.parametrize(("family", "published", "config_class"), HUB)
+def test_the_spellings_of_transformers_4_and_5_mean_the_same(family, published, config_class, tmp_path):
+    config = config_class(**published)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "rope_parameters" in saved and "rope_theta" not in saved  # it is the other spelling that is tested here
+    expected = family.architecture(published)
+    assert family.architecture(saved) == expected
+    assert family.architecture(config.to_dict()) == expected
+    assert read_architecture(tmp_path) == expected
+
+
+@pytest.mark.parametrize(("family", "config_class"), [(llama, LlamaConfig), (qwen2, Qwen2Config), (qwen3, Qwen3Config)])
+def test_the_defaults_of_transformers_are_understood(family, config_class):
+    config = config_class()
+    arch = family.architecture(config.to_dict())
+    assert (arch.hidden_size, arch.num_layers, arch.vocab_size) == (4096, 32, config.vocab_size)
+    assert arch.rope == Rope(10000.0)
+    assert (arch.dtype, arch.tie_embeddings) == ("float32", False)
+
+
+@pytest.mark.parametrize("rope", [
+    {"rope_type": "default", "rope_theta": 10000.0}, {"rope_type": "default", "rope_theta": 1000000},
+    {"rope_type": "default", "rope_theta": 12345.678}, {"rope_type": "linear", "factor": 3.0, "rope_theta": 10000.0},
+    {"rope_type": "linear", "factor": 4, "rope_theta": 500000.0}, LLAMA3,
+    {**LLAMA3, "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192},
+])  # fmt: skip
+@pytest.mark.parametrize("head_dim", [8, 64, 96, 128])
+def test_inv_freq_is_bit_equal_to_transformers(rope, head_dim):
+    config = LlamaConfig(hidden_size=4 * head_dim, num_attention_heads=4, rope_parameters=dict(rope))
+    if rope["rope_type"] == "default":
+        expected = LlamaRotaryEmbedding(config).inv_freq
+    else:
+        expected, attention_factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, None)
+        assert attention_factor == 1.0
+    inv_freq = llama.architecture(config.to_dict()).rope.inv_freq(head_dim)
+    assert inv_freq.dtype == torch.float32 and inv_freq.shape == (head_dim // 2,)
+    assert torch.equal(inv_freq, expected)
+
+
+@pytest.mark.parametrize("truncate", [True, False])
+@pytest.mark.parametrize(("theta", "factor", "original"), [(1e6, 4.0, 32768), (1e4, 40.0, 4096), (150000.0, 32.0, 64)])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_inv_freq_of_yarn_is_bit_equal_to_transformers(head_dim, theta, factor, original, truncate):
+    rope = {"rope_type": "yarn", "rope_theta": theta, "factor": factor, "truncate": truncate,
+            "original_max_position_embeddings": original}  # fmt: skip
+    config = Qwen2Config(hidden_size=4 * head_dim, num_attention_heads=4, num_key_value_heads=4, rope_parameters=rope)
+    expected, attention_factor = ROPE_INIT_FUNCTIONS["yarn"](config, None)
+    found = qwen2.architecture(config.to_dict()).rope
+    assert torch.equal(found.inv_freq(head_dim), expected)
+    assert found.cos_sin_factor == attention_factor
+
+
+def test_old_spelling_of_linear_scaling():
+    arch = llama.architecture({**LLAMA_31_8B, "rope_scaling": {"type": "linear", "factor": 2.0}})
+    assert arch.rope == Rope(500000.0, LinearScaling(2.0))
+
+
+def test_absent_kv_heads_mean_multi_head_attention_for_llama_only():
+    assert llama.architecture({k: v for k, v in LLAMA_31_8B.items() if k != "num_key_value_heads"}).num_kv_heads == 32
+    with pytest.raises(UserError, match="num_key_value_heads is missing"):
+        qwen2.architecture({k: v for k, v in QWEN25_7B.items() if k != "num_key_value_heads"})
+
+
+@pytest.mark.parametrize(
+    ("family", "config_class"), [(llama, LlamaConfig), (mistral, MistralConfig), (qwen3, Qwen3Config)]
+)
+def test_an_absent_head_width_is_that_of_transformers(family, config_class):
+    """Qwen3's is 128 whatever the hidden size."""
+    config = {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8}
+    saved = {k: v for k, v in config_class(**config).to_dict().items() if k != "head_dim"}
+    wanted = config_class(**config).head_dim
+    assert family.architecture(saved).head_dim == (128 if family is qwen3 else 64) == wanted
+
+
+REFUSED = [
+    (LLAMA_31_8B, {"hidden_act": "gelu"}, "hidden_act='gelu' .* only 'silu' is"),
+    (LLAMA_31_8B, {"attention_bias": True}, "attention_bias=True"),
+    (LLAMA_31_8B, {"mlp_bias": True}, "mlp_bias=True"),
+    (LLAMA_31_8B, {"pretraining_tp": 2}, "pretraining_tp=2"),
+    (LLAMA_31_8B, {"rope_interleaved": True}, "rope_interleaved=True"),
+    (LLAMA_31_8B, {"num_hidden_layers": True}, "num_hidden_layers=True must be a positive integer"),
+    (LLAMA_31_8B, {"attention_dropout": 0.1}, "attention_dropout=0.1"),
+    (LLAMA_31_8B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+    (LLAMA_31_8B, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+    (LLAMA_31_8B, {"auto_map": {"AutoModel": "x.Y"}}, "auto_map="),
+    (LLAMA_31_8B, {"sliding_window": 4096}, "sliding_window=4096"),
+    (LLAMA_31_8B, {"model_type": "mistral"}, "model_type='mistral'"),
+    (LLAMA_31_8B, {"residual_multiplier": 0.5}, "residual_multiplier=0.5 is a field that the llama family"),
+    (LLAMA_31_8B, {"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
+    (LLAMA_31_8B, {"num_attention_heads": 24}, "hidden_size=4096 is not a multiple of num_attention_heads=24"),
+    (LLAMA_31_8B, {"head_dim": 31}, "head_dim=31 must be even"),
+    (LLAMA_31_8B, {"hidden_size": "4096"}, "hidden_size='4096' must be a positive integer"),
+    (LLAMA_31_8B, {"rms_norm_eps": None}, "rms_norm_eps is missing"),
+    (LLAMA_31_8B, {"tie_word_embeddings": "no"}, "tie_word_embeddings='no' must be true or false"),
+    (LLAMA_31_8B, {"torch_dtype": "float8_e4m3fn"}, "torch_dtype='float8_e4m3fn' is not supported"),
+    (LLAMA_31_8B, {"dtype": "float32"}, "dtype='float32' contradicts torch_dtype='bfloat16'"),
+    (LLAMA_31_8B, {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.rope_type='dynamic'"),
+    (LLAMA_31_8B, {"rope_scaling": {"rope_type": ["linear"]}}, "rope_scaling.rope_type="),
+    (
+        LLAMA_31_8B,
+        {"rope_scaling": {**LLAMA3, "original_max_position_embeddings": 8.5, "rope_theta": None}},
+        "rope_scaling.original_max_position_embeddings=8.5 must be a positive integer",
+    ),
+    (LLAMA_31_8B, {"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is missing"),
+    (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "rope_type": "default"}}, "type='linear' contradicts"),
+    (LLAMA_31_8B, {"rope_scaling": {"type": "linear", "factor": 2.0, "beta_fast": 1}}, "rope_scaling.beta_fast=1"),
+    (LLAMA_31_8B, {"rope_scaling": {**LLAMA3, "rope_theta": 1.0}}, "rope_theta=500000.0 contradicts"),
+    (LLAMA_31_8B, {"rope_scaling": {**LLAMA3, "high_freq_factor": 1.0}}, "must be greater than low_freq_factor=2.0"),
+    (LLAMA_31_8B, {"rope_parameters": LLAMA3}, "stands beside rope_parameters"),
+    (LLAMA_31_8B, {"rope_scaling": {**LLAMA3, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
+    (QWEN25_7B, {"use_sliding_window": True}, "use_sliding_window=True"),
+    (QWEN25_7B, {"use_mrope": True}, "use_mrope=True"),
+    (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0, "beta_fast": 0}}, "rope_scaling.beta_fast=0 must be"),
+    (QWEN25_7B, {"layer_types": ["full_attention"] * 27 + ["sliding_attention"]}, "layer_types='sliding_attention'"),
+    (QWEN25_7B, {"layer_types": ["full_attention"] * 27}, "layer_types='27 entries' must have num_hidden_layers=28"),
+    (QWEN3_8B, {"attention_bias": True}, "attention_bias=True"),
+    (QWEN3_8B, {"use_sliding_window": True}, "use_sliding_window=True"),
+    (QWEN25_7B, {"rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": "x"}}, "rope_scaling.mscale='x' must be"),
+    (MISTRAL_7B, {"sliding_window": 0}, "sliding_window=0 must be a positive integer"),
+    (
+        MISTRAL_7B,
+        {"layer_types": ["chunked_attention"] * 32},
+        "layer_types='chunked_attention' is not supported; one of",
+    ),
+    (MIXTRAL_8X7B, {"num_experts": 4}, "num_experts=4 contradicts num_local_experts=8"),
+    (MIXTRAL_8X7B, {"num_experts_per_tok": 9}, "num_experts_per_tok=9 exceeds the experts that can be chosen, of 8"),
+    (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 is not supported"),
+    (MIXTRAL_8X7B, {"output_router_logits": True}, "output_router_logits=True"),
+    (QWEN3_30B_A3B, {"decoder_sparse_step": 2}, "decoder_sparse_step=2"),
+    (QWEN3_30B_A3B, {"mlp_only_layers": [0]}, r"mlp_only_layers=\[0\]"),
+    (QWEN3_30B_A3B, {"num_experts": None}, "num_experts is missing"),
+    (QWEN3_30B_A3B, {"norm_topk_prob": 1}, "norm_topk_prob=1 must be true or false"),
+    (DEEPSEEK_V3, {"quantization_config": {"quant_method": "fp8"}}, "quantization_config={'quant_method': 'fp8'}"),
+    (DEEPSEEK_V3, {"scoring_func": "softmax"}, "scoring_func='softmax'"),
+    (DEEPSEEK_V3, {"n_group": 7}, "n_group=7 must divide the number of experts, 256"),
+    (DEEPSEEK_V3, {"topk_group": 9}, "topk_group=9 must not exceed n_group=8"),
+    (DEEPSEEK_V3, {"num_key_value_heads": 8}, "num_key_value_heads=8 must be num_attention_heads=128"),
+    (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
+    (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 must be a whole number"),
+    (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+    (GLM_45_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be a number greater than 0"),
+    (GLM_45_AIR, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "together with YaRN's attention factor"),
+    (GLM_45_AIR, {"sliding_window": 128}, "sliding_window=128 is a field that the glm4_moe family does not know"),
+    (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok"),
+    (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
+    (GPT_OSS_20B, {"sliding_window": None}, "sliding_window is missing"),
+    (QWEN3_8B, {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention="),
+]
+
+
+@pytest.mark.parametrize(("published", "change", "message"), REFUSED, ids=[next(iter(c)) for _, c, _ in REFUSED])
+def test_what_is_not_understood_is_refused_by_name(published, change, message):
+    family = FAMILIES[published["architectures"][0]]
+    with pytest.raises(UserError, match=message) as refusal:
+        family.architecture({**published, **change})
+    assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
+
+
+def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
+    def refused(match, text=None):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(UserError, match=match):
+            read_architecture(tmp_path)
+
+    with pytest.raises(UserError, match=r"nowhere is not a folder"):
+        read_architecture(tmp_path / "nowhere")
+    refused("has no config.json")
+    refused("is not valid JSON", "{")
+    refused("must hold a JSON object, not list", "[]")
+    refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Mistral", "{}")
+    refused("did you mean Qwen3MoeForCausalLM", json.dumps({"architectures": ["Qwen2MoeForCausalLM"]}))
+    refused(f"{tmp_path}/config.json: mlp_bias=True", json.dumps({**LLAMA_31_8B, "mlp_bias": True}))
+
+
+@pytest.mark.parametrize(
+    ("family", "published", "absent", "of", "value"),
+    [
+        (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
+        (gpt_oss, GPT_OSS_20B, "layer_types", "windows", (128, None) * 12),
+        (mistral, MISTRAL_7B, "layer_types", "windows", (4096,) * 32),
+        (mixtral, MIXTRAL_8X7B, "rope_theta", "rope", Rope(1e6)),
+        (qwen3, QWEN3_8B, "head_dim", "head_dim", 128),
+        (qwen3_moe, QWEN3_30B_A3B, "rope_theta", "rope", Rope(1e4)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_an_absent_field_means_what_transformers_takes(family, published, absent, of, value):
+    """The numbers are the defaults of its configuration classes; some differ from those of Llama."""
+    config = {name: v for name, v in published.items() if name != absent}
+    assert getattr(family.architecture(config), of) == value
+
+
+def test_experts_are_not_normalized_unless_the_file_says_so():
+    assert qwen3_moe.architecture(QWEN3_30B_A3B).experts.normalize
+    config = {name: value for name, value in QWEN3_30B_A3B.items() if name != "norm_topk_prob"}
+    assert not qwen3_moe.architecture(config).experts.normalize
+
+
+def test_mscale_changes_the_softmax_of_latent_attention_only():
+    yarn = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096, "mscale_all_dim": 1.0}
+    assert deepseek_v3.architecture(DEEPSEEK_V3).rope.softmax_factor == pytest.approx((0.1 * math.log(40) + 1) ** 2)
+    assert llama.architecture({**LLAMA_31_8B, "rope_scaling": yarn}).rope.softmax_factor == 1.0
