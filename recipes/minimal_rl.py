@@ -27,7 +27,7 @@ from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig,
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import load_prompts, prompt_order
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
 from isoloss.models.families.registry import read_architecture

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backend import Bucket, RolloutBackend
+from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded

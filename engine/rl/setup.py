@@ -13,13 +13,13 @@ from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.output import Fingerprint
-from isoloss.engine.rl.backend import RolloutBackend
+from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.rl.backends.protocol import RolloutBackend
+from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
-from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError, launch
 

@@ -10,7 +10,7 @@ from support.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl import generation
-from isoloss.engine.rl.generation import check_requests, choose, exponentials, generate, noise_key
+from isoloss.engine.rl.backends.generation import check_requests, choose, exponentials, generate, noise_key
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 

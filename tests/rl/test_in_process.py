@@ -7,7 +7,7 @@ from support import rollouts
 from support.families import MODELS, VOCAB, tensors_of
 from transformers import AutoModelForCausalLM
 
-from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
 

@@ -13,10 +13,11 @@ import pytest
 from support import families
 from support.servers import MODEL
 
+from isoloss.engine.rl.backends.servers.process import ServerProcess
+from isoloss.engine.rl.backends.servers.server import ServerLost
+from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang.backend import SGLangBackend
-from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer
-from isoloss.engine.rl.sglang.process import ServerProcess
 
 ROOT = Path(__file__).parents[2]
 DOUBLE = f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}}"

@@ -10,7 +10,8 @@ import torch
 from support.servers import MODEL, VOCAB, buckets, greedy, policy, requests, worst
 from support.waiting import LONG, until
 
-from isoloss.engine.rl.sglang.client import Refused, SGLangServer
+from isoloss.engine.rl.backends.servers.server import Refused
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError
 

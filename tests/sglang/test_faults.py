@@ -7,7 +7,7 @@ import pytest
 from support.servers import buckets, on_two_ranks, policy, requests, worst
 from transformers import AutoModelForCausalLM
 
-from isoloss.engine.rl.sglang.client import SGLangServer
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError
 

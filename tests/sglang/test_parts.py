@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from support.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
-from isoloss.engine.rl.sglang.bucket import flatten, serialize
-from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer, read_piece
-from isoloss.engine.rl.sglang.generate import Fleet, sampling_params
-from isoloss.engine.rl.sglang.group import own_address
-from isoloss.engine.rl.sglang.process import GUARD, ServerProcess
+from isoloss.engine.rl.backends.servers.generate import Fleet
+from isoloss.engine.rl.backends.servers.process import GUARD, ServerProcess
+from isoloss.engine.rl.backends.servers.server import ServerLost
+from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
+from isoloss.engine.rl.backends.sglang.group import own_address
+from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_piece, sampling_params
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError, launch, processes
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.reward.pool import Call, RewardPool
-from isoloss.engine.rl.sglang.process import ServerProcess
 from isoloss.models.conversion.worker import WriteFile
 from isoloss.models.conversion.workers import Workers
 from isoloss.tools.pool import WorkerPool

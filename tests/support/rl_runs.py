@@ -11,9 +11,9 @@ from torch import Tensor
 
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
+from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import to_sample
-from isoloss.engine.rl.in_process import InProcessBackend
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.trajectory import Completion
 from isoloss.parallel import Layout

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.in_process import InProcessBackend
+from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from support.families import VOCAB

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang.backend import SGLangBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 from support import families

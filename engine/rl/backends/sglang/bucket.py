@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing import get_sharing_strategy, reductions, set_sharing_strategy
 
-from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket
 
 METADATA_MODULE = "sglang.srt.weight_sync.tensor_bucket"
 DEVICE = 6  # position of the device among the arguments of torch's rebuild_cuda_tensor

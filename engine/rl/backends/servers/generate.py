@@ -1,15 +1,13 @@
-"""Completions from several SGLang servers: many requests at a time, failures survived, pieces joined."""
+"""Completions from several servers: many requests at a time, failures survived, pieces joined."""
 
 import contextlib
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any
 
-from isoloss.engine.rl.sglang.client import Piece, Refused, ServerLost, SGLangServer
+from isoloss.engine.rl.backends.servers.server import Piece, Refused, Server, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
 
@@ -24,15 +22,15 @@ class Fleet:
     alive: asked of a server that failed a request; False takes it out of the fleet.
     """
 
-    servers: Sequence[SGLangServer]
-    alive: Callable[[SGLangServer], bool]
+    servers: Sequence[Server]
+    alive: Callable[[Server], bool]
     losses: list[str] = field(default_factory=list)
 
     def __post_init__(self):
         self._lock = threading.Lock()
         self._under_way = dict.fromkeys(self.servers, 0)
 
-    def take(self, but: SGLangServer | None = None) -> SGLangServer | None:
+    def take(self, but: Server | None = None) -> Server | None:
         """The least busy server, `but` only if it is the last; None when all are lost. Give it back with `give`."""
         with self._lock:
             choice = [server for server in self._under_way if server is not but] or list(self._under_way)
@@ -42,12 +40,12 @@ class Fleet:
             self._under_way[server] += 1
             return server
 
-    def give(self, server: SGLangServer) -> None:
+    def give(self, server: Server) -> None:
         with self._lock:
             if server in self._under_way:
                 self._under_way[server] -= 1
 
-    def failed(self, server: SGLangServer, loss: ServerLost) -> None:
+    def failed(self, server: Server, loss: ServerLost) -> None:
         """Take the server out unless it is alive after all."""
         alive = not loss.timed_out and self.alive(server)
         with self._lock:
@@ -89,7 +87,7 @@ def generate(
     return [future.result() for future in futures]
 
 
-def try_abort(server: SGLangServer) -> None:
+def try_abort(server: Server) -> None:
     """Abort what runs on the server. One that does not answer has nothing to abort, or its requests will show it."""
     with contextlib.suppress(ServerLost):
         server.abort()
@@ -109,7 +107,7 @@ def _complete(
         if server is None:
             return None
         try:
-            piece = server.generate(so_far.context, sampling_params(request, sampling, budget))
+            piece = server.generate(request, so_far.context, sampling, budget)
         except Refused as refused:
             raise UserError(
                 f"{request.id} of {len(so_far.context)} tokens, with at most {budget} to follow, was refused by "
@@ -133,24 +131,6 @@ def _complete(
         if piece.finish != "stop" or piece.tokens[-1] in sampling.stop_token_ids:
             return so_far.completion(piece.finish)
     return so_far.completion("abort")
-
-
-def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:
-    """SGLang's words for `sampling`; budget: tokens still to make.
-
-    The seed counts where the server runs with --enable-deterministic-inference, which also makes it use the position
-    of a token: a completion that goes on after an abort then gets the tokens it would have had.
-    """
-    return {
-        "max_new_tokens": budget,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": not sampling.stop_token_ids,
-        "skip_special_tokens": False,
-        "no_stop_trim": True,
-        "sampling_seed": zlib.crc32(f"{sampling.seed} {request.id}".encode()) & 0x7FFFFFFF,
-    }
 
 
 class _Joined:

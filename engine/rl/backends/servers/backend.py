@@ -1,7 +1,4 @@
-"""SGLang servers as a rollout backend: rank 0 talks to them, the other ranks hear of it.
-
-docs/rollout.md tells the protocol, the three ways of weight synchronization, and what was run against which version.
-"""
+"""A fleet of inference servers as a rollout backend: rank 0 talks to them, the other ranks hear of it."""
 
 import threading
 import time
@@ -10,24 +7,27 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from isoloss.engine.rl.backend import Bucket
-from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.rank0 import RankZero
-from isoloss.engine.rl.sglang.client import ServerLost, SGLangServer, on_all
-from isoloss.engine.rl.sglang.generate import Fleet, generate, try_abort
-from isoloss.engine.rl.sglang.health import (
+import torch.distributed as dist
+
+from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
+from isoloss.engine.rl.backends.servers.health import (
     POLL_SECONDS,
     Check,
     check_alike,
     explain,
+    is_alive,
     is_healthy,
     passes,
     serves_ours,
     try_resume,
     wait_until,
 )
-from isoloss.engine.rl.sglang.process import ServerProcess
-from isoloss.engine.rl.sglang.weights import weight_sync
+from isoloss.engine.rl.backends.servers.process import ServerProcess
+from isoloss.engine.rl.backends.servers.server import Server, ServerLost, on_all
+from isoloss.engine.rl.backends.servers.weight_sync import WeightSync
+from isoloss.engine.rl.config import RolloutConfig
+from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
@@ -35,34 +35,41 @@ from isoloss.parallel import UserError
 MEMORY = ("weights", "kv_cache")
 
 
-class SGLangBackend:
+class ServerBackend:
     """A `RolloutBackend` on the servers of `config.servers`.
 
     model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
     disk, and {model} of rollout.server_command is its Hugging Face folder. log_folder: where the output of servers that
-    are started here goes.
+    are started here goes. server: makes the client of one URL. weight_sync: makes what brings weights to them.
 
     Collective over the world: servers are waited for, with rollout.server_command after they were started. Raises
     UserError for servers that do not come up in rollout.timeout, or do not fit the configuration.
     """
 
-    def __init__(self, config: RolloutConfig, model: str | Path, log_folder: str | Path):
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model: str | Path,
+        log_folder: str | Path,
+        server: Callable[[str, float], Server],
+        weight_sync: Callable[[RolloutConfig, str | Path, dist.ProcessGroup], WeightSync],
+    ):
         self._config = config
         self._rank0 = RankZero(partial(explain, timeout=config.timeout))
         self._sync = weight_sync(config, model, self._rank0.group)
-        self.receives: Literal["every rank", "rank 0"] = "every rank" if config.weight_sync == "tensor" else "rank 0"
+        self.receives: Literal["every rank", "rank 0"] = self._sync.receives
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
         self._aborted = threading.Event()
         self._paused = False
         self._closed = False
-        self._servers = [SGLangServer(url, config.timeout) for url in config.servers]
-        self._router = SGLangServer(config.router, config.timeout) if config.router else None
+        self._servers = [server(url, config.timeout) for url in config.servers]
+        self._router = server(config.router, config.timeout) if config.router else None
         self._keeps_weights = False  # whether colocated servers' weights survive giving back their memory
-        self._processes: dict[SGLangServer, ServerProcess] = {}
+        self._processes: dict[Server, ServerProcess] = {}
         if config.server_command is not None and self._rank0.here:
             folder, logs = hf_folder(model).absolute(), Path(log_folder)
             self._processes = {
-                server: ServerProcess(config.server_command, server.url, folder, logs) for server in self._servers
+                each: ServerProcess(config.server_command, each.url, folder, logs) for each in self._servers
             }
         self._rank0.run(self._open)
 
@@ -93,11 +100,11 @@ class SGLangBackend:
 
     def pause(self) -> None:
         self._paused = True
-        on_all(self._servers, SGLangServer.pause)
+        on_all(self._servers, lambda server: server.pause())
 
     def resume(self) -> None:
         self._paused = False
-        on_all(self._servers, SGLangServer.resume)
+        on_all(self._servers, lambda server: server.resume())
 
     def abort(self) -> None:
         """See `RolloutBackend`. What a pause keeps from the scheduler comes back after `resume`."""
@@ -131,23 +138,23 @@ class SGLangBackend:
         self._version = version
 
     def _begin_update(self, last: int | None) -> None:
-        self._come_up(SGLangServer.check_alive)
+        self._come_up(lambda server: server.check_alive())
         # A server that was restarted, or that an update failed on, is no member of what the last update set up.
         rebuild = last is None or set(self._served_versions().values()) != {last}
         self.wake(["weights"])
-        on_all(self._servers, SGLangServer.pause)
-        on_all(self._servers, SGLangServer.flush_cache)
-        on_all(self._servers, SGLangServer.begin_update)
+        on_all(self._servers, lambda server: server.pause())
+        on_all(self._servers, lambda server: server.flush_cache())
+        on_all(self._servers, lambda server: server.begin_update())
         self._sync.begin(self._servers, rebuild)
 
     def _end_update(self, version: int) -> None:
         self._sync.end(self._servers)
-        on_all(self._servers, SGLangServer.end_update)
-        on_all(self._servers, SGLangServer.flush_cache)
+        on_all(self._servers, lambda server: server.end_update())
+        on_all(self._servers, lambda server: server.flush_cache())
         # Only now, so that a server never claims a version of which it has a part.
         on_all(self._servers, lambda server: server.set_weight_version(version))
         if not self._paused:
-            on_all(self._servers, SGLangServer.resume)
+            on_all(self._servers, lambda server: server.resume())
         wrong = {str(server): found for server, found in self._served_versions().items() if found != version}
         if wrong:
             raise UserError(
@@ -159,7 +166,7 @@ class SGLangBackend:
     def _abandon_update(self) -> None:
         """After a failure: the servers hold a mixture, so what waits for them must end, and not go on with it."""
         self._aborted.set()
-        for undo in (try_abort, SGLangServer.end_update, SGLangServer.resume):
+        for undo in (try_abort, lambda server: server.end_update(), lambda server: server.resume()):
             self._rank0.attempt(lambda undo=undo: on_all(self._servers, undo))
 
     def weight_version(self) -> int | None:
@@ -176,16 +183,16 @@ class SGLangBackend:
         those survive it (--enable-weights-cpu-backup). Nothing may be under way."""
         if self._config.colocated:
             tags = MEMORY if self._keeps_weights else ("kv_cache",)
-            self._change_memory(tags, SGLangServer.release_memory, asleep=True)
+            self._change_memory(tags, lambda server, tags: server.release_memory(tags), asleep=True)
 
     def wake(self, tags: Sequence[str]) -> None:
         """On rank 0: the servers take back what of `tags` ("weights", "kv_cache") they have given away."""
-        self._change_memory(tags, SGLangServer.resume_memory, asleep=False)
+        self._change_memory(tags, lambda server, tags: server.resume_memory(tags), asleep=False)
 
     def _change_memory(
-        self, tags: Sequence[str], change: Callable[[SGLangServer, Sequence[str]], None], asleep: bool
+        self, tags: Sequence[str], change: Callable[[Server, Sequence[str]], None], asleep: bool
     ) -> None:
-        def of(server: SGLangServer) -> None:
+        def of(server: Server) -> None:
             # A server's scheduler dies when it is told twice.
             needed = [tag for tag in tags if (tag in server.asleep) != asleep]
             if needed:
@@ -197,7 +204,7 @@ class SGLangBackend:
 
     def check_health(self) -> None:
         """See `RolloutBackend`. A server that is ours to restart is restarted; `weight_version` then shows it."""
-        self._rank0.run(lambda: self._come_up(SGLangServer.check_health))
+        self._rank0.run(lambda: self._come_up(lambda server: server.check_health()))
 
     def close(self) -> None:
         """See `RolloutBackend`. Waits for no other rank: after a crash there may be none that comes."""
@@ -211,15 +218,15 @@ class SGLangBackend:
 
     def _open(self) -> None:
         on_all(self._servers, try_resume)
-        self._come_up(SGLangServer.check_health)
+        self._come_up(lambda server: server.check_health())
         if not self._config.colocated:
             return
-        infos = on_all(self._servers, SGLangServer.info)
+        infos = on_all(self._servers, lambda server: server.info())
         for server, info in zip(self._servers, infos):
             if not info.gives_memory_back:
                 raise UserError(
                     f"rollout.colocated=true needs servers that give memory back: start {server} with "
-                    "--enable-memory-saver (and --enable-weights-cpu-backup, to give back that of its weights too)"
+                    f"{server.memory_options}"
                 )
         self._keeps_weights = all(info.keeps_weights for info in infos)
 
@@ -253,10 +260,10 @@ class SGLangBackend:
                 self._stop_processes()
                 raise
 
-    def _served_versions(self) -> dict[SGLangServer, int | None]:
+    def _served_versions(self) -> dict[Server, int | None]:
         """What each server serves; None for weights that are not ours, and for a server that does not answer."""
 
-        def of(server: SGLangServer) -> int | None:
+        def of(server: Server) -> int | None:
             try:
                 version = server.weight_version()
             except ServerLost:
@@ -270,7 +277,7 @@ class SGLangBackend:
     def _insist_on_one(self, losses: list[str]) -> None:
         """UserError where nothing can be hoped for: no server comes back, and none is ours to restart."""
         deadline = time.monotonic() + self._config.timeout
-        while not self._processes and not any(on_all(self._servers, partial(passes, SGLangServer.check_alive))):
+        while not self._processes and not any(on_all(self._servers, is_alive)):
             if time.monotonic() > deadline:
                 tried = f" ({losses[0]})" if losses else ""
                 raise UserError(

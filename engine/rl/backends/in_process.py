@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from isoloss.engine.rl.backend import Bucket
-from isoloss.engine.rl.generation import check_requests, generate
+from isoloss.engine.rl.backends.generation import check_requests, generate
+from isoloss.engine.rl.backends.protocol import Bucket
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture

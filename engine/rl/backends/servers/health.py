@@ -4,15 +4,15 @@ import contextlib
 import time
 from collections.abc import Callable, Sequence
 
-from isoloss.engine.rl.sglang.client import Refused, ServerLost, SGLangServer, on_all
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
 
 POLL_SECONDS = 1.0
 
-Check = Callable[[SGLangServer], None]  # raises ServerLost
+Check = Callable[[Server], None]  # raises ServerLost
 
 
-def wait_until(check: Check, server: SGLangServer, timeout: float) -> None:
+def wait_until(check: Check, server: Server, timeout: float) -> None:
     """The server passes; it may still be loading, or be restarted by whoever runs it. UserError after `timeout`
     seconds."""
     deadline, told = time.monotonic() + timeout, False
@@ -31,14 +31,14 @@ def wait_until(check: Check, server: SGLangServer, timeout: float) -> None:
         time.sleep(POLL_SECONDS)
 
 
-def check_alike(servers: Sequence[SGLangServer]) -> None:
+def check_alike(servers: Sequence[Server]) -> None:
     """UserError where two servers that divide the model in the same way have different weights."""
     if len(servers) == 1:
         return
     # An old server refuses: it has no checksums.
     with contextlib.suppress(Refused):
-        first: dict[int, tuple[SGLangServer, list[dict[str, str]]]] = {}
-        for server, ranks in zip(servers, on_all(servers, SGLangServer.checksums)):
+        first: dict[int, tuple[Server, list[dict[str, str]]]] = {}
+        for server, ranks in zip(servers, on_all(servers, lambda server: server.checksums())):
             other, same = first.setdefault(len(ranks), (server, ranks))
             for mine, theirs in zip(ranks, same):
                 different = [name for name, checksum in mine.items() if theirs.get(name) != checksum]
@@ -49,7 +49,7 @@ def check_alike(servers: Sequence[SGLangServer]) -> None:
                     )
 
 
-def passes(check: Check, server: SGLangServer) -> bool:
+def passes(check: Check, server: Server) -> bool:
     try:
         check(server)
     except ServerLost:
@@ -57,17 +57,21 @@ def passes(check: Check, server: SGLangServer) -> bool:
     return True
 
 
-def is_healthy(server: SGLangServer) -> bool:
-    return passes(SGLangServer.check_health, server)
+def is_alive(server: Server) -> bool:
+    return passes(lambda server: server.check_alive(), server)
 
 
-def try_resume(server: SGLangServer) -> None:
-    """Undo the pause of a run that was killed before it could: a paused server is not healthy to SGLang."""
+def is_healthy(server: Server) -> bool:
+    return passes(lambda server: server.check_health(), server)
+
+
+def try_resume(server: Server) -> None:
+    """Undo the pause of a run that was killed before it could: SGLang calls a paused server unhealthy."""
     with contextlib.suppress(ServerLost):
         server.resume()
 
 
-def serves_ours(server: SGLangServer) -> bool:
+def serves_ours(server: Server) -> bool:
     try:
         return server.weight_version() is not None
     except ServerLost:

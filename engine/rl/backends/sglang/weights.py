@@ -1,7 +1,6 @@
 """Three ways for weights to reach SGLang servers: through a process group, by handles to memory, from disk.
 
-Each is a `WeightSync`. Rank 0 talks to the servers; between `begin_update` and `end_update` of every server it sends
-bucket after bucket. A bucket travels as one tensor of bytes, its tensors one after the other (SGLang's
+Each is a `WeightSync`. A bucket travels as one tensor of bytes, its tensors one after the other (SGLang's
 `load_format="flattened_bucket"`).
 """
 
@@ -12,42 +11,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from isoloss.engine.rl.backend import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
+from isoloss.engine.rl.backends.servers.weight_sync import WeightSync
+from isoloss.engine.rl.backends.sglang.bucket import FlatBucket, flatten, serialize
+from isoloss.engine.rl.backends.sglang.group import new_group, own_address, together
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.sglang.bucket import FlatBucket, flatten, serialize
-from isoloss.engine.rl.sglang.client import Refused, ServerLost, SGLangServer, on_all
-from isoloss.engine.rl.sglang.group import new_group, own_address, together
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
 from isoloss.parallel import UserError
-
-
-class WeightSync(Protocol):
-    """One way for weights to reach the servers. Of its methods only `prepare` is called on every rank."""
-
-    def prepare(self, bucket: Bucket) -> Any:
-        """What `send` takes, from the bucket of this rank. May be collective over the world."""
-        ...
-
-    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
-        """Before the first bucket. rebuild: the servers may not be those of the last update any more."""
-        ...
-
-    def send(self, servers: Sequence[SGLangServer], payload: Any) -> None: ...
-
-    def end(self, servers: Sequence[SGLangServer]) -> None:
-        """After the last bucket."""
-        ...
-
-    def close(self, servers: Sequence[SGLangServer]) -> None:
-        """Let go of everything. The servers may be gone."""
-        ...
-
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
 
@@ -59,6 +36,8 @@ class BroadcastSync:
     `timeout` seconds at most.
     """
 
+    receives: Literal["every rank", "rank 0"] = "rank 0"
+
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
@@ -68,12 +47,12 @@ class BroadcastSync:
     def prepare(self, bucket: Bucket) -> FlatBucket | None:
         return flatten(bucket) if bucket else None
 
-    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
         if self._group is None or rebuild:
             self._leave(servers)
             self._join(servers)
 
-    def send(self, servers: Sequence[SGLangServer], payload: FlatBucket) -> None:
+    def send(self, servers: Sequence[Server], payload: FlatBucket) -> None:
         body = {
             "names": [part.name for part in payload.layout],
             "dtypes": [str(part.dtype).removeprefix("torch.") for part in payload.layout],
@@ -95,15 +74,15 @@ class BroadcastSync:
 
         together(servers, lambda server: server.post("/update_weights_from_distributed", body), broadcast)
 
-    def end(self, servers: Sequence[SGLangServer]) -> None:
+    def end(self, servers: Sequence[Server]) -> None:
         pass
 
-    def close(self, servers: Sequence[SGLangServer]) -> None:
+    def close(self, servers: Sequence[Server]) -> None:
         self._leave(servers)
 
-    def _join(self, servers: Sequence[SGLangServer]) -> None:
+    def _join(self, servers: Sequence[Server]) -> None:
         """Form the group: this process is its rank 0, the processes of the servers follow in order."""
-        infos = on_all(servers, SGLangServer.info)
+        infos = on_all(servers, lambda server: server.info())
         on_gpu = any(info.device.startswith("cuda") for info in infos)
         backend = "nccl" if on_gpu else "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -134,11 +113,11 @@ class BroadcastSync:
             form,
         )
 
-    def _leave(self, servers: Sequence[SGLangServer]) -> None:
+    def _leave(self, servers: Sequence[Server]) -> None:
         if self._group is None:
             return
 
-        def leave(server: SGLangServer) -> None:
+        def leave(server: Server) -> None:
             # Refused, or no answer: it was restarted, or is gone, and either way is not in the group any more.
             with contextlib.suppress(Refused, ServerLost):
                 server.post("/destroy_weights_update_group", {"group_name": self._name})
@@ -158,9 +137,11 @@ class TensorSync:
     servers' processes, in the order of rollout.servers, go with ranks 0, 1, 2 ... On a CPU all read rank 0's.
     """
 
+    receives: Literal["every rank", "rank 0"] = "every rank"
+
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
-        self._tp_sizes: dict[SGLangServer, int] = {}
+        self._tp_sizes: dict[Server, int] = {}
         self._held: FlatBucket | None = None
 
     def prepare(self, bucket: Bucket) -> list[str]:
@@ -175,11 +156,11 @@ class TensorSync:
         self._held = flat
         return handles
 
-    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
-        self._tp_sizes = dict(zip(servers, [info.tp_size for info in on_all(servers, SGLangServer.info)]))
+    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
+        self._tp_sizes = dict(zip(servers, [info.tp_size for info in on_all(servers, lambda server: server.info())]))
 
-    def send(self, servers: Sequence[SGLangServer], payload: list[str]) -> None:
-        of_server: dict[SGLangServer, list[str]] = {}
+    def send(self, servers: Sequence[Server], payload: list[str]) -> None:
+        of_server: dict[Server, list[str]] = {}
         if self._held is not None and self._held.flat_B.is_cuda:
             wanted, start = sum(self._tp_sizes.values()), 0
             if wanted != len(payload):
@@ -193,7 +174,7 @@ class TensorSync:
         else:
             of_server = {server: payload * size for server, size in self._tp_sizes.items()}
 
-        def post(server: SGLangServer) -> None:
+        def post(server: Server) -> None:
             body = {
                 "serialized_named_tensors": of_server[server],
                 "load_format": "flattened_bucket",
@@ -203,10 +184,10 @@ class TensorSync:
 
         on_all(servers, post)
 
-    def end(self, servers: Sequence[SGLangServer]) -> None:
+    def end(self, servers: Sequence[Server]) -> None:
         self._held = None
 
-    def close(self, servers: Sequence[SGLangServer]) -> None:
+    def close(self, servers: Sequence[Server]) -> None:
         self._held = None
 
 
@@ -215,6 +196,8 @@ class TensorSync:
 
 class DiskSync:
     """A Hugging Face folder in `sync_dir`, which trainer and servers see under the same name. The last one is kept."""
+
+    receives: Literal["every rank", "rank 0"] = "rank 0"
 
     def __init__(self, sync_dir: str | Path, model: str | Path):
         self._sync_dir = Path(sync_dir).absolute()
@@ -226,15 +209,15 @@ class DiskSync:
     def prepare(self, bucket: Bucket) -> Bucket:
         return bucket
 
-    def begin(self, servers: Sequence[SGLangServer], rebuild: bool) -> None:
+    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
         self._folder = self._sync_dir / f"weights-{uuid.uuid4().hex[:8]}"
         self._entries, self._dtype = [], ""
 
-    def send(self, servers: Sequence[SGLangServer], payload: Bucket) -> None:
+    def send(self, servers: Sequence[Server], payload: Bucket) -> None:
         self._dtype = self._dtype or str(payload[0][1].dtype).removeprefix("torch.")
         self._entries.append(write_shards(self._folder, f"bucket-{len(self._entries):05d}", payload))
 
-    def end(self, servers: Sequence[SGLangServer]) -> None:
+    def end(self, servers: Sequence[Server]) -> None:
         finish(self._folder, self._entries)
         source = hf_folder(self._model)
         copy_sidecars(source, self._folder, replace(read_architecture(source), dtype=self._dtype))
@@ -245,7 +228,7 @@ class DiskSync:
             if older != self._folder:
                 shutil.rmtree(older)
 
-    def close(self, servers: Sequence[SGLangServer]) -> None:
+    def close(self, servers: Sequence[Server]) -> None:
         pass
 
 

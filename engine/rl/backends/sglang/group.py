@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import GroupName
 
-from isoloss.engine.rl.sglang.client import SGLangServer
+from isoloss.engine.rl.backends.servers.server import Server
 
 REASON_SECONDS = 5.0  # for a server's answer, once this side knows that something went wrong
 
@@ -28,7 +28,7 @@ def new_group(backend: str, store: dist.Store, world: int, name: str, timeout: t
     return group
 
 
-def together(servers: Sequence[SGLangServer], call: Callable[[SGLangServer], Any], here: Callable[[], None]) -> None:
+def together(servers: Sequence[Server], call: Callable[[Server], Any], here: Callable[[], None]) -> None:
     """call(server) for every server while `here` runs in this process; both sides wait for each other inside.
 
     Raises soon after one side fails: the other is then left to end by its own time limit. What a server says comes

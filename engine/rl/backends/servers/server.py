@@ -1,0 +1,193 @@
+"""One inference server over HTTP: what `ServerBackend` asks of any, and the two ways in which that fails."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import httpx2
+
+from isoloss.engine.rl.trajectory import Finish, Request, Sampling
+
+CONNECT_SECONDS = 10.0
+PROBE_SECONDS = 10.0  # for a question that any living server answers at once
+
+AnyServer = TypeVar("AnyServer", bound="Server")
+Result = TypeVar("Result")
+
+
+class ServerLost(Exception):
+    """The server did not answer, or not whole. Another server, or another attempt, may.
+
+    timed_out: it took the whole of rollout.timeout, so that another attempt on it would too.
+    """
+
+    def __init__(self, message: str, timed_out: bool = False):
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class Refused(Exception):
+    """The server said no (status 4xx), and would say it again; its reason is in the message."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one call of `Server.generate` gave: tokens [T], their logprobs [T] and weight versions [T], why it ended."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish: Finish
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """How a server was started.
+
+    tp_size: processes that hold a share of the weights.
+    device: "cuda", "cpu" ...
+    gives_memory_back: `release_memory` is there. keeps_weights: weights survive it.
+    """
+
+    tp_size: int = 1
+    device: str = "cuda"
+    gives_memory_back: bool = False
+    keeps_weights: bool = False
+
+
+class Server(ABC):
+    """Calls to one server; from any thread. Each raises ServerLost or Refused. A kind of server is a subclass.
+
+    timeout: seconds that an answer may take, in all calls that do not say otherwise.
+    """
+
+    memory_options: ClassVar[str] = ""  # what a server is started with so that it can give its memory back
+
+    def __init__(self, url: str, timeout: float):
+        self.url = url.rstrip("/")
+        self._timeout = timeout
+        self.asleep: set[str] = set()  # what memory it has given back: "weights", "kv_cache"
+        # Proxies of the environment are for the internet. No limit on connections: the caller has its own.
+        self._http = httpx2.Client(
+            base_url=self.url, trust_env=False, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+        )
+
+    def __repr__(self) -> str:
+        return self.url
+
+    def close(self) -> None:
+        self._http.close()
+
+    # ---- what every kind does ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Piece:
+        """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Stop producing tokens; requests under way wait, and hold no keys and values of the present weights."""
+
+    @abstractmethod
+    def resume(self) -> None: ...
+
+    @abstractmethod
+    def abort(self) -> None:
+        """End every request under way; one that has not reached the scheduler may escape."""
+
+    @abstractmethod
+    def check_alive(self) -> None:
+        """That it answers at all, which takes no time."""
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """That it can make a token; while it is paused or asleep, that it answers at all."""
+
+    @abstractmethod
+    def weight_version(self) -> int | None:
+        """The version that the server says it serves, None if it is not one of ours."""
+
+    @abstractmethod
+    def set_weight_version(self, version: int) -> None:
+        """Call the weights that are there `version`; requests under way keep the versions of their tokens so far."""
+
+    @abstractmethod
+    def flush_cache(self) -> None:
+        """Forget keys and values that the present weights made."""
+
+    @abstractmethod
+    def begin_update(self) -> None:
+        """Before weights travel."""
+
+    @abstractmethod
+    def end_update(self) -> None:
+        """After they did, or after a failure."""
+
+    # ---- what some do -----------------------------------------------------------------------------------------------
+
+    def info(self) -> ServerInfo:
+        return ServerInfo()
+
+    def checksums(self) -> list[dict[str, str]]:
+        """Of each process of the server, the checksum of each of its weights; none where it tells none."""
+        return []
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        """Give back the memory of "weights" or "kv_cache"."""
+        raise NotImplementedError
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    # ---- how --------------------------------------------------------------------------------------------------------
+
+    def get(self, path: str, answer: bool = True) -> Any:
+        """The parsed reply to a question that takes a living server no time."""
+        return self._call("GET", path, None, PROBE_SECONDS, answer)
+
+    def post(self, path: str, body: Mapping[str, Any], answer: bool = True) -> Any:
+        """The parsed reply; with answer=False, whatever it is does not matter."""
+        return self._call("POST", path, body, self._timeout, answer)
+
+    def _call(self, method: str, path: str, body: Any, timeout: float, answer: bool = True) -> Any:
+        limits = httpx2.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
+        try:
+            reply = self._http.request(method, path, json=body, timeout=limits)
+        except httpx2.TransportError as error:
+            timed_out = isinstance(error, httpx2.ReadTimeout)
+            what = f"no answer in {timeout:g} seconds" if timed_out else str(error) or type(error).__name__
+            raise ServerLost(f"{self.url}{path}: {what}", timed_out) from None
+        if reply.status_code >= 500:
+            raise ServerLost(f"{self.url}{path}: status {reply.status_code}: {_message(reply)}")
+        if reply.status_code >= 400:
+            raise Refused(f"{self.url}{path}: {_message(reply)}", reply.status_code)
+        if not answer:
+            return None
+        try:
+            return reply.json()
+        except ValueError:
+            raise ServerLost(f"{self.url}{path}: an answer that is not JSON: {reply.text[:80]!r}") from None
+
+
+def on_all(servers: Sequence[AnyServer], call: Callable[[AnyServer], Result]) -> list[Result]:
+    """call(server) for all of them at the same time; the first failure is raised after all have ended."""
+    with ThreadPoolExecutor(max_workers=max(1, len(servers))) as threads:
+        return [future.result() for future in [threads.submit(call, server) for server in servers]]
+
+
+def _message(reply: httpx2.Response) -> str:
+    """What the server says went wrong, on one line: its JSON holds that in one of several places."""
+    try:
+        said = reply.json()
+    except ValueError:
+        said = reply.text
+    if isinstance(said, dict):
+        said = said.get("error") or said
+        said = said.get("message") or said.get("detail") or said if isinstance(said, dict) else said
+    return " ".join(str(said).split())[:500]

@@ -1,0 +1,145 @@
+"""An SGLang server: its endpoints.
+
+They are those of SGLang 0.5.23 (docs/rollout.md tells which, and what older servers lack).
+"""
+
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from isoloss.engine.rl.backends.servers.server import Piece, Refused, Server, ServerInfo, ServerLost
+from isoloss.engine.rl.trajectory import Request, Sampling
+
+
+class SGLangServer(Server):
+    memory_options = "--enable-memory-saver (and --enable-weights-cpu-backup, to give back that of its weights too)"
+
+    def __init__(self, url: str, timeout: float):
+        super().__init__(url, timeout)
+        self._paused = False
+        self._has_sessions = True  # of weight updates; older servers have none, which the first call shows
+
+    # ---- generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Piece:
+        params = sampling_params(request, sampling, budget)
+        body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
+        reply = self.post("/generate", body)
+        try:
+            return read_piece(reply)
+        except (KeyError, TypeError, IndexError) as error:
+            raise ServerLost(f"{self.url}/generate answered without {error}") from None
+
+    def pause(self) -> None:
+        """See `Server`: requests under way go back to the queue."""
+        self._paused = True
+        self.post("/pause_generation", {"mode": "retract"})
+
+    def resume(self) -> None:
+        self.post("/continue_generation", {})
+        self._paused = False
+
+    def abort(self) -> None:
+        """See `Server`: requests that wait for `resume` have not reached the scheduler."""
+        self.post("/abort_request", {"abort_all": True}, answer=False)
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def check_alive(self) -> None:
+        self.get("/model_info")
+
+    def check_health(self) -> None:
+        """See `Server`. Making a token takes a second."""
+        if self._paused or self.asleep:
+            self.check_alive()
+        else:
+            self.get("/health", answer=False)
+
+    def weight_version(self) -> int | None:
+        """See `Server`: our versions are numbers."""
+        version = str(self.get("/model_info").get("weight_version"))
+        return int(version) if version.isdecimal() else None
+
+    def info(self) -> ServerInfo:
+        said = self.get("/server_info")
+        return ServerInfo(
+            tp_size=int(said.get("tp_size", 1)),
+            device=str(said.get("device", "cuda")),
+            gives_memory_back=bool(said.get("enable_memory_saver")),
+            keeps_weights=bool(said.get("enable_weights_cpu_backup")),
+        )
+
+    def checksums(self) -> list[dict[str, str]]:
+        """See `Server`. The names are SGLang's."""
+        ranks = self.post("/weights_checker", {"action": "checksum"})["ranks"]
+        return [rank["checksums"] for rank in ranks]
+
+    def release_memory(self, tags: Sequence[str]) -> None:
+        self.post("/release_memory_occupation", {"tags": list(tags)}, answer=False)
+        self.asleep |= set(tags)
+
+    def resume_memory(self, tags: Sequence[str]) -> None:
+        self.post("/resume_memory_occupation", {"tags": list(tags)}, answer=False)
+        self.asleep -= set(tags)
+
+    # ---- weights ----------------------------------------------------------------------------------------------------
+
+    def flush_cache(self) -> None:
+        """See `Server`. Refused while requests run; those of a `pause` do not, but only without the endpoint's
+        `timeout`, which waits for an empty queue."""
+        self.post("/flush_cache", {}, answer=False)
+
+    def begin_update(self) -> None:
+        """Open a session of weight updates, closing one that a failed update left open."""
+        if not self._has_sessions:
+            return
+        try:
+            self.post("/begin_weight_update", {})
+        except Refused as refused:
+            if refused.status == 404:
+                self._has_sessions = False
+            elif "already open" in str(refused):
+                self.end_update()
+                self.post("/begin_weight_update", {})
+            else:
+                raise
+
+    def end_update(self) -> None:
+        if self._has_sessions:
+            self.post("/end_weight_update", {})
+
+    def set_weight_version(self, version: int) -> None:
+        self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+
+
+def read_piece(reply: Mapping[str, Any]) -> Piece:
+    """The tokens of a reply of /generate. ServerLost where weights that are not ours produced some of them."""
+    tokens = tuple(int(token) for token in reply["output_ids"])
+    meta = reply["meta_info"]
+    logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"][: len(tokens)])
+    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
+    versions = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])][: len(tokens)]
+    # A request that was aborted in the queue returns fewer tokens than it had made, or spans that end before them.
+    versions += [str(meta["weight_version"])] * (len(tokens) - len(versions))
+    strange = [version for version in versions if not version.isdecimal()]
+    if strange:
+        raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
+    return Piece(tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
+
+
+def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:
+    """SGLang's words for `sampling`; budget: tokens still to make.
+
+    The seed counts where the server runs with --enable-deterministic-inference, which also makes it use the position
+    of a token: a completion that goes on after an abort then gets the tokens it would have had.
+    """
+    return {
+        "max_new_tokens": budget,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": not sampling.stop_token_ids,
+        "skip_special_tokens": False,
+        "no_stop_trim": True,
+        "sampling_seed": zlib.crc32(f"{sampling.seed} {request.id}".encode()) & 0x7FFFFFFF,
+    }

@@ -1,1 +1,0 @@
-"""SGLang servers as a rollout backend (docs/rollout.md)."""
