@@ -1,21 +1,25 @@
 """A training step and the run around it. These names are the ones a training loop of your own needs."""
 
-import isoloss.parallel  # noqa: F401, I001 (the CPU host must be there before the first import of Megatron-Core)
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import (
-    BatchConfig,
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LossConfig,
-    ModelConfig,
-    OptimConfig,
-    ParallelConfig,
-    TrainConfig,
-)
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, Term, TokenInputs, negative_log_likelihood
+import isoloss.parallel  # noqa: F401 (before the first import of Megatron-Core, whatever is imported from here)
+
+if TYPE_CHECKING:
+    from isoloss.engine.batch import Sample
+    from isoloss.engine.config import (
+        BatchConfig,
+        CheckpointConfig,
+        Config,
+        DataConfig,
+        LossConfig,
+        ModelConfig,
+        OptimConfig,
+        ParallelConfig,
+        TrainConfig,
+    )
+    from isoloss.engine.engine import Engine
+    from isoloss.engine.losses import Loss, Term, TokenInputs, negative_log_likelihood
 
 __all__ = [
     "BatchConfig",
@@ -34,3 +38,13 @@ __all__ = [
     "TrainConfig",
     "negative_log_likelihood",
 ]
+# Imported when they are first asked for: the engine's take seconds, a configuration's none.
+_LATER = {"Engine": "engine", "Sample": "batch"} | dict.fromkeys(
+    ("Loss", "Term", "TokenInputs", "negative_log_likelihood"), "losses"
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LATER.get(name, 'config')}"), name)

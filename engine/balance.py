@@ -18,7 +18,8 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.router import routers
 from isoloss.models.mcore.router_losses import Balance, RoutedTokens, RouterLoss, sequence_balance, z_loss
 from isoloss.parallel import Mesh
-from isoloss.parallel.normalizer import Aggregation, Census, weigh
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.normalizer import Census, weigh
 
 
 @dataclass(frozen=True)

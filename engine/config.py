@@ -12,8 +12,8 @@ from typing import Any, Literal
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.parallel import Layout
+from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.keys import Keys, key, require
-from isoloss.parallel.normalizer import MODES, Aggregation
 
 
 @dataclass(frozen=True)

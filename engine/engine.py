@@ -32,8 +32,8 @@ from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check, copy_sidecars
 from isoloss.models.weights.random_weights import RandomWeights
-from isoloss.parallel import Layout, Mesh, UserError, device, launch
-from isoloss.parallel.normalizer import Aggregation
+from isoloss.parallel import Layout, Mesh, UserError, device, environment, launch
+from isoloss.parallel.aggregation import Aggregation
 
 TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
@@ -303,4 +303,4 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
 
 
 def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else launch.rank_and_world()[1]
+    return dist.get_world_size() if dist.is_initialized() else environment.rank_and_world()[1]

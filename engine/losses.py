@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.config import LossConfig
-from isoloss.parallel.normalizer import Aggregation
+from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.sequence import sum_over_documents
 
 

@@ -1,16 +1,42 @@
-"""Process groups, sharding and the loss normalizer. Importing it lets Megatron-Core run without a GPU."""
+"""Process groups, sharding and the loss normalizer. After its import Megatron-Core runs without a GPU."""
 
+import importlib
+import sys
 import warnings
+from importlib.abc import MetaPathFinder
+from typing import TYPE_CHECKING, Any
 
-from isoloss.parallel import host
+from isoloss.parallel.errors import UserError
+from isoloss.parallel.layout import Layout
 
-host.install()
+if TYPE_CHECKING:
+    from isoloss.parallel.mesh import Mesh
+    from isoloss.parallel.normalizer import GlobalLossNormalizer
+
+__all__ = ["GlobalLossNormalizer", "Layout", "Mesh", "UserError"]
+# Imported when they are first asked for: torch and Megatron-Core take seconds, and a mistake in a command line is told
+# before.
+_LATER = {"GlobalLossNormalizer": "isoloss.parallel.normalizer", "Mesh": "isoloss.parallel.mesh"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
+
+class _BeforeMegatron(MetaPathFinder):
+    """Installs the CPU host when Megatron-Core is first imported, by whomever."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname == "megatron":
+            sys.meta_path.remove(self)
+            from isoloss.parallel import host
+
+            host.install()
+
+
+sys.meta_path.insert(0, _BeforeMegatron())
 # Megatron-Core announces at import every optional package (Transformer Engine, apex, ...) that it does without.
 for _module in ("megatron", "torch.distributed"):
     warnings.filterwarnings("ignore", module=_module)
-
-from isoloss.parallel.errors import UserError  # noqa: E402
-from isoloss.parallel.mesh import Layout, Mesh  # noqa: E402
-from isoloss.parallel.normalizer import GlobalLossNormalizer  # noqa: E402
-
-__all__ = ["GlobalLossNormalizer", "Layout", "Mesh", "UserError"]

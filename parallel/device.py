@@ -6,7 +6,7 @@ import subprocess
 
 import torch
 
-from isoloss.parallel import launch
+from isoloss.parallel import environment
 from isoloss.parallel.errors import UserError
 
 
@@ -57,7 +57,7 @@ def _why_no_gpu() -> str:
         reason = " ".join(str(error).split()).rstrip(".")
     else:
         reason = "it counts 0 of them"
-    visible = launch.visible_gpus()
+    visible = environment.visible_gpus()
     return (
         f"{reason} (torch {torch.__version__}" + ("" if visible is None else f", CUDA_VISIBLE_DEVICES={visible}") + ")"
     )

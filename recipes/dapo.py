@@ -11,5 +11,10 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import launch
 from isoloss.recipes.grpo import run
 
+
+def main() -> int:
+    return launch.main("dapo", RLConfig, run)
+
+
 if __name__ == "__main__":
-    sys.exit(launch.main("dapo", RLConfig, run))
+    sys.exit(main())

@@ -8,16 +8,22 @@ python -m isoloss.recipes.grpo --help                            # presets and k
 import sys
 
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.loop import summary, train_rl
-from isoloss.engine.run import is_main
 from isoloss.recipes import launch
 
 
 def run(config: RLConfig, run_name: str) -> None:
+    # These take seconds: help and a mistake in the command line do not wait for them.
+    from isoloss.engine.rl.loop import summary, train_rl
+    from isoloss.engine.run import is_main
+
     result = train_rl(config, run_name)
     if is_main():
         print(*summary(result), sep="\n", flush=True)
 
 
+def main() -> int:
+    return launch.main("grpo", RLConfig, run)
+
+
 if __name__ == "__main__":
-    sys.exit(launch.main("grpo", RLConfig, run))
+    sys.exit(main())

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
-import torch.distributed as dist
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -22,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.key_help import terminal_help
-from isoloss.parallel import UserError, launch
+from isoloss.parallel import UserError, environment
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -71,8 +70,9 @@ def main(
         tell_once(str(error))
         return 2
     finally:
+        dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
-            if dist.is_initialized():
+            if dist is not None and dist.is_initialized():
                 dist.destroy_process_group()
 
 
@@ -126,7 +126,7 @@ def compose_config(
 
 def print_once(text: str) -> None:
     """What was asked for, on standard output: rank 0 says it for all."""
-    if launch.rank_and_world()[0] == 0:
+    if environment.rank_and_world()[0] == 0:
         print(text, end="")
 
 
@@ -136,7 +136,7 @@ def tell_once(message: str) -> None:
     Every rank finds the same mistake, but torchrun stops the others as soon as one has ended, rank 0 perhaps among
     them. A file that only one of them can create decides.
     """
-    if launch.rank_and_world()[1] > 1:
+    if environment.rank_and_world()[1] > 1:
         parent = psutil.Process(os.getppid())
         marker = Path(tempfile.gettempdir()) / f"isoloss-mistake-{parent.pid}-{parent.create_time()}"
         try:

@@ -8,16 +8,22 @@ python -m isoloss.recipes.sft --help                             # presets and k
 import sys
 
 from isoloss.engine.config import Config
-from isoloss.engine.run import is_main
-from isoloss.engine.trainer import summary, train_sft
 from isoloss.recipes import launch
 
 
 def run(config: Config, run_name: str) -> None:
+    # These take seconds: help and a mistake in the command line do not wait for them.
+    from isoloss.engine.run import is_main
+    from isoloss.engine.trainer import summary, train_sft
+
     result = train_sft(config, run_name)
     if is_main():
         print(*summary(result), sep="\n", flush=True)
 
 
+def main() -> int:
+    return launch.main("sft", Config, run)
+
+
 if __name__ == "__main__":
-    sys.exit(launch.main("sft", Config, run))
+    sys.exit(main())

@@ -7,24 +7,14 @@ Reads eval.jsonl of each run, and from metrics.jsonl the groups that dynamic sam
 panel of their own. Prints a line for each run: where its reward started, where it ended, and the rise.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-# isoloss.parallel has a UserError for this, but importing it takes torch and Megatron-Core, which is seconds.
-
-
-class Mistake(Exception):
-    """What the user can mend, in one line."""
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"isoloss: error: {message}; --help tells more\n")
+from isoloss.parallel.errors import UserError
+from isoloss.tools.command_line import Parser
 
 
 @dataclass(frozen=True)
@@ -57,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = arguments.out or arguments.runs[0] / "reward_curve.png"
     try:
         if len(labels) != len(arguments.runs):
-            raise Mistake(f"--labels={arguments.labels} names {len(labels)} of {len(arguments.runs)} runs: name each")
+            raise UserError(f"--labels={arguments.labels} names {len(labels)} of {len(arguments.runs)} runs: name each")
         curves = [read_curve(run, label) for run, label in zip(arguments.runs, labels)]
         if out.suffix != ".png" or not out.parent.is_dir():
-            raise Mistake(f"--out={out} must be a .png file in a folder that exists")
-    except Mistake as mistake:
+            raise UserError(f"--out={out} must be a .png file in a folder that exists")
+    except UserError as mistake:
         print(f"isoloss: error: {mistake}", file=sys.stderr)
         return 2
     draw(curves, out)
@@ -71,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_curve(run: Path, label: str) -> Curve:
-    """Raises Mistake where the folder holds no evaluated run."""
+    """Raises UserError where the folder holds no evaluated run."""
     evaluations = [row for row in read_rows(run / "eval.jsonl") if "reward_mean" in row]
     if not evaluations:
-        raise Mistake(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
+        raise UserError(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
     # Every optimizer step tells of its batch, and several may share one: the count of prompts so far tells which.
     rows = [row for row in read_rows(run / "metrics.jsonl") if "prompts_drawn" in row]
     first = {row["prompts_drawn"]: row for row in reversed(rows)}
@@ -90,7 +80,7 @@ def read_curve(run: Path, label: str) -> Curve:
 def read_rows(path: Path) -> list[dict]:
     """The rows of a JSON Lines file; a last line without its newline is still being written."""
     if not path.is_file():
-        raise Mistake(f"{path} does not exist: give the output_dir of a run")
+        raise UserError(f"{path} does not exist: give the output_dir of a run")
     rows = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
         if not line.endswith("\n"):
@@ -98,7 +88,7 @@ def read_rows(path: Path) -> list[dict]:
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError as error:
-            raise Mistake(f"{path}:{number}: not JSON ({error.msg}); copy the file again") from None
+            raise UserError(f"{path}:{number}: not JSON ({error.msg}); copy the file again") from None
     return rows
 
 

@@ -5,8 +5,8 @@ from typing import Literal
 
 from isoloss.engine.config import Config
 from isoloss.parallel import UserError
+from isoloss.parallel.aggregation import MODES
 from isoloss.parallel.keys import Keys, key, require
-from isoloss.parallel.normalizer import MODES
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from isoloss.engine.config import LossConfig
 from isoloss.engine.losses import Loss, PerToken, Term, TokenInputs
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
-from isoloss.parallel.normalizer import Aggregation
+from isoloss.parallel.aggregation import Aggregation
 
 # exp of it is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.
 LARGEST_LOG_RATIO = 20.0

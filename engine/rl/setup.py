@@ -21,7 +21,7 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.parallel import UserError, launch
+from isoloss.parallel import UserError, environment
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
     def ask_rank_0(prompts, completions):
         raise RuntimeError("rewards are given on rank 0")
 
-    if launch.rank_and_world()[0] > 0:
+    if environment.rank_and_world()[0] > 0:
         yield ask_rank_0
         return
     with Rewarder(config.reward, data.tokenizer, [*data.train, *(data.eval or ())]) as rewarder:

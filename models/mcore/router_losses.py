@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.collectives import sum_parts
-from isoloss.parallel.normalizer import Aggregation, Counts
+from isoloss.parallel.normalizer import Counts
 
 TINY = 1e-20  # sigmoid scores may all underflow
 

@@ -23,7 +23,8 @@ from isoloss.engine.config import (
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.step import CanaryError, check_canary
-from isoloss.parallel.normalizer import Aggregation, Counts
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.normalizer import Counts
 from isoloss.recipes import launch, sft
 
 

@@ -23,7 +23,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models.families import qwen3
 from isoloss.parallel import Layout, UserError
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.aggregation import MODES
 from isoloss.tools.parity import TOLERANCE, compare, freeze, measure, merge
 
 # Two more shapes of the same problem: tied embeddings and biases; and fewer key/value heads than TP ranks.

@@ -34,7 +34,7 @@ from isoloss.engine.config import (
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.parallel import Layout
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.aggregation import MODES
 from isoloss.tools.parity import TOLERANCE, Case, compare
 from isoloss.tools.plants import MOE_PLANTS, Run
 

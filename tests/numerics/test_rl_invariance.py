@@ -23,7 +23,7 @@ from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelCo
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.aggregation import MODES
 from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare
 from isoloss.tools.plants import RL_PLANTS

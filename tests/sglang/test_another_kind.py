@@ -1,4 +1,4 @@
-"""What the fleet needs of a server is `Server` and `WeightSync`: here a kind that is not SGLang's, and not even HTTP."""
+"""What the fleet needs of a server is `Server` and `WeightSync`: a kind that is not SGLang's, nor even HTTP."""
 
 import time
 from collections.abc import Iterator

@@ -25,7 +25,7 @@ from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
 from isoloss.engine.rl.backends.sglang.group import own_address
 from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_piece, sampling_params
 from isoloss.engine.rl.trajectory import Request, Sampling
-from isoloss.parallel import UserError, launch, processes
+from isoloss.parallel import UserError, environment, processes
 
 # ---------------------------------------------------------------------------------------------------- replies, requests
 
@@ -209,7 +209,7 @@ def test_servers_do_not_inherit_torchruns_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LOCAL_MODELS", "kept")
-    left = launch.environment_without_torchrun()
+    left = environment.without_torchrun()
     assert left["LOCAL_MODELS"] == "kept" and left["PATH"] == os.environ["PATH"]
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(left)
     assert not any(name.startswith("TORCHELASTIC") for name in left)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from isoloss.parallel import GlobalLossNormalizer, Layout, Mesh
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.aggregation import MODES
 
 NORM_LENGTH = 7
 # Uneven: a fully masked sequence, a prompt (2) without a valid token, one (0) whose sequences are far apart.

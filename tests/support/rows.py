@@ -123,6 +123,9 @@ QUICK = {
     "checkpoints/test_transfer.py": {
         "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
     },
+    "cli/test_install.py": {
+        "test_a_recipe_runs_from_a_wheel": "",
+    },
     "cli/test_killed.py": {
         "test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint": "",
     },

@@ -14,7 +14,7 @@ from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.models.mcore.router import route, selection_margin
 from isoloss.models.mcore.router_losses import RoutedTokens
 from isoloss.parallel import UserError
-from isoloss.parallel.normalizer import Aggregation
+from isoloss.parallel.aggregation import Aggregation
 
 EXPERTS = Experts(6, 2, 28, "softmax", True)
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)

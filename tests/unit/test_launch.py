@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isoloss.parallel import launch
+from isoloss.parallel import environment, launch
 
 # Rank 11 of 16, the fourth of its node of eight: as torchrun sets it on the second of two nodes.
 SECOND_NODE = {
@@ -33,14 +33,14 @@ def joined(monkeypatch) -> list[tuple[tuple, dict]]:
 
 
 def test_a_rank_of_many(second_node):
-    assert launch.rank_and_world() == (11, 16)
-    assert launch.local_rank() == 3
+    assert environment.rank_and_world() == (11, 16)
+    assert environment.local_rank() == 3
 
 
 def test_without_torchrun(monkeypatch):
     for name in SECOND_NODE:
         monkeypatch.delenv(name, raising=False)
-    assert launch.rank_and_world() == (0, 1) and launch.local_rank() == 0
+    assert environment.rank_and_world() == (0, 1) and environment.local_rank() == 0
 
 
 def test_a_rank_takes_the_gpu_of_its_place_in_the_node(second_node, joined, monkeypatch):
@@ -75,7 +75,7 @@ def test_who_has_joined_does_not_join_again(second_node, joined, monkeypatch):
 
 def test_other_programs_get_nothing_of_torchruns(second_node, monkeypatch):
     monkeypatch.setenv("MINE", "kept")
-    theirs = launch.environment_without_torchrun()
+    theirs = environment.without_torchrun()
     assert theirs.keys() & SECOND_NODE.keys() == set()
     assert theirs["MINE"] == "kept" and theirs["PATH"] == os.environ["PATH"]
 
@@ -94,8 +94,8 @@ def test_deterministic_algorithms(monkeypatch):
 
 def test_gpus_that_are_left_to_this_process(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    assert launch.visible_gpus() == "2,3"
+    assert environment.visible_gpus() == "2,3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # all are hidden, which is not the same as all being there
-    assert launch.visible_gpus() == ""
+    assert environment.visible_gpus() == ""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert launch.visible_gpus() is None
+    assert environment.visible_gpus() is None

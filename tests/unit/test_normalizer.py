@@ -6,7 +6,7 @@ import torch
 from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss, weights_of
 
 from isoloss.parallel import GlobalLossNormalizer, UserError
-from isoloss.parallel.normalizer import MODES
+from isoloss.parallel.aggregation import MODES
 
 
 @pytest.mark.parametrize("count_fully_masked", [False, True])

@@ -17,7 +17,8 @@ from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.rl import losses
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.parallel.normalizer import MODES, take_census, weigh
+from isoloss.parallel.aggregation import MODES
+from isoloss.parallel.normalizer import take_census, weigh
 
 LENGTHS = (5, 1, 9, 3, 2)
 

@@ -13,7 +13,8 @@ from isoloss.engine.losses import Loss, Term, TokenInputs
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.losses import KL_ESTIMATORS, kl_from_reference, policy_loss, value_loss
-from isoloss.parallel.normalizer import Aggregation, take_census, weigh
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.normalizer import take_census, weigh
 
 ORACLE = json.loads((Path(formulas.__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 VERL, TRL, LENGTHS = ORACLE["verl"], ORACLE["trl"], ORACLE["lengths"]

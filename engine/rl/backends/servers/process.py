@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isoloss.parallel import UserError, launch
+from isoloss.parallel import UserError, environment
 from isoloss.parallel.processes import Helper
 
 POLL_SECONDS = 0.2
@@ -50,7 +50,7 @@ class ServerProcess:
             log.write(f"$ {shlex.join(self._command)}\n".encode())
             log.flush()
             command = [sys.executable, "-IS", GUARD, *self._command]
-            self._process = Helper(command, stdout=log.fileno(), env=launch.environment_without_torchrun())
+            self._process = Helper(command, stdout=log.fileno(), env=environment.without_torchrun())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
         """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long."""

@@ -1,0 +1,95 @@
+"""Layouts: how many ways each parallel axis divides the work. Imports no torch."""
+
+import re
+from dataclasses import dataclass, replace
+
+from isoloss.parallel.errors import UserError
+
+# The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2.
+AXES = ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp", "dp")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Parallel degrees. Megatron's context-parallel size is ulysses x ring; dp is what remains of the world.
+
+    ep, etp: how many ways the experts of a layer, and each expert's matrices, are divided over the ranks of a pipeline
+    stage (tp x ulysses x ring x dp); ranks that are left hold copies.
+    sequence_parallel: Megatron's TP sequence parallelism (activations between the TP regions are split over TP).
+    """
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int = 1
+    ulysses: int = 1
+    ring: int = 1
+    ep: int = 1
+    etp: int = 1
+    dp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self):
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if not isinstance(degree, int) or degree < 1:
+                raise UserError(f"parallel.{axis}={degree!r} must be an integer of at least 1")
+        if self.vpp > 1 and self.pp == 1:
+            raise UserError(
+                f"parallel.vpp={self.vpp} needs a pipeline: set parallel.pp of at least 2, or parallel.vpp=1"
+            )
+        if self.sequence_parallel and self.tp == 1:
+            raise UserError("parallel.sequence_parallel=true needs parallel.tp of at least 2; leave it at null")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """`tp2+pp2+ulysses2` -> Layout. TP sequence parallelism is on with tp > 1, off with `nosp`; `1` is one rank."""
+        degrees, nosp = {}, False
+        for part in text.split("+") if text != "1" else ():
+            match = re.fullmatch(r"([a-z]+)(\d+)", part)
+            if part == "nosp":
+                nosp = True
+            elif match and match[1] in AXES and match[1] not in degrees:
+                degrees[match[1]] = int(match[2])
+            else:
+                raise UserError(
+                    f"layout {text!r}: cannot read {part!r}; write degrees of {', '.join(AXES)} joined by "
+                    "'+', such as tp2+pp2+ulysses2, and nosp for no TP sequence parallelism"
+                )
+        return cls(**degrees, sequence_parallel=degrees.get("tp", 1) > 1 and not nosp)
+
+    def __str__(self) -> str:
+        parts = [f"{axis}{getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1]
+        if self.tp > 1 and not self.sequence_parallel:
+            parts.append("nosp")
+        return "+".join(parts) or "1"
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks that together hold one model replica."""
+        return self.tp * self.pp * self.ulysses * self.ring
+
+    @property
+    def world_size(self) -> int:
+        return self.replica_size * self.dp
+
+    @property
+    def context(self) -> int:
+        """Megatron's context-parallel size."""
+        return self.ulysses * self.ring
+
+    def with_world(self, world_size: int) -> "Layout":
+        """This layout with the data-parallel degree that fills `world_size` ranks."""
+        if world_size % self.replica_size:
+            raise UserError(
+                f"world size {world_size} is not a multiple of tp {self.tp} x pp {self.pp} x ulysses {self.ulysses} x "
+                f"ring {self.ring} = {self.replica_size}; start a multiple of it, or lower a degree"
+            )
+        layout = replace(self, dp=world_size // self.replica_size)
+        ranks = layout.tp * layout.context * layout.dp
+        if ranks % (self.ep * self.etp):
+            raise UserError(
+                f"parallel.ep={self.ep} x etp={self.etp} does not divide the {ranks} ranks of a pipeline stage (tp "
+                f"{self.tp} x ulysses {self.ulysses} x ring {self.ring} x dp {layout.dp}); lower "
+                "one of them, or start more ranks"
+            )
+        return layout
