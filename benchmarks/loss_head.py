@@ -45,7 +45,7 @@ def make_inputs(tokens: int, vocab: int, hidden: int) -> tuple[Tensor, Tensor, T
 
 
 def labelled_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, labelled_N: Tensor) -> Tensor:
-    """As `isoloss.models.mcore.gpt.labelled_logprobs` does it on one rank."""
+    """As `isoloss.models.model.Model.logprobs` does it on one rank."""
     logprobs_N, _ = vocab_parallel_logprobs(
         hidden_TD[labelled_N], weight_VD, targets_T[labelled_N], weight_VD.shape[0], dist.group.WORLD
     )

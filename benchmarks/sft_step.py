@@ -34,7 +34,6 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.config_tree import build
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy as sft_loss
-from isoloss.models.mcore.parameters import hf_tensors
 
 M27 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 384, "num_hidden_layers": 8,
        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1280,
@@ -67,8 +66,7 @@ class Isoloss:
         self.loss = sft_loss(LossConfig())
 
     def weights(self) -> dict[str, Tensor]:
-        engine = self.engine
-        return {n: t.clone() for n, t, _ in hf_tensors(engine.chunks, engine.arch, engine.mesh, torch.float32)}
+        return {n: t.clone() for n, t, _ in self.engine.model.hf_tensors(torch.float32)}
 
     def step(self, samples: list[Sample]) -> tuple[float, float]:
         metrics, result = self.engine.train_step(samples, self.loss)

@@ -1,7 +1,7 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,32 +9,23 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import MegatronOptimizer
-from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from isoloss.engine.checkpoint_writer import SaveInProcess
 from isoloss.engine.optimizer import complete_state
-from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
-from isoloss.models.mcore.gpt import unwrap
-from isoloss.models.mcore.parameters import hf_tensors
+from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest
 from isoloss.models.weights.checkpoint_names import native_style
-from isoloss.parallel import Mesh, UserError
+from isoloss.parallel import UserError
 
 STEP_FOLDER = "step_{:08d}"
 COMMON = "common.pt"  # what Megatron writes besides tensors
 
 
 def save(
-    folder: Path,
-    chunks: Sequence[nn.Module],
-    optimizer: MegatronOptimizer,
-    mesh: Mesh,
-    arch: Architecture,
-    huggingface: Path,
-    extra: Mapping[str, object],
+    folder: Path, model: Model, optimizer: MegatronOptimizer, huggingface: Path, extra: Mapping[str, object]
 ) -> None:
     """Write `folder`: under a temporary name, synced to disk, then renamed at once. Raises UserError where it exists.
 
@@ -50,13 +41,13 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(chunks, optimizer, mesh, extra, is_loading=False), str(partial), SaveInProcess())
+    dist_checkpointing.save(_state(model, optimizer, extra, is_loading=False), str(partial), SaveInProcess())
     dist.barrier()
     if dist.get_rank() == 0:
-        hf_checkpoint.copy_sidecars(huggingface, partial / HUGGINGFACE, arch)
+        hf_checkpoint.copy_sidecars(huggingface, partial / HUGGINGFACE, model.arch)
     records = _gather_records(partial)
     if dist.get_rank() == 0:
-        (partial / manifest.NAME).write_text(_describe(partial, chunks, arch, records).to_json(), encoding="utf-8")
+        (partial / manifest.NAME).write_text(_describe(partial, model, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
             manifest.sync(path)
         partial.rename(folder)
@@ -64,14 +55,13 @@ def save(
     dist.barrier()
 
 
-def load(folder: Path, chunks: Sequence[nn.Module], optimizer: MegatronOptimizer, mesh: Mesh) -> dict[str, object]:
+def load(folder: Path, model: Model, optimizer: MegatronOptimizer) -> dict[str, object]:
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
     verify(folder)
-    state: Any = dist_checkpointing.load(_state(chunks, optimizer, mesh, {}, is_loading=True), str(folder))
-    for index, chunk in enumerate(chunks):
-        model = unwrap(chunk)
-        model.load_state_dict(
-            state[f"model{index}"] | {key: None for key in model.state_dict() if _is_extra_state(key)}
+    state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
+    for index, module in enumerate(model.modules):
+        module.load_state_dict(
+            state[f"model{index}"] | {key: None for key in module.state_dict() if _is_extra_state(key)}
         )
     whole = state["optimizer"]
     for part in [whole] if "optimizer" in whole or "state" in whole else whole.values():  # one, or dense and experts
@@ -108,13 +98,13 @@ def prune(checkpoints: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
-def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh) -> None:
+def export_hf(folder: Path, model: Model) -> None:
     """Write safetensors with Hugging Face names; each rank that holds weights that no other does writes its own.
 
     Collective over the world.
     """
-    mine = ((name, tensor.cpu()) for name, tensor, write in hf_tensors(chunks, arch, mesh, arch.torch_dtype) if write)
-    entries = hf_checkpoint.write_shards(folder, f"stage{mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
+    mine = ((name, tensor.cpu()) for name, tensor, write in model.hf_tensors(model.arch.torch_dtype) if write)
+    entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, entries)
     if dist.get_rank() == 0:
@@ -122,14 +112,14 @@ def export_hf(folder: Path, chunks: Sequence[nn.Module], arch: Architecture, mes
     dist.barrier()
 
 
-def _state(chunks, optimizer, mesh: Mesh, extra, *, is_loading: bool) -> dict:
+def _state(model: Model, optimizer: MegatronOptimizer, extra: Mapping[str, object], *, is_loading: bool) -> dict:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,
-        "dp_cp_group": mesh.dp_context,
+        "dp_cp_group": model.mesh.dp_context,
     }
     models: dict[str, Any] = {
-        f"model{index}": unwrap(chunk).sharded_state_dict(metadata=metadata) for index, chunk in enumerate(chunks)
+        f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)
     }
     of_optimizer = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
     if not is_loading:
@@ -156,16 +146,14 @@ def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
     return {name: record for of_rank in everyone for name, record in of_rank.items()}
 
 
-def _describe(
-    folder: Path, chunks: Sequence[nn.Module], arch: Architecture, records: Mapping[str, manifest.FileRecord]
-) -> manifest.Manifest:
+def _describe(folder: Path, model: Model, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
     tensors = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
     return manifest.Manifest(
         kind="trained",
-        family=arch.family,
-        vocab_size=arch.vocab_size,
-        key_style=native_style(arch),
-        dtypes=(str(next(chunks[0].parameters()).dtype).removeprefix("torch."),),
+        family=model.arch.family,
+        vocab_size=model.arch.vocab_size,
+        key_style=native_style(model.arch),
+        dtypes=(str(model.dtype).removeprefix("torch."),),
         num_tensors=sum(isinstance(tensor, TensorStorageMetadata) for tensor in tensors),
         files=records,
     )

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +17,17 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_hyperparameters, wrap_ddp
+from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.step import StepBatch, StepMetrics, prepare_step, run_logits, run_logprobs, run_step, run_values
+from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.mcore import nvidia_apex
-from isoloss.models.mcore.build import accumulate_in_products, build_model
-from isoloss.models.mcore.parameters import load_weights, whole_tensors
+from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.value_head import CriticWeights
-from isoloss.models.mcore.weight_stream import Receives, stream_weights
+from isoloss.models.mcore.weight_stream import Receives
+from isoloss.models.model import Model
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -70,18 +71,22 @@ class Engine:
             self.mesh = critic_of.mesh
             self.arch, source = self.arch.as_critic(), CriticWeights(source)
         self.device = torch.device(torch.cuda.current_device())
-        self.dtype = DTYPES[config.train.precision]
         if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
             checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
-        self.stage_layers = stage_layers(self.arch, layout, config.parallel.stage_layers)
-        chunks = build_model(
-            self.arch, self.mesh, self.dtype, self.stage_layers, config.memory, fused=config.model.transformer_engine
+        model = Model.build(
+            self.arch,
+            self.mesh,
+            DTYPES[config.train.precision],
+            stage_layers(self.arch, layout, config.parallel.stage_layers),
+            config.memory,
+            te=config.model.transformer_engine,
         )
         if config.parallel.gradient_accumulation_fusion:
-            accumulate_in_products(chunks)
-        load_weights(chunks, self.arch, source, self.mesh)
-        self.chunks = wrap_ddp(chunks, config, self.mesh)
-        self.optimizer = build_optimizer(self.chunks, config, self.dtype)
+            accumulate_in_products(model.modules)
+        model.load(source)
+        self.chunks = wrap_ddp(model.modules, config, self.mesh)
+        self.model = dataclasses.replace(model, chunks=self.chunks)
+        self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
         model_config = self.chunks[0].config
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
@@ -140,7 +145,7 @@ class Engine:
         """The loss of the samples, without gradients; normalized like a training step."""
         batch = self._prepare(samples, loss)
         with torch.no_grad():
-            return run_step(self.mesh, self.chunks, self.arch, batch, loss, forward_only=True)
+            return run_step(self.model, batch, loss, forward_only=True)
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
         """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
@@ -149,22 +154,27 @@ class Engine:
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
         pp.
         """
-        loss = dataclasses.replace(TARGETS, temperature=temperature)
-        return self._of_targets(run_logprobs, samples, loss)
+
+        def head(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+            at, targets_N = micro_batch.labelled_N, micro_batch.targets_N
+            return self.model.logprobs(hidden, at, targets_N, temperature=temperature)[0]
+
+        return self._of_targets(head, samples)
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
 
         Collectives as `logprobs`.
         """
-        return self._of_targets(run_values, samples)
+        return self._of_targets(lambda row, hidden: self.model.values(hidden, row.labelled_N), samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
         """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
 
         For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
         """
-        return self._of_targets(run_logits, samples)
+        shape = (self.arch.vocab_size,)
+        return self._of_targets(lambda row, hidden: self.model.logits(hidden, row.labelled_N), samples, shape)
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and the experts' loads: a new step begins."""
@@ -193,34 +203,33 @@ class Engine:
                 "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
             )
         self.reduce_gradients()
-        for owned, gradient in whole_tensors(self.chunks, self.arch, self.mesh, lambda p: getattr(p, "main_grad", p)):
+        for owned, gradient in self.model.whole_tensors(lambda p: getattr(p, "main_grad", p)):
             if owned.weight.trained:
                 yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
-        for owned, whole in whole_tensors(self.chunks, self.arch, self.mesh):
-            yield owned.weight.name, whole
+        return self.model.weights()
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
-        return stream_weights(self.chunks, self.arch, self.mesh, self.dtype, bucket_bytes, receives)
+        return self.model.weight_stream(bucket_bytes, receives)
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
         huggingface = hf_folder(self.config.model.path)
-        checkpoint.save(Path(folder), self.chunks, self.optimizer, self.mesh, self.arch, huggingface, extra or {})
+        checkpoint.save(Path(folder), self.model, self.optimizer, huggingface, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
-        return checkpoint.load(Path(folder), self.chunks, self.optimizer, self.mesh)
+        return checkpoint.load(Path(folder), self.model, self.optimizer)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
-        checkpoint.export_hf(Path(folder), self.chunks, self.arch, self.mesh)
+        checkpoint.export_hf(Path(folder), self.model)
         if dist.get_rank() == 0:
             copy_sidecars(hf_folder(self.config.model.path), folder, self.arch)
         dist.barrier()
@@ -237,11 +246,11 @@ class Engine:
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
 
-    def _of_targets(self, run: Callable[..., Tensor], samples: Sequence[Sample], *more) -> list[Tensor]:
-        """What `run` gives for every target, sample by sample."""
+    def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
+        """What `head` gives for every target, sample by sample."""
         batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
-            flat = run(self.mesh, self.chunks, self.arch, batch, *more)
+            flat = run_targets(self.model, batch, head, shape)
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
@@ -249,7 +258,7 @@ class Engine:
         batch, of_routers = self._prepare(samples, loss), None
         if self.balancing is not None:
             of_routers = balance.start(self.balancing, batch.lengths, loss, self.device)
-        metrics = run_step(self.mesh, self.chunks, self.arch, batch, loss, balance=of_routers)
+        metrics = run_step(self.model, batch, loss, balance=of_routers)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return metrics

@@ -35,7 +35,7 @@ def resume(engine: Engine, config: Config, output_dir: Path) -> dict[str, object
 def spread(engine: Engine) -> str:
     """What the opening lines tell of the layout; of a pipeline the layers of each stage, in the order of the model."""
     layout = engine.mesh.layout
-    stages = f" (layers {'+'.join(map(str, engine.stage_layers))})" if layout.pp > 1 else ""
+    stages = f" (layers {'+'.join(map(str, engine.model.stages))})" if layout.pp > 1 else ""
     return f"layout {layout}{stages} on {dist.get_world_size()} rank(s)"
 
 

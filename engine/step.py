@@ -18,15 +18,18 @@ from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.engine.totals import MOMENTS, correlation, largest_of, moments_of, totals_of
-from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.gpt import forward_row, labelled_logits, labelled_logprobs, labelled_values
+from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import Balance, RouterLoss
+from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import Counts, take_census, weigh
 from isoloss.parallel.schedule import run_schedule
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
 CANARY_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
+
+
+Head = Callable[[PackedBatch, Tensor], Tensor]
 
 
 class CanaryError(RuntimeError):
@@ -113,14 +116,7 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
 
 def run_step(
-    mesh: Mesh,
-    chunks: Sequence[nn.Module],
-    arch: Architecture,
-    batch: StepBatch,
-    loss: Loss,
-    *,
-    balance: Balance | None = None,
-    forward_only: bool = False,
+    model: Model, batch: StepBatch, loss: Loss, *, balance: Balance | None = None, forward_only: bool = False
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
@@ -132,7 +128,7 @@ def run_step(
     modes = loss.aggregations
 
     def token_loss(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss)
+        inputs = _token_inputs(model, micro_batch, hidden, loss)
         weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         value, sums, magnitudes = hidden.new_zeros(()), [], []
         for term in loss.terms:
@@ -149,15 +145,17 @@ def run_step(
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
-    forward = partial(_forward, mesh, arch, balance)
-    consumed = run_schedule(mesh, chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only)
+    forward = partial(_forward, model, balance)
+    consumed = run_schedule(
+        model.mesh, model.chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only
+    )
     sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
-    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], mesh)
+    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh)
     weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.split(sizes))
     for weight_sum, counts in zip(weight_sums, batch.counts):
-        check_canary(weight_sum, counts, chunks)
+        check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
-    of_routers = _router_losses(balance, mesh, chunks, arch) if balance is not None and balance.losses else []
+    of_routers = _router_losses(balance, model) if balance is not None and balance.losses else []
     terms = [*zip(loss.terms, sums), *of_routers]
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
@@ -174,99 +172,60 @@ def run_step(
     )
 
 
-def _router_losses(
-    balance: Balance, mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture
-) -> list[tuple[RouterLoss, float]]:
+def _router_losses(balance: Balance, model: Model) -> list[tuple[RouterLoss, float]]:
     """The losses of all routers of the step, none of them negative, once their weights are those of the counts."""
-    sums, consumed = reduce_losses(balance, mesh)
-    layers = sum(arch.has_experts(layer) for layer in range(arch.num_layers))
+    sums, consumed = reduce_losses(balance, model.mesh)
+    layers = sum(model.arch.has_experts(layer) for layer in range(model.arch.num_layers))
     for weight_sum, counts in zip(consumed, balance.counts):
-        check_canary(weight_sum / layers, counts, chunks, "a layer's routers")
+        check_canary(weight_sum / layers, counts, model.dtype, "a layer's routers")
     return list(zip(balance.losses, sums))
 
 
-def run_logprobs(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, loss: Loss) -> Tensor:
-    """log-probabilities of all targets of the step, [total tokens] fp64 in the order of the samples, on every rank.
+def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ...] = ()) -> Tensor:
+    """What a head gives for all targets of the step, [total tokens, *shape] fp64 in the order of the samples, on every
+    rank.
 
-    Of `loss` the temperature counts. Collectives: the model's; one all-reduce over dp x context and one over pp of the
-    result.
+    head: a micro-batch and the hidden states of its row -> [N, *shape]. shape: of what it gives for one target.
+    Collectives: the model's and the head's; one all-reduce over dp x context and one over pp of the result.
     """
 
-    def logprobs(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
-        return _token_inputs(mesh, chunks, arch, micro_batch, hidden, loss).logprobs_N
-
-    return _collect(mesh, chunks, arch, batch, logprobs, ())
-
-
-def run_values(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
-    """A critic's expected returns before every target, as `run_logprobs`."""
-
-    def values(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
-        return labelled_values(chunks[-1], hidden, micro_batch.labelled_N, mesh)
-
-    return _collect(mesh, chunks, arch, batch, values, ())
-
-
-def run_logits(mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch) -> Tensor:
-    """The logits that predict each target, [total tokens, vocab_size] fp64, as `run_logprobs`. For small models."""
-
-    def logits(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
-        return labelled_logits(chunks[-1], hidden, micro_batch.labelled_N, arch, mesh)
-
-    return _collect(mesh, chunks, arch, batch, logits, (arch.vocab_size,))
-
-
-def _collect(
-    mesh: Mesh, chunks: Sequence[nn.Module], arch: Architecture, batch: StepBatch, of_targets, shape: tuple[int, ...]
-) -> Tensor:
-    """What `of_targets(micro_batch, hidden)` gives for each target, in the order of the samples, on every rank."""
-
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        return hidden.new_zeros(()), (micro_batch.origin_N, of_targets(micro_batch, hidden))
+        return hidden.new_zeros(()), (micro_batch.origin_N, head(micro_batch, hidden))
 
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
-    forward = partial(_forward, mesh, arch, None)
-    for origin_N, found in run_schedule(mesh, chunks, batch.micro_batches, forward, collect, forward_only=True):
-        flat[origin_N] = found.to(torch.float64)
-    dist.all_reduce(flat, group=mesh.dp_context)
-    dist.all_reduce(flat, group=mesh.pp)
+    forward = partial(_forward, model, None)
+    for origin_N, of_targets in run_schedule(
+        model.mesh, model.chunks, batch.micro_batches, forward, collect, forward_only=True
+    ):
+        flat[origin_N] = of_targets.to(torch.float64)
+    dist.all_reduce(flat, group=model.mesh.dp_context)
+    dist.all_reduce(flat, group=model.mesh.pp)
     return flat
 
 
-def _forward(
-    mesh: Mesh, arch: Architecture, balance: Balance | None, chunk: nn.Module, micro_batch: PackedBatch
-) -> Tensor:
-    routed = routed_tokens(micro_batch, mesh, balance) if arch.experts else None
+def _forward(model: Model, balance: Balance | None, chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
+    routed = routed_tokens(micro_batch, model.mesh, balance) if model.arch.experts else None
     return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, routed)
 
 
-def _token_inputs(mesh, chunks, arch, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
-    chunk, at = chunks[-1], micro_batch.labelled_N
+def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
+    at = micro_batch.labelled_N
     values_N = entropy_N = None
-    if arch.critic:
-        values_N = labelled_values(chunk, hidden, at, mesh)
+    if model.arch.critic:
+        values_N = model.values(hidden, at)
         logprobs_N = values_N.new_zeros(0)
     else:
-        logprobs_N, entropy_N = labelled_logprobs(
-            chunk,
-            hidden,
-            at,
-            micro_batch.targets_N,
-            arch,
-            mesh,
-            temperature=loss.temperature,
-            with_entropy=loss.needs_entropy,
+        logprobs_N, entropy_N = model.logprobs(
+            hidden, at, micro_batch.targets_N, temperature=loss.temperature, with_entropy=loss.needs_entropy
         )
     dtype = logprobs_N.dtype
     fields = {name: values.to(dtype) for name, values in micro_batch.fields.items()}
     documents = (micro_batch.document_N, len(micro_batch.lengths))
-    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, mesh.context)
+    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, model.mesh.context)
 
 
-def check_canary(
-    weight_sum: float, counts: Counts, chunks: Sequence[nn.Module], consumer: str = "the loss head"
-) -> None:
-    dtype = next(chunks[-1].parameters()).dtype
+def check_canary(weight_sum: float, counts: Counts, dtype: torch.dtype, consumer: str = "the loss head") -> None:
+    """dtype: of the model. Raises CanaryError."""
     tolerance = CANARY_TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
     if not abs(weight_sum - counts.weight_sum) <= tolerance * max(abs(counts.weight_sum), tolerance):
         raise CanaryError(

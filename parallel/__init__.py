@@ -31,12 +31,17 @@ class _BeforeMegatron(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname == "megatron":
             sys.meta_path.remove(self)
-            from isoloss.parallel import host
-
-            host.install()
+            _install_host()
 
 
-sys.meta_path.insert(0, _BeforeMegatron())
+def _install_host() -> None:
+    importlib.import_module("isoloss.parallel.host").install()
+
+
+if "megatron" in sys.modules:
+    _install_host()
+else:
+    sys.meta_path.insert(0, _BeforeMegatron())
 # Megatron-Core announces at import every optional package (Transformer Engine, apex, ...) that it does without.
 for _module in ("megatron", "torch.distributed"):
     warnings.filterwarnings("ignore", module=_module)

@@ -77,7 +77,7 @@ class Policy:
 
     def __init__(self, engine: Engine, folder: str):
         self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
-        self.backend = InProcessBackend(folder, engine.dtype, engine.device, concurrency=256)
+        self.backend = InProcessBackend(folder, engine.model.dtype, engine.device, concurrency=256)
         self.sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,), seed=SEED)
 
     def update_weights(self, version: int) -> None:

@@ -28,7 +28,6 @@ from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
-from isoloss.models.mcore.parameters import load_weights
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
 from isoloss.tools.plants import NONE, Plant, Run
@@ -154,7 +153,7 @@ def measure(
     engine = Engine(config)
     if cases[0].critic:
         engine = Engine(config, critic_of=engine)
-        load_weights(engine.chunks, engine.arch, RandomWeights(engine.arch, config.train.seed), engine.mesh)
+        engine.model.load(RandomWeights(engine.arch, config.train.seed))
     samples = thaw(frozen)
     results = []
     with plant.planted(), _canary_recorded() as canary:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import Plan
-from isoloss.engine.step import prepare_step, run_logits
+from isoloss.engine.step import prepare_step, run_targets
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.build import build_model
-from isoloss.models.mcore.parameters import load_weights
 from isoloss.models.mcore.router import Router
+from isoloss.models.model import Model
 from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, Mesh, launch, mesh
@@ -43,11 +43,10 @@ class IsolossModel:
     was sent to the expert."""
 
     def __init__(self, arch: Architecture, source: WeightSource, own_mesh: Mesh):
-        self.arch, self._mesh = arch, own_mesh
-        self._chunks = build_model(arch, own_mesh, torch.float32)
-        load_weights(self._chunks, arch, source, own_mesh)
+        self._model = Model.build(arch, own_mesh, torch.float32)
+        self._model.load(source)
         self.visited: dict[int, Tensor] = {}
-        for layer, block in enumerate(self._chunks[0].decoder.layers):
+        for layer, block in enumerate(self._model.modules[0].decoder.layers):
             for module in block.modules():
                 if isinstance(module, Router):
                     self.visited[layer] = torch.zeros(module.experts.count, dtype=torch.bool)
@@ -59,9 +58,13 @@ class IsolossModel:
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
         loss = Loss.of(negative_log_likelihood, aggregation="sum")
-        batch = prepare_step([Sample(tokens_T, mask_T)], loss, Plan((((0,),),)), self._mesh, device)
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, Plan((((0,),),)), self._model.mesh, device)
         with torch.no_grad():
-            return run_logits(self._mesh, self._chunks, self.arch, batch)[targets_N].float().cpu()
+            logits = run_targets(self._model, batch, self._head, (self._model.arch.vocab_size,))
+        return logits[targets_N].float().cpu()
+
+    def _head(self, micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden, micro_batch.labelled_N)
 
     def _watch(self, layer: int):
         def note(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:

@@ -14,7 +14,6 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, check_model
 from isoloss.engine.output import Fingerprint
-from isoloss.models.mcore.gpt import unwrap
 from isoloss.models.weights.weight_map import weight_map
 
 
@@ -28,9 +27,11 @@ class Reference:
 
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
-        modules = [unwrap(chunk) for chunk in engine.chunks]
         self._live = [
-            t.data for module in modules for t in chain(module.parameters(), module.buffers()) if t.is_floating_point()
+            t.data
+            for module in engine.model.modules
+            for t in chain(module.parameters(), module.buffers())
+            if t.is_floating_point()
         ]
         self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
 

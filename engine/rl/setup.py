@@ -137,4 +137,4 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
 def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
     if config.rollout.backend == "sglang":
         return SGLangBackend(config.rollout, config.model.path, output_dir / "sglang")
-    return InProcessBackend(config.model.path, engine.dtype, engine.device, config.rollout.concurrency)
+    return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

@@ -1,6 +1,6 @@
 """Architecture + mesh -> the Megatron-Core model chunks of this rank.
 
-Megatron's own layers or Transformer Engine's (`fused`), with our activation, attention and router in their slots.
+Megatron's own layers or Transformer Engine's (`te`), with our activation, attention and router in their slots.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
+from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
 from isoloss.models.mcore.expert_layer import ExpertLayer, ExpertTransformerLayer
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
@@ -33,7 +33,7 @@ from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
 from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
 from isoloss.models.mcore.router import Router
-from isoloss.models.mcore.stages import pipeline_layout, stage_layers
+from isoloss.models.mcore.stages import pipeline_layout
 from isoloss.models.mcore.value_head import ValueHead
 from isoloss.models.weights.checkpoint_names import te_prefixes
 from isoloss.models.weights.mappings import padded_vocab_size
@@ -51,7 +51,7 @@ def transformer_config(
     stages: Sequence[int],
     memory: ActivationMemory,
     *,
-    fused: bool = False,
+    te: bool = False,
     cp_kernel: str = "isoloss",
 ) -> TransformerConfig:
     """Megatron's configuration of this model on this layout. Dropout is 0: it would break the promise."""
@@ -101,12 +101,12 @@ def transformer_config(
         masked_softmax_fusion=False,
         apply_rope_fusion=False,
         persist_layer_norm=False,
-        **_expert_settings(arch, layout, fused),
+        **_expert_settings(arch, layout, te),
         **memory.settings(),
     )
 
 
-def _expert_settings(arch: Architecture, layout: Layout, fused: bool) -> dict[str, Any]:
+def _expert_settings(arch: Architecture, layout: Layout, te: bool) -> dict[str, Any]:
     moe = arch.experts
     if moe is None:
         return {}
@@ -119,8 +119,8 @@ def _expert_settings(arch: Architecture, layout: Layout, fused: bool) -> dict[st
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         # Transformer Engine's permutation adds a token's experts up in a fixed order, and not by atomic additions.
-        "moe_grouped_gemm": fused,
-        "moe_permute_fusion": fused,
+        "moe_grouped_gemm": te,
+        "moe_permute_fusion": te,
         # Read by Megatron's checks only: `Router` chooses the experts.
         "moe_router_topk": moe.top_k,
         "moe_router_pre_softmax": True,
@@ -128,12 +128,12 @@ def _expert_settings(arch: Architecture, layout: Layout, fused: bool) -> dict[st
     }
 
 
-def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, fused: bool = False) -> ModuleSpec:
+def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) -> ModuleSpec:
     """Megatron's spec of a layer, local with our norm or of Transformer Engine's modules, which own the norm before
-    them (`fused`); with our activation, attention and router in either."""
+    them (`te`); with our activation, attention and router in either."""
     sparse = arch.has_experts(layer)
     num_experts = arch.experts.count if arch.experts and sparse else None
-    if fused:
+    if te:
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
@@ -141,20 +141,20 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, fused: bool = Fals
     layers = spec.submodules
     layers.sharded_state_dict_keys_map = te_prefixes(arch, layer)
     if arch.latent:
-        layers.input_layernorm = TENorm if fused else RMSNorm  # its projections own no norm
+        layers.input_layernorm = TENorm if te else RMSNorm  # its projections own no norm
         core = _core_attention(arch, mesh, layer)
         layers.self_attention = ModuleSpec(module=LatentAttention, params={"arch": arch, "core": core})
     else:
         attention = layers.self_attention.submodules
         attention.core_attention = _core_attention(arch, mesh, layer)
-        if arch.qk_norm and not fused:
+        if arch.qk_norm and not te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     activation = clamped_swiglu if arch.clamped_swiglu else swiglu
     mlp = layers.mlp.submodules
     if arch.experts and sparse:
         mlp.router = partial(Router, experts=arch.experts)
         mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = activation
-        if arch.linear_bias and not fused:
+        if arch.linear_bias and not te:
             mlp.experts.submodules.linear_fc2 = _BiasedExpertOutput
         spec.module = ExpertTransformerLayer
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
@@ -184,32 +184,31 @@ class _BiasedExpertOutput(RowParallelLinear):
         return output.clone(), bias
 
 
-def build_model(
+def build_chunks(
     arch: Architecture,
     mesh: Mesh,
     dtype: torch.dtype,
-    stages: Sequence[int] | None = None,
-    memory: ActivationMemory = KEEP_ALL,
+    stages: Sequence[int],
+    memory: ActivationMemory,
     *,
-    fused: bool = False,
+    te: bool = False,
 ) -> Sequence[PackedGPT]:
     """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
 
-    stages: layers of each stage, in the order of the model; None: balanced (`stage_layers`).
-    fused: of Transformer Engine's modules (docs/transformer_engine.md).
+    stages: layers of each stage, in the order of the model.
+    te: of Transformer Engine's modules (docs/transformer_engine.md).
     Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
     """
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    stages = stages or stage_layers(arch, mesh.layout)
-    config = transformer_config(arch, mesh.layout, dtype, stages, memory, fused=fused, cp_kernel=mesh.cp_kernel)
-    final_norm = ModuleSpec(module=TENorm if fused else RMSNorm)
+    config = transformer_config(arch, mesh.layout, dtype, stages, memory, te=te, cp_kernel=mesh.cp_kernel)
+    final_norm = ModuleSpec(module=TENorm if te else RMSNorm)
     chunks = []
     for index in range(mesh.layout.vpp):
         stage = index if mesh.layout.vpp > 1 else None
         first = get_transformer_layer_offset(config, stage, mesh.pp.rank())
         count = get_num_layers_to_build(config, vp_stage=stage)
-        layers = [layer_spec(arch, mesh, first + k, fused=fused) for k in range(count)]
+        layers = [layer_spec(arch, mesh, first + k, te=te) for k in range(count)]
         chunk = PackedGPT(
             config,
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),

@@ -1,16 +1,12 @@
-"""A GPTModel that looks rotary angles up by position id and ends at the last hidden states: the loss head visits
-labelled positions only (`isoloss.parallel.vocab`)."""
+"""A GPTModel that looks rotary angles up by position id and ends at the last hidden states: the heads of `Model` visit
+labelled positions only."""
 
 import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.expert_layer import RoutedRow
 from isoloss.models.mcore.router_losses import RoutedTokens
-from isoloss.parallel import Mesh
-from isoloss.parallel.collectives import gather_rows, sum_gradient
-from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
 
 class PackedGPT(GPTModel):
@@ -55,57 +51,6 @@ def forward_row(
         attention_mask=None,
         packed_seq_params=RoutedRow(lengths=lengths, tokens=routed),
     )
-
-
-def labelled_logprobs(
-    chunk: nn.Module,
-    hidden: Tensor,
-    labelled_N: Tensor,
-    targets_N: Tensor,
-    arch: Architecture,
-    mesh: Mesh,
-    *,
-    temperature: float = 1.0,
-    with_entropy: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of the targets (and the entropy) at the labelled positions of this rank's slice, [N].
-
-    hidden: the last stage's output; labelled_N: indices into the slice; targets_N: the tokens to be predicted there.
-    temperature: logits are divided by it.
-    Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
-    """
-    return vocab_parallel_logprobs(
-        _labelled_hidden(hidden, labelled_N, mesh),
-        unwrap(chunk).output_weight(),
-        targets_N,
-        arch.vocab_size,
-        mesh.tp,
-        temperature=temperature,
-        with_entropy=with_entropy,
-    )
-
-
-def labelled_values(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, mesh: Mesh) -> Tensor:
-    """A critic's expected returns at the labelled positions of this rank's slice, [N].
-
-    Collectives over TP: a gather of the slice if it is sequence-parallel, and one all-reduce.
-    """
-    return unwrap(chunk).output_layer(_labelled_hidden(hidden, labelled_N, mesh))
-
-
-def labelled_logits(chunk: nn.Module, hidden: Tensor, labelled_N: Tensor, arch: Architecture, mesh: Mesh) -> Tensor:
-    """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, without gradients.
-
-    Collectives over TP: a gather of the slice if it is sequence-parallel, and one of the logits.
-    """
-    logits_NV = unrounded_logits(_labelled_hidden(hidden, labelled_N, mesh), unwrap(chunk).output_weight())
-    return gather_rows(logits_NV.T, mesh.tp).T[:, : arch.vocab_size]
-
-
-def _labelled_hidden(hidden: Tensor, labelled_N: Tensor, mesh: Mesh) -> Tensor:
-    if mesh.layout.sequence_parallel:
-        return gather_rows(hidden.squeeze(1), mesh.tp)[labelled_N]
-    return sum_gradient(hidden.squeeze(1)[labelled_N], mesh.tp)
 
 
 def unwrap(chunk: nn.Module) -> PackedGPT:

@@ -1,6 +1,6 @@
-"""The parameters of this rank, tied to the weight map: loading, gathering and exporting by name."""
+"""The parameters of this rank, tied to the weight map."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.gpt import unwrap
 from isoloss.models.weights.checkpoint_names import local_name
-from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
 
@@ -72,14 +71,6 @@ def _global_name(name: str, arch: Architecture, global_layer: dict[int, int], fi
     return ".".join([decoder, layers, str(layer), *rest])
 
 
-@torch.no_grad()
-def load_weights(chunks: Sequence[nn.Module], arch: Architecture, source: WeightSource, mesh: Mesh) -> None:
-    """Fill this rank's parameters, one weight in memory at a time. No collectives."""
-    for owned in owned_parameters(chunks, arch, mesh):
-        whole = source.whole(owned.weight)
-        owned.parameter.copy_(owned.weight.form.shard(whole, owned.tp.size(), owned.tp.rank()))
-
-
 def gather(shard: Tensor, owned: Owned) -> Tensor:
     """The whole of a TP-sharded tensor (a weight, a gradient), on every rank of its TP group. One all-gather."""
     if owned.tp.size() == 1:
@@ -89,31 +80,18 @@ def gather(shard: Tensor, owned: Owned) -> Tensor:
     return owned.weight.form.unshard(shards)
 
 
-def whole_tensors(
-    chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh, of: Callable[[Tensor], Tensor] = lambda p: p.data
-) -> Iterator[tuple[Owned, Tensor]]:
-    """Every weight of this rank, whole, one at a time (`of` picks the tensor: the data, the gradient ...).
-
-    That is every weight of its pipeline stage, and with ep > 1 its share of the experts. A copy of a tied embedding is
-    left out. Collective over tp and etp: all their ranks must iterate to the end.
-    """
-    for owned in owned_parameters(chunks, arch, mesh):
-        if not owned.replica:
-            yield owned, gather(of(owned.parameter), owned)
-
-
 def hf_tensors(
-    chunks: Sequence[nn.Module], arch: Architecture, mesh: Mesh, dtype: torch.dtype
+    whole: Iterable[tuple[Owned, Tensor]], ep: dist.ProcessGroup, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
+    """Hugging Face names and tensors of whole weights, and whether this rank is the one of all to write a tensor.
 
-    Tensors are on the model's device and may be the parameters themselves. One weight in memory at a time, or where a
-    tensor holds all experts, one layer's. Collective over tp and etp, and where tensors hold all experts over ep.
+    One weight in memory at a time, or where a tensor holds all experts, one layer's. What is not trained stays fp32.
+    Collective over tp and etp where `whole` is, and where tensors hold all experts over ep.
     """
     rows: dict[str, list[Tensor]] = {}
-    for owned, whole in whole_tensors(chunks, arch, mesh):
+    for owned, weight_tensor in whole:
         weight = owned.weight
-        for part, tensor in zip(weight.parts, weight.form.split(whole)):
+        for part, tensor in zip(weight.parts, weight.form.split(weight_tensor)):
             tensor = tensor.to(dtype if weight.trained else torch.float32)
             mine = owned.first and owned.tp.rank() == 0
             if part.rows is None:
@@ -121,8 +99,8 @@ def hf_tensors(
                 continue
             kept = rows.setdefault(part.tensor, [])
             kept.append(tensor)
-            if len(kept) == part.rows // mesh.layout.ep:
-                yield part.tensor, _all_experts(rows.pop(part.tensor), mesh.ep), mine and mesh.ep.rank() == 0
+            if len(kept) == part.rows // ep.size():
+                yield part.tensor, _all_experts(rows.pop(part.tensor), ep), mine and ep.rank() == 0
 
 
 def _all_experts(rows: list[Tensor], ep: dist.ProcessGroup) -> Tensor:

@@ -7,11 +7,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.parameters import hf_tensors
-from isoloss.parallel import Mesh
+from torch import Tensor
 
 Named = tuple[str, Tensor]
 Receives = Literal["every rank", "rank 0"]
@@ -32,24 +28,20 @@ class Label:
 
 
 def stream_weights(
-    chunks: Sequence[nn.Module],
-    arch: Architecture,
-    mesh: Mesh,
-    dtype: torch.dtype,
-    bucket_bytes: int,
-    receives: Receives,
+    tensors: Iterator[tuple[str, Tensor, bool]], device: torch.device, bucket_bytes: int, receives: Receives
 ) -> Iterator[list[Named]]:
     """Every Hugging Face tensor of the model exactly once, whole, in buckets of at most `bucket_bytes`, or one tensor.
 
+    tensors: those of this rank, and whether it is the one to send them (`hf_tensors`).
     Every rank gets as many buckets: the same ones, or with receives="rank 0" empty ones on all but rank 0. Tensors are
-    on the device of the model, of type `dtype` (what is not trained: float32), and to be read before the next bucket is
-    asked for: they may be the parameters themselves. A rank holds three buckets at most: what it has to send, the one
-    under way, and the one that the caller has not let go of.
-    Collective over the world, tp, etp and ep: all ranks must iterate to the end. In each round all ranks tell what they
-    have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to rank 0).
+    on `device`, and to be read before the next bucket is asked for: they may be the parameters themselves. A rank holds
+    three buckets at most: what it has to send, the one under way, and the one that the caller has not let go of.
+    Collective over the world, and what `tensors` is: all ranks must iterate to the end. In each round all ranks tell
+    what they have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to
+    rank 0).
     """
-    rank, device = dist.get_rank(), next(chunks[0].parameters()).device
-    for mine in _rounds(hf_tensors(chunks, arch, mesh, dtype), bucket_bytes):
+    rank = dist.get_rank()
+    for mine in _rounds(tensors, bucket_bytes):
         labels = [Label(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine or ()]
         everyone: list[list[Label] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if mine is None else labels)

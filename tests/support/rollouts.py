@@ -14,14 +14,14 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
-from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
+from isoloss.models.mcore.weight_stream import Named, Receives
 from support.families import VOCAB
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 from support.waiting import until
 
 
 def stream(engine: Engine, bucket_bytes: int = 20_000, receives: Receives = "every rank"):
-    return stream_weights(engine.chunks, engine.arch, engine.mesh, engine.dtype, bucket_bytes, receives)
+    return engine.weight_stream(bucket_bytes, receives)
 
 
 def buckets(folder: Path, bucket_bytes: int, parallel: dict) -> dict[Receives, list[list[Named]]]:
@@ -35,7 +35,7 @@ def copied(buckets: Iterable[list[Named]]) -> list[list[Named]]:
 
 
 def make_backend(engine: Engine, folder: Path, concurrency: int = 5) -> InProcessBackend:
-    return InProcessBackend(folder, engine.dtype, engine.device, concurrency)
+    return InProcessBackend(folder, engine.model.dtype, engine.device, concurrency)
 
 
 def worst_difference(engine: Engine, requests: Sequence[Request], completions: Sequence[Completion]) -> float:
@@ -79,7 +79,7 @@ def rounds(folder: Path, requests: Sequence[Request], sampling: Sampling, parall
 def bf16_buckets(folder: Path, parallel: dict) -> list[list[Named]]:
     """Of an engine in fp32."""
     engine = make_engine(folder, "fp32", **parallel)
-    return copied(stream_weights(engine.chunks, engine.arch, engine.mesh, torch.bfloat16, 100_000, "every rank"))
+    return copied(engine.model.weight_stream(100_000, "every rank", torch.bfloat16))
 
 
 def completions(folder: Path, requests: Sequence[Request], sampling: Sampling, precision: str) -> list[Completion]:

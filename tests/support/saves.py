@@ -18,7 +18,7 @@ def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
     engine = make_engine(model, "fp32", tp=2)
     engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
     for folder, strategy in ((ours, SaveInProcess()), (theirs, None)):
-        state = checkpoint._state(engine.chunks, engine.optimizer, engine.mesh, {"step": 1}, is_loading=False)
+        state = checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
         filesystem_async._results_queue = None
         dist_checkpointing.save(state, str(folder), strategy)
     filesystem_async._results_queue._manager.shutdown()
