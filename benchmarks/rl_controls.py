@@ -8,7 +8,7 @@ grpo: the grpo recipe (preset tiny; key=value overrides go to it).
 sft continued: as many more steps on the same careless demonstrations, in another order, as took GRPO's training time,
     at a constant 0.3 of the recipe's peak learning rate. Time spent evaluating counts for neither.
 shuffled: the grpo recipe, with the advantages of each generated batch dealt to its completions at random. No key of the
-    configuration does that: this script replaces the estimator in isoloss.engine.rl.experience while the recipe runs.
+    configuration does that: this script replaces the estimator in isoloss.engine.rl.batch while the recipe runs.
 
 Every reward is that of the grpo recipe's evaluation: exact match on 512 held-out prompts, one completion each, sampled
 at temperature 1 with the same random numbers (standard error about 0.02). One process, one rank. Writes
@@ -34,10 +34,11 @@ from torch import Tensor
 
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl import advantages, experience
+from isoloss.engine.rl import advantages, batch
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.report import completion_stats
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
+from isoloss.models.families.registry import read_architecture
 from isoloss.recipes import grpo, launch, sft
 
 LEAST_START, LEAST_RISE, CONTROL_SHARE = 0.15, 0.3, 0.5
@@ -96,12 +97,12 @@ def evaluate(model: Path, seed: int) -> float:
     """The reward of a model in the evaluation of the grpo recipe."""
     overrides = [f"model.path={model}", "preset=tiny", f"train.seed={seed}"]
     config = launch.compose_config("grpo", RLConfig, overrides)[0]
-    data = load_data(config)
+    data = load_data(config, read_architecture(config.model.path))
     assert data.eval is not None, "the preset has data.eval"
     with open_rewarder(config, data) as score:
         engine = Engine(config)
         with open_rollout(config, engine, data, score, model) as rollout:
-            rollout.sync(0)
+            rollout.sync_weights(0)
             found = completion_stats(rollout.evaluate(data.eval))
     dist.destroy_process_group()
     return found["reward_mean"]
@@ -113,7 +114,7 @@ def one_seed(folder: Path, seed: int, overrides: Sequence[str]) -> dict[str, Cur
     curves = {"grpo": train_grpo(start, folder / f"grpo-{seed}", seed, overrides)}
     seconds, before = curves["grpo"][-1][0], curves["grpo"][0][1]
     curves["sft continued"] = continue_sft(start, folder / f"continued-{seed}", seed, seconds, before)
-    with mock.patch.dict(experience.OF_GROUPS, {"grpo": dealt_at_random(seed)}):
+    with mock.patch.dict(batch.GROUP_ADVANTAGES, {"grpo": dealt_at_random(seed)}):
         curves["shuffled"] = train_grpo(start, folder / f"shuffled-{seed}", seed, overrides)
     return curves
 

@@ -351,7 +351,7 @@ class Config:
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
 
-    def identity(self) -> dict[str, object]:
+    def resume_fingerprint(self) -> dict[str, object]:
         """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
         step takes (what is in them: `output.Fingerprint`). Plain values, as a checkpoint holds them."""
         return {

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,16 +43,36 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class OptimResult:
-    """grad_norm: global norm before clipping. applied: False if loss or gradient were not finite, or N = 0."""
+    """What an optimizer step did.
+
+    grad_norm: global norm before clipping.
+    applied: False if loss or gradient were not finite, or N = 0.
+    seconds: that reduction and step took.
+    """
 
     grad_norm: float
     lr: float
     applied: bool
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model of a configuration, resolved and checked once a run.
+
+    layout: in this world. weights: where they are read from. folder: of config.json and tokenizer.
+    """
+
+    arch: Architecture
+    layout: Layout
+    weights: WeightSource
+    folder: Path
 
 
 class Engine:
     """A model on a mesh, with its optimizer.
 
+    source: what `resolve` gives for `config`; None: resolve it here.
     critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
 
     Every rank calls every method with the same arguments: all samples of a step, on every rank. The plan then decides,
@@ -59,9 +80,10 @@ class Engine:
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
-    def __init__(self, config: Config, *, critic_of: "Engine | None" = None):
+    def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
-        self.arch, layout, source = check_model(config)
+        self.source = source or resolve(config)
+        self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         if config.train.deterministic:
             launch.use_deterministic_algorithms()
         if critic_of is None:
@@ -69,7 +91,7 @@ class Engine:
             self.mesh = Mesh.create(layout, config.parallel.cp_kernel)
         else:
             self.mesh = critic_of.mesh
-            self.arch, source = self.arch.as_critic(), CriticWeights(source)
+            self.arch, weights = self.arch.as_critic(), CriticWeights(weights)
         self.device = torch.device(torch.cuda.current_device())
         if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
             checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
@@ -83,7 +105,7 @@ class Engine:
         )
         if config.parallel.gradient_accumulation_fusion:
             accumulate_in_products(model.modules)
-        model.load(source)
+        model.load(weights)
         self.chunks = wrap_ddp(model.modules, config, self.mesh)
         self.model = dataclasses.replace(model, chunks=self.chunks)
         self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
@@ -118,6 +140,7 @@ class Engine:
         valid token, is reported and not applied. Collectives: the gradient reduction, one all-reduce of the norm, and
         with moe.bias_update_rate one of the experts' loads.
         """
+        started = time.perf_counter()
         lr = self.config.optim.lr if lr is None else lr
         self.reduce_gradients()
         self.optimizer.prepare_grads()
@@ -130,7 +153,7 @@ class Engine:
             if self.balancing is not None:
                 balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)
         self.zero_grad()
-        return OptimResult(norm, lr, applied)
+        return OptimResult(norm, lr, applied, time.perf_counter() - started)
 
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
@@ -220,8 +243,7 @@ class Engine:
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
-        huggingface = hf_folder(self.config.model.path)
-        checkpoint.save(Path(folder), self.model, self.optimizer, huggingface, extra or {})
+        checkpoint.save(Path(folder), self.model, self.optimizer, self.source.folder, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
@@ -231,7 +253,7 @@ class Engine:
         """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
         checkpoint.export_hf(Path(folder), self.model)
         if dist.get_rank() == 0:
-            copy_sidecars(hf_folder(self.config.model.path), folder, self.arch)
+            copy_sidecars(self.source.folder, folder, self.arch)
         dist.barrier()
 
     # ---- how --------------------------------------------------------------------------------------------------------
@@ -254,6 +276,7 @@ class Engine:
         return list(flat.split([len(s) for s in samples]))
 
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        started = time.perf_counter()
         self._check_call(loss)
         batch, of_routers = self._prepare(samples, loss), None
         if self.balancing is not None:
@@ -261,7 +284,7 @@ class Engine:
         metrics = run_step(self.model, batch, loss, balance=of_routers)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
-        return metrics
+        return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
 
     def _check_call(self, loss: Loss) -> None:
         """ValueError where the gradient of the step would be wrong with this call of `forward_backward` in it."""
@@ -287,19 +310,20 @@ class Engine:
             yield
 
 
-def check_model(config: Config) -> tuple[Architecture, Layout, WeightSource]:
-    """The model, its layout in this world and the source of its weights.
+def resolve(config: Config) -> ModelSource:
+    """Read and check the model that a configuration names, and its layout.
 
     Raises UserError where they do not fit together. Enters no collective and needs no process group.
     """
     nvidia_apex.check()
     device.check(config.train.device)
-    arch = read_architecture(config.model.path)
+    folder = hf_folder(config.model.path)
+    arch = read_architecture(folder)
     layout = config.parallel.layout().with_world(_world_size())
     legality.check(config, arch, layout)
-    if config.model.from_scratch:
-        return arch, layout, RandomWeights(arch, config.train.seed)
-    return arch, layout, open_weights(config.model.path, arch)
+    from_scratch = config.model.from_scratch
+    weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(config.model.path, arch)
+    return ModelSource(arch, layout, weights, folder)
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:

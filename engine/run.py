@@ -1,92 +1,202 @@
-"""What surrounds the steps of any run: checkpoints, export, a step's row of metrics, the guard against bad steps."""
+"""A run of a recipe: resume, evaluate, save, guard, log, export. SFT and reinforcement learning share it; what they do
+in an optimizer step is theirs."""
 
+import contextlib
 import math
 import shutil
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from isoloss.engine import checkpoint
+from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, OptimResult
-from isoloss.engine.output import identity
+from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
+from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.run_folder import Fingerprint, is_main, record, resume_fingerprint
 from isoloss.engine.step import StepMetrics
-from isoloss.parallel import UserError
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights.weight_map import num_parameters
+from isoloss.parallel import UserError, device
 
 
-def is_main() -> bool:
-    """Whether this rank writes files and speaks to the user."""
-    return dist.get_rank() == 0
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run ended.
 
-
-def due(step: int, every: int, total_steps: int) -> bool:
-    """Whether something that happens every `every` steps, and after the last one, happens after `step`."""
-    return step == total_steps or (every > 0 and step % every == 0)
-
-
-def resume(engine: Engine, config: Config, output_dir: Path) -> dict[str, object] | None:
-    """Go on from the newest checkpoint of the folder, if asked and if there is one: what `save` was given with it."""
-    newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
-    return None if newest is None else engine.load(newest)
-
-
-def spread(engine: Engine) -> str:
-    """What the opening lines tell of the layout; of a pipeline the layers of each stage, in the order of the model."""
-    layout = engine.mesh.layout
-    stages = f" (layers {'+'.join(map(str, engine.model.stages))})" if layout.pp > 1 else ""
-    return f"layout {layout}{stages} on {dist.get_world_size()} rank(s)"
-
-
-def resumed(config: Config, output_dir: Path, step: int, total_steps: int) -> list[str]:
-    """What the opening lines tell of checkpoint.resume: nothing, or where the run goes on."""
-    if not config.checkpoint.resume:
-        return []
-    done = f"resumed after step {step}" if step else f"no checkpoint in {output_dir}: starting a new run"
-    return [done + ("" if step < total_steps else f": nothing left of train.steps={total_steps}")]
-
-
-def save(
-    engine: Engine, config: Config, output_dir: Path, step: int, state: Mapping[str, object] | None = None
-) -> Path:
-    """Write a checkpoint after `step` and delete the oldest ones. Collective over the world.
-
-    state: what else the run needs to go on, in plain containers and tensors.
+    checkpoint: the last one. export: the Hugging Face folder, None without checkpoint.export_hf.
+    first_eval, last_eval: metrics of the evaluations; empty without data.eval.
     """
-    folder = step_folder(output_dir, step)
-    if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
+
+    output_dir: Path
+    checkpoint: Path
+    export: Path | None
+    first_eval: Mapping[str, float]
+    last_eval: Mapping[str, float]
+
+
+class Run:
+    """One run, on every rank; `Run.open` makes it.
+
+    done: optimizer steps done so far. total_steps: of the whole run.
+    state: what `save` was given in the checkpoint that the run resumed from; None for a new run.
+    metrics: metrics.jsonl, TensorBoard and the progress bar.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        output_dir: Path,
+        total_steps: int,
+        fingerprints: Sequence[Fingerprint],
+        state: Mapping[str, Any] | None,
+        log: MetricsLog,
+    ):
+        self._engine, self._config, self._fingerprints = engine, config, fingerprints
+        self.output_dir, self.total_steps, self.state, self.metrics = output_dir, total_steps, state, log
+        self.done = 0 if state is None else int(state["step"])
+        self._guard = BadStepGuard(config.train.max_bad_steps)
+        self._peak = peak_flops(engine.device)
+        self._started = time.perf_counter()
+        self._first_eval: Mapping[str, float] = {}
+        self._last_eval: Mapping[str, float] = {}
+
+    @classmethod
+    @contextlib.contextmanager
+    def open(
+        cls,
+        engine: Engine,
+        config: Config,
+        output_dir: Path,
+        total_steps: int,
+        fingerprints: Sequence[Fingerprint] = (),
+    ) -> Iterator["Run"]:
+        """A new run in the folder that `open_folder` made, or with checkpoint.resume one that goes on from the newest
+        checkpoint there. Collective over the world."""
+        newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
+        state: Any = None if newest is None else engine.load(newest)
+        done = 0 if state is None else int(state["step"])
+        with MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=done) as log:
+            yield cls(engine, config, output_dir, total_steps, fingerprints, state, log)
+
+    def steps(
+        self, evaluate: Callable[[int], Mapping[str, float]], save: Callable[[], None] | None = None
+    ) -> Iterator[int]:
+        """The optimizer steps still to be done, from 0; the body of the loop does one and calls `log`.
+
+        evaluate: metrics after so many steps, empty where there is nothing to evaluate on; called before the first step
+        and every train.eval_every. save: writes a checkpoint, by default `save`; called every checkpoint.every. Both
+        also after the last step.
+        """
+        self._first_eval = self._evaluate(evaluate)
+        while self.done < self.total_steps:
+            self._started = time.perf_counter()
+            yield self.done
+            self.done += 1
+            if self._due(self._config.train.eval_every):
+                self._evaluate(evaluate)
+            if self._due(self._config.checkpoint.every):
+                (save or self.save)()
+
+    def lr(self) -> float:
+        """The learning rate of the step under way."""
+        return learning_rate(self.done, self._config.optim, self.total_steps)
+
+    def log(
+        self, samples: Sequence[Sample], metrics: StepMetrics, result: OptimResult, more: Mapping[str, float] = {}
+    ) -> None:
+        """Log the step that has just been done. Raises UserError where too many in a row were not finite."""
+        step, seconds = self.done + 1, time.perf_counter() - self._started
+        flops = flops_per_step(self._engine.cost_model, [len(sample) for sample in samples])
+        utilization = mfu(flops, seconds, self._peak, dist.get_world_size())
+        self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
+        self._guard.check(step, metrics, result)
+
+    def save(self, state: Mapping[str, object] = {}) -> None:
+        """Write a checkpoint and delete the oldest ones. Collective over the world.
+
+        state: what the run needs besides the engine's to go on, in plain containers and tensors.
+        """
+        folder = step_folder(self.output_dir, self.done)
+        if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
+            return
+        fingerprint = resume_fingerprint(self._config, self._engine.arch)
+        self._engine.save(folder, {"step": self.done, **fingerprint, **record(self._fingerprints), **state})
+        if is_main():
+            checkpoint.prune(folder.parent, self._config.checkpoint.keep)
+
+    def finish(self) -> RunResult:
+        """Export the model, if asked."""
+        folder = step_folder(self.output_dir, self.done)
+        return RunResult(self.output_dir, folder, self._export(), self._first_eval, self._last_eval)
+
+    def tell(self, lines: Sequence[str]) -> None:
+        """Print on the rank that speaks to the user."""
+        if is_main():
+            print(*lines, sep="\n", flush=True)
+
+    def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
+        """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later.
+
+        weights: where they come from. data: lines about it. work: what a step is made of.
+        """
+        config, model = self._config, self._engine.model
+        layers = transformer_engine.description(config.model.transformer_engine)
+        stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
+        lines = [
+            f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
+            f"model: {config.model.path}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
+            *data,
+            f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
+            f"into {self.output_dir}",
+        ]
+        if not config.checkpoint.resume:
+            return lines
+        done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
+        left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
+        return [*lines, done + left]
+
+    def _due(self, every: int) -> bool:
+        return self.done == self.total_steps or (every > 0 and self.done % every == 0)
+
+    def _evaluate(self, evaluate: Callable[[int], Mapping[str, float]]) -> Mapping[str, float]:
+        self._last_eval = evaluate(self.done)
+        if self._last_eval:
+            self.metrics.log_eval(self.done, self._last_eval)
+        return self._last_eval
+
+    def _export(self) -> Path | None:
+        """Leave a Hugging Face folder in output_dir/hf; that of an earlier end of this run is replaced."""
+        if not self._config.checkpoint.export_hf:
+            return None
+        folder, partial = self.output_dir / "hf", self.output_dir / ".hf.partial"
+        if is_main():
+            shutil.rmtree(partial, ignore_errors=True)
+        dist.barrier()
+        self._engine.export_hf(partial)
+        if is_main():
+            shutil.rmtree(folder, ignore_errors=True)
+            partial.rename(folder)
+        dist.barrier()
         return folder
-    engine.save(folder, {"step": step, **identity(config), **(state or {})})
-    if is_main():
-        checkpoint.prune(folder.parent, config.checkpoint.keep)
-    return folder
 
 
 def step_folder(output_dir: Path, step: int) -> Path:
     return output_dir / "checkpoints" / checkpoint.STEP_FOLDER.format(step)
 
 
-def export(engine: Engine, config: Config, output_dir: Path) -> Path | None:
-    """Leave a Hugging Face folder in output_dir/hf, if asked; that of an earlier end of this run is replaced."""
-    if not config.checkpoint.export_hf:
-        return None
-    folder, partial = output_dir / "hf", output_dir / ".hf.partial"
-    if is_main():
-        shutil.rmtree(partial, ignore_errors=True)
-    dist.barrier()
-    engine.export_hf(partial)
-    if is_main():
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
-    dist.barrier()
-    return folder
-
-
-def report(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
+def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utilization: float) -> dict[str, float]:
     """The row of metrics.jsonl of one optimizer step."""
     return {
         **metrics.terms,
+        **metrics.observed,
         "loss": metrics.loss,  # the whole of it, not the term of that name
         "grad_norm": result.grad_norm,
         "lr": result.lr,
@@ -97,6 +207,7 @@ def report(metrics: StepMetrics, result: OptimResult, seconds: float, utilizatio
         "weight_sum": metrics.weight_sum,
         "applied": int(result.applied),
         "seconds": seconds,
+        "train_seconds": metrics.seconds + result.seconds,
         "tokens_per_second": metrics.total_tokens / seconds,
         "mfu": utilization,
     }

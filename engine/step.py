@@ -73,6 +73,7 @@ class StepMetrics:
     terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
     observed: means over the valid tokens, and what else the loss asked for of them.
     valid_tokens: targets; total_tokens: tokens without padding; micro_batches: of each rank.
+    seconds: that forward and backward took, where they were timed.
     """
 
     loss: float
@@ -82,6 +83,7 @@ class StepMetrics:
     total_tokens: int
     sequences: int
     micro_batches: int
+    seconds: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
     observed: Mapping[str, float] = field(default_factory=dict)
 

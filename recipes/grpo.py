@@ -12,13 +12,11 @@ from isoloss.recipes import launch
 
 
 def run(config: RLConfig, run_name: str) -> None:
-    # These take seconds: help and a mistake in the command line do not wait for them.
-    from isoloss.engine.rl.loop import summary, train_rl
-    from isoloss.engine.run import is_main
+    from isoloss.engine.rl.loop import (
+        train_rl,  # takes seconds: help and a mistake in the command line do not wait for it
+    )
 
-    result = train_rl(config, run_name)
-    if is_main():
-        print(*summary(result), sep="\n", flush=True)
+    train_rl(config, run_name)
 
 
 def main() -> int:

@@ -12,13 +12,11 @@ from isoloss.recipes import launch
 
 
 def run(config: Config, run_name: str) -> None:
-    # These take seconds: help and a mistake in the command line do not wait for them.
-    from isoloss.engine.run import is_main
-    from isoloss.engine.trainer import summary, train_sft
+    from isoloss.engine.trainer import (
+        train_sft,  # takes seconds: help and a mistake in the command line do not wait for it
+    )
 
-    result = train_sft(config, run_name)
-    if is_main():
-        print(*summary(result), sep="\n", flush=True)
+    train_sft(config, run_name)
 
 
 def main() -> int:

@@ -122,7 +122,7 @@ def first_batch(config: Config, plant: Plant) -> list[Sample]:
 
     UserError where they are not at least two different rows.
     """
-    data = load_data(config)
+    data = load_data(config, read_architecture(config.model.path))
     rows = step_indices(len(data.train), 0, config.batch.global_size, config.train.seed)
     if len(set(rows.tolist())) < 2:
         raise UserError(

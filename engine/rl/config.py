@@ -269,11 +269,11 @@ class RLConfig(Config):
         """Optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
 
-    def identity(self) -> dict[str, object]:
+    def resume_fingerprint(self) -> dict[str, object]:
         """As `Config.identity`: also what decides the completions and rewards of a batch, its optimizer steps, and what
         is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr may."""
         rollout, algorithm, reward = self.rollout, self.algorithm, self.reward
-        return super().identity() | {
+        return super().resume_fingerprint() | {
             "rollout.num_generations": rollout.num_generations,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,

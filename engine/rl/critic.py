@@ -13,7 +13,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import value_loss
-from isoloss.engine.run import is_main
+from isoloss.engine.run_folder import is_main
 
 FOLDER = "critic_checkpoints"
 
@@ -26,7 +26,7 @@ class Critic:
 
     def __init__(self, config: RLConfig, policy: Engine):
         optim = replace(config.optim, lr=config.algorithm.critic_lr, min_lr=0.0, schedule="constant", warmup_steps=0)
-        self._engine = Engine(replace(config, optim=optim), critic_of=policy)
+        self._engine = Engine(replace(config, optim=optim), policy.source, critic_of=policy)
         self._loss = value_loss(config.algorithm, config.loss)
         self._keep = config.checkpoint.keep
 
@@ -37,7 +37,12 @@ class Critic:
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One optimizer step on the samples' returns; what the metrics tell of it. Collective over the world."""
         metrics, result = self._engine.train_step(samples, self._loss)
-        return {"value_loss": metrics.loss, "critic_grad_norm": result.grad_norm, "critic_lr": result.lr}
+        return {
+            "value_loss": metrics.loss,
+            "critic_grad_norm": result.grad_norm,
+            "critic_lr": result.lr,
+            "critic_seconds": metrics.seconds + result.seconds,
+        }
 
     def save(self, output_dir: Path, step: int) -> None:
         """Before the policy's checkpoint of the same step: one that is there already was left by a run that was killed

@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine, check_model
-from isoloss.engine.output import Fingerprint
+from isoloss.engine.engine import Engine, ModelSource
+from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
 
 
@@ -56,14 +55,13 @@ class Reference:
             kept.copy_(there)
 
 
-def fingerprint(config: Config) -> Fingerprint:
+def fingerprint(source: ModelSource) -> Fingerprint:
     """Of the weights that model.path has now, however its files divide them: CRC-32 of every tensor.
 
     They are read once more, one at a time, the ranks sharing the work. One all-gather over the world.
     """
-    arch, _, source = check_model(config)
-    weights = weight_map(arch)[dist.get_rank() :: dist.get_world_size()]
-    mine = [(weight.name, _crc32(source.whole(weight))) for weight in weights]
+    weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
+    mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
     everyone: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     digest = hashlib.sha256(repr(sorted(chain.from_iterable(everyone))).encode()).hexdigest()[:16]

@@ -5,19 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
-from isoloss.engine.engine import Engine
 from isoloss.engine.metrics import MetricsLog, open_after
+from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.draw import Draws
-from isoloss.engine.rl.experience import Experience
+from isoloss.engine.rl.sampling import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
-from isoloss.engine.run import resumed, spread
-from isoloss.models.mcore import transformer_engine
-from isoloss.models.weights.weight_map import num_parameters
-from isoloss.parallel import device
+from isoloss.engine.run import Run, RunResult
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
@@ -52,16 +46,16 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     return stats
 
 
-def batch_stats(draws: Draws) -> dict[str, float]:
+def batch_stats(groups: SampledGroups) -> dict[str, float]:
     """Statistics of all that was drawn for a batch, what was dropped included: the policy's own performance."""
-    groups = [*draws.kept, *draws.dropped]
-    stats = rollout_stats([trajectory for group in groups for trajectory in group.trajectories])
+    sampled = [*groups.kept, *groups.dropped]
+    stats = rollout_stats([trajectory for group in sampled for trajectory in group.trajectories])
     return stats | {
-        "groups_drawn": len(groups),
-        "groups_dropped": len(draws.dropped),
-        "groups_without_variance": sum(not group.varied for group in groups),
-        "draw_rounds": draws.rounds,
-        "prompts_drawn": draws.cursor,
+        "groups_drawn": len(sampled),
+        "groups_dropped": len(groups.dropped),
+        "groups_without_variance": sum(not group.varied for group in sampled),
+        "draw_rounds": groups.rounds,
+        "prompts_drawn": groups.cursor,
     }
 
 
@@ -79,26 +73,25 @@ class RolloutLog:
             self._train = open_after(output_dir / "rollouts.jsonl", start_step)
             self._eval = open_after(output_dir / "eval_rollouts.jsonl", start_step - 1)
 
-    def batch(self, step: int, draws: Draws, experience: Experience) -> None:
+    def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
         """step: the first optimizer step that the batch feeds."""
         if not self._enabled:
             return
-        samples = iter(experience.samples)
+        samples = iter(batch.samples)
         lines = []
-        for group in draws.kept:
+        for group in groups.kept:
             for trajectory in group.trajectories:
                 sample = next(samples)
                 advantages = sample.fields["advantages"][sample.mask_T]
                 told = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
                 lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | told))
-        for group in draws.dropped:
+        for group in groups.dropped:
             lines += [_line(step, t, {"kept": False}) for t in group.trajectories]
         self._write(self._train, lines)
         self._log.text("rollouts", table(lines[:TABLE_ROWS]), step)
 
-    def evaluation(self, step: int, trajectories: Sequence[Trajectory], stats: Mapping[str, float]) -> None:
+    def evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """step: optimizer steps done."""
-        self._log.log_eval(step, stats)
         if not self._enabled:
             return
         lines = [_line(step, trajectory, {}) for trajectory in trajectories]
@@ -154,20 +147,35 @@ def _cell(value: object) -> str:
     return text.replace("|", "\\|").replace("\n", "<br>")
 
 
-def opening(engine: Engine, config: RLConfig, data: RLData, output_dir: Path, step: int) -> list[str]:
+def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     """What is about to be trained, on what, and where it goes."""
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
-    lines = [
-        f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
-        f"model: {config.model.path}, {num_parameters(engine.arch):,} parameters, layers of "
-        f"{transformer_engine.description(config.model.transformer_engine)}",
+    prompts = (
         f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
         + (f", {data.train.dropped:,} dropped for their length" if data.train.dropped else "")
-        + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval"),
+        + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval")
+    )
+    work = (
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
-        f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs",
-        f"run: {data.total_steps} optimizer steps, {spread(engine)}, rollouts by {rollout.backend}, into {output_dir}",
-    ]
-    return [*lines, *resumed(config, output_dir, step, data.total_steps)]
+        f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
+    )
+    return run.banner("", [prompts, work], f"optimizer steps, rollouts by {rollout.backend}")
+
+
+def summary(result: RunResult) -> list[str]:
+    """What a finished run tells its user; the last line says where everything is and what to do next."""
+    lines = []
+    if result.last_eval:
+        first, last = result.first_eval, result.last_eval
+        lines.append(
+            f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
+            f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
+        )
+    model = f"model for transformers in {result.export}; " if result.export else ""
+    lines.append(
+        f"done: {model}checkpoint in {result.checkpoint}; completions in {result.output_dir}/rollouts.jsonl; "
+        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
+    )
+    return lines

@@ -7,6 +7,7 @@ from dataclasses import replace
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.prompts import prompt_order
 from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
@@ -21,7 +22,7 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 class Rollout:
     """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
 
-    score: prompts and completions -> rewards and texts; called on rank 0.
+    score: prompts and completions -> rewards and texts; called on rank 0. prompts: to train on.
     calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
     """
 
@@ -31,9 +32,11 @@ class Rollout:
         backend: RolloutBackend,
         score: Score,
         config: RLConfig,
+        prompts: Sequence[Prompt],
         stop_token_ids: tuple[int, ...],
     ):
-        self.engine, self.backend, self._score = engine, backend, score
+        self.engine, self.backend, self._score, self._prompts = engine, backend, score, prompts
+        self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
         self._rank0 = RankZero()
         self._bucket_bytes = config.rollout.bucket_mb << 20
@@ -54,7 +57,7 @@ class Rollout:
         """Collective over the world."""
         self._rank0.close()
 
-    def sync(self, version: int) -> None:
+    def sync_weights(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
 
         Collective over the world.
@@ -80,8 +83,14 @@ class Rollout:
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
-    def groups(self, prompts: Sequence[Prompt], first_draw: int, count: int) -> list[Group]:
-        """`count` rewarded completions of each prompt. Collective over the world; the same on every rank."""
+    def groups(self, first_draw: int, num_prompts: int) -> list[Group]:
+        """Rewarded completions of the next prompts, rollout.num_generations of each; the same on every rank.
+
+        first_draw: prompts that the run has drawn before. Collective over the world.
+        """
+        count = self._generations
+        drawn = prompt_order(len(self._prompts), first_draw, num_prompts, self._seed)
+        prompts = [self._prompts[index] for index in drawn]
         ids = [f"{prompt.id}/{first_draw + index}" for index, prompt in enumerate(prompts)]
         trajectories = self._trajectories(prompts, ids, count, self.sampling)
         return [
@@ -125,7 +134,7 @@ class Rollout:
             if not pending:
                 return [found[request.id] for request in requests]
             self.backend.check_health()
-            self.sync(self.version)
+            self.sync_weights(self.version)
         raise UserError(
             f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
             "in a row; look at the servers' logs"

@@ -12,7 +12,6 @@ from isoloss.engine import legality
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
-from isoloss.engine.output import Fingerprint
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
@@ -20,7 +19,9 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Rollout, Score
-from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.engine.run_folder import Fingerprint
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError, environment
 
 
@@ -49,12 +50,12 @@ class RLData:
         ]
 
 
-def load_data(config: RLConfig) -> RLData:
+def load_data(config: RLConfig, arch: Architecture) -> RLData:
     """Read and tokenize the prompts. Enters no collective.
 
     A prompt and rollout.max_new_tokens have to fit data.max_length and the model's positions.
     """
-    arch = read_architecture(config.model.path)
+    folder = hf_folder(config.model.path)
     if config.algorithm.uses_critic:
         legality.check(config, arch.as_critic(), config.parallel.layout())
     check_files(config.data)
@@ -69,7 +70,7 @@ def load_data(config: RLConfig) -> RLData:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
             f"{limits[key]}; lower the one or raise the other"
         )
-    tokenizer = load_tokenizer(config.model.tokenizer or str(hf_folder(config.model.path)), arch.vocab_size)
+    tokenizer = load_tokenizer(config.model.tokenizer or str(folder), arch.vocab_size)
     limit = f"{key} - rollout.max_new_tokens"
     options = {
         "max_prompt_tokens": room,
@@ -84,7 +85,7 @@ def load_data(config: RLConfig) -> RLData:
         train,
         evaluation,
         tokenizer,
-        stop_tokens(hf_folder(config.model.path), tokenizer),
+        stop_tokens(folder, tokenizer),
         config.train.steps or batches * config.steps_per_batch,
     )
 
@@ -128,7 +129,7 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        with contextlib.closing(Rollout(engine, backend, score, config, data.stop_token_ids)) as rollout:
+        with contextlib.closing(Rollout(engine, backend, score, config, data.train, data.stop_token_ids)) as rollout:
             yield rollout
     finally:
         backend.close()

@@ -13,7 +13,7 @@ from support import training as world
 from support.runs import metrics_of, numbers, resumed
 from support.thinned import thinned
 
-from isoloss.engine import checkpoint, output, trainer
+from isoloss.engine import checkpoint, run_folder, trainer
 from isoloss.engine.config import (
     BatchConfig,
     CheckpointConfig,
@@ -267,7 +267,7 @@ def test_two_runs_at_once(pool, inputs, tmp_path, named):
 
 def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
     def hold_until_killed(ready):
-        with output._alone(tmp_path):
+        with run_folder._alone(tmp_path):
             ready.set()
             signal.pause()
 
@@ -276,11 +276,11 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
     process = context.Process(target=hold_until_killed, args=(ready,), daemon=True)
     process.start()
     assert ready.wait(60)
-    with pytest.raises(UserError, match="another run"), output._alone(tmp_path):
+    with pytest.raises(UserError, match="another run"), run_folder._alone(tmp_path):
         raise AssertionError("two have it")
     process.kill()
     process.join()
-    with output._alone(tmp_path):
+    with run_folder._alone(tmp_path):
         pass
 
 

@@ -15,7 +15,7 @@ from support.runs import conversation, rows_of
 from support.training import train_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from isoloss.engine import trainer
+from isoloss.engine import run
 from isoloss.engine.config import (
     BatchConfig,
     CheckpointConfig,
@@ -92,7 +92,7 @@ def flops_by_hand(length: int) -> int:
 
 @pytest.mark.parametrize(("precision", "tolerance"), (("fp64", 1e-9), ("fp32", 1e-5)))
 def test_a_run_is_that_of_a_plain_loop(precision, tolerance, inputs, model, plain, arguments, monkeypatch, capsys):
-    monkeypatch.setattr(trainer, "peak_flops", lambda device: PEAK)
+    monkeypatch.setattr(run, "peak_flops", lambda device: PEAK)
     more = [f"model.path={model}", "model.from_scratch=false", f"data.eval={model.parent}/eval.jsonl"]
     more += ["batch.global_size=12", "batch.max_tokens=64", "train.steps=4", "train.eval_every=2", *OVERRIDES]
     assert launch.main("sft", Config, sft.run, [*arguments, *more, f"train.precision={precision}"]) == 0

@@ -12,7 +12,7 @@ from support.families import VOCAB, write_folder
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig
-from isoloss.engine.engine import Engine, check_model
+from isoloss.engine.engine import Engine, resolve
 from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import UserError
@@ -75,10 +75,10 @@ def test_a_stranger_of_the_name_apex_is_refused(folder, tmp_path, monkeypatch):
     apex(tmp_path / "stranger", "interfaces")
     monkeypatch.syspath_prepend(tmp_path / "stranger")
     with pytest.raises(UserError, match=r"apex in .*stranger/apex is not NVIDIA's .*pip uninstall apex"):
-        check_model(Config(ModelConfig(str(folder))))
+        resolve(Config(ModelConfig(str(folder))))
     apex(tmp_path / "nvidia", "optimizers")
     monkeypatch.syspath_prepend(tmp_path / "nvidia")
-    check_model(Config(ModelConfig(str(folder))))
+    resolve(Config(ModelConfig(str(folder))))
 
 
 class Kernel:

@@ -20,8 +20,9 @@ from support.runs import metrics_of
 
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
+from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.experience import Experience
+from isoloss.engine.rl.sampling import SampledGroups
 from isoloss.engine.rl.trajectory import Group, Trajectory
 from isoloss.recipes import grpo, launch
 
@@ -48,7 +49,7 @@ class Run:
 
     config: RLConfig
     policies: list[PlainPolicy]
-    batches: list[tuple[list[Group], Experience]]
+    batches: list[tuple[list[Group], RolloutBatch]]
     steps: list[list[torch.Tensor]]  # the tokens of each sample of each optimizer step
     evaluations: list[list[Trajectory]]
 
@@ -61,18 +62,24 @@ def run(tmp_path_factory) -> Iterator[Run]:
     (inputs / "rewards.py").write_text(REWARD)
     folders: list[Path] = []
     policies: list[PlainPolicy] = []
-    batches: list[tuple[list[Group], Experience]] = []
+    batches: list[tuple[list[Group], RolloutBatch]] = []
     steps: list[list[torch.Tensor]] = []
     evaluations: list[list[Trajectory]] = []
-    prepare, train_step, evaluate = loop.prepare, Engine.train_step, loop.Rollout.evaluate
+    sampled: list[SampledGroups] = []
+    sample = loop.sample_groups
+    split, train_step, evaluate = RolloutBatch.of, Engine.train_step, loop.Rollout.evaluate
 
     def keep(engine: Engine) -> None:
         folders.append(tmp_path_factory.mktemp("weights"))
         engine.export_hf(folders[-1])
         policies.append(PlainPolicy(folders[-1]))
 
-    def preparing(groups, *rest):
-        batches.append((list(groups), prepare(groups, *rest)))
+    def sampling(*args):
+        sampled.append(sample(*args))
+        return sampled[-1]
+
+    def splitting(*args):
+        batches.append((list(sampled[-1].kept), split(*args)))
         return batches[-1][1]
 
     def stepping(engine, samples, *rest):
@@ -106,7 +113,8 @@ def run(tmp_path_factory) -> Iterator[Run]:
         "algorithm.clip_high=0.3",
     ]
     with (
-        mock.patch.object(loop, "prepare", preparing),
+        mock.patch.object(loop, "sample_groups", sampling),
+        mock.patch.object(RolloutBatch, "of", splitting),
         mock.patch.object(Engine, "train_step", stepping),
         mock.patch.object(loop.Rollout, "evaluate", evaluating),
     ):

@@ -12,10 +12,11 @@ from torch import Tensor
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
 from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.rl.batch import to_sample
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.experience import to_sample
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.trajectory import Completion
+from isoloss.engine.run import BadStepGuard, Run
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove import on_layout
@@ -82,18 +83,18 @@ def train(
     """The loop; weights of policy and critic when the last checkpoint was due. Or killed after that step, or between
     the critic's and the policy's checkpoint of that step. without: completions whose id ends so are taken out."""
     kept: Arrays = {}
-    store, save, check, groups = loop.store, loop.save, loop.BadStepGuard.check, Rollout.groups
+    save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.groups
 
-    def keep_weights(engine, critic, *rest):
-        kept.update(weights(engine))
+    def keep_weights(run, critic, progress):
+        kept.update(weights(run._engine))
         if critic:
             kept.update({f"critic/{name}": weight for name, weight in weights(critic._engine).items()})
-        store(engine, critic, *rest)
+        save(run, critic, progress)
 
-    def save_or_die(engine, config, output_dir, step, *rest):
-        if step == killed_in_save:
+    def write_or_die(run, *rest):
+        if run.done == killed_in_save:
             raise Killed
-        return save(engine, config, output_dir, step, *rest)
+        write(run, *rest)
 
     def check_or_die(self, step, *rest):
         if step == killed_after:
@@ -111,9 +112,9 @@ def train(
 
     with (
         mock.patch.object(Rollout, "groups", fewer),
-        mock.patch.object(loop, "store", keep_weights),
-        mock.patch.object(loop, "save", save_or_die),
-        mock.patch.object(loop.BadStepGuard, "check", check_or_die),
+        mock.patch.object(loop, "save", keep_weights),
+        mock.patch.object(Run, "save", write_or_die),
+        mock.patch.object(BadStepGuard, "check", check_or_die),
         contextlib.suppress(*((Killed,) if killed_after or killed_in_save else ())),
     ):
         loop.train_rl(config, "test")
@@ -139,7 +140,8 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     completions: list[Completion] = []
     rollouts: list[Rollout] = []
     engines: list[Engine] = []
-    generate, sync, groups, prepare = InProcessBackend.generate, Rollout.sync, Rollout.groups, loop.prepare
+    generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.groups
+    with_logprobs = loop.with_logprobs
 
     def counting(self, requests, sampling):
         calls.append(len(requests))
@@ -157,18 +159,18 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
         completions.extend(t.completion for group in found for t in group.trajectories)
         return found
 
-    def comparing(groups, models, config, *rest):
+    def comparing(groups, policy, reference, critic, config):
         trajectories = [t for group in groups for t in group.trajectories]
         samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
         found = engines[0].logprobs(samples, config.rollout.temperature)
         worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
-        return prepare(groups, models, config, *rest)
+        return with_logprobs(groups, policy, reference, critic, config)
 
     with (
         mock.patch.object(InProcessBackend, "generate", counting),
-        mock.patch.object(Rollout, "sync", sync_once),
+        mock.patch.object(Rollout, "sync_weights", sync_once),
         mock.patch.object(Rollout, "groups", noting),
-        mock.patch.object(loop, "prepare", comparing),
+        mock.patch.object(loop, "with_logprobs", comparing),
     ):
         loop.train_rl(config, "test")
     return Watched(tuple(calls), tuple(worst), tuple(completions), rollouts[0].calls)

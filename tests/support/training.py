@@ -8,12 +8,12 @@ from unittest import mock
 import numpy as np
 import torch
 
-from isoloss.engine import checkpoint, trainer
+from isoloss.engine import checkpoint, run, trainer
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
-from isoloss.engine.output import open_output
+from isoloss.engine.run_folder import open_folder
 from isoloss.parallel import UserError
 from isoloss.tools.parity import thaw
 
@@ -32,11 +32,11 @@ def weights(engine: Engine) -> Arrays:
 def train(config: Config, killed_after: int | None = None, killed_in_save: int | None = None) -> Arrays:
     """The recipe; its weights at the end. Or killed after that step, or while that step's checkpoint is written."""
     kept: Arrays = {}
-    export, check, write = trainer.export, trainer.BadStepGuard.check, checkpoint.dist_checkpointing.save
+    finish, check, write = run.Run.finish, run.BadStepGuard.check, checkpoint.dist_checkpointing.save
 
-    def keep_weights(engine, *rest):
-        kept.update(weights(engine))
-        return export(engine, *rest)
+    def keep_weights(self):
+        kept.update(weights(self._engine))
+        return finish(self)
 
     def check_or_die(self, step, *rest):
         if step == killed_after:
@@ -49,8 +49,8 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
             raise Killed
 
     with (
-        mock.patch.object(trainer, "export", keep_weights),
-        mock.patch.object(trainer.BadStepGuard, "check", check_or_die),
+        mock.patch.object(run.Run, "finish", keep_weights),
+        mock.patch.object(run.BadStepGuard, "check", check_or_die),
         mock.patch.object(checkpoint.dist_checkpointing, "save", write_or_die),
     ):
         try:
@@ -64,7 +64,7 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
 
 def train_at(config: Config, peak: float) -> None:
     """The recipe, on devices that are said to have so many FLOPs a second."""
-    with mock.patch.object(trainer, "peak_flops", lambda device: peak):
+    with mock.patch.object(run, "peak_flops", lambda device: peak):
         trainer.train_sft(config, "test")
 
 
@@ -75,9 +75,9 @@ def untrained(config: Config) -> Arrays:
 def at_once(config: Config, folder: str) -> tuple[str, str]:
     """Two runs in the working folder `folder`, the second begins while the first has written no metrics yet: the folder
     of each, or what its user is told."""
-    with contextlib.chdir(folder), open_output(config, "test") as first:
+    with contextlib.chdir(folder), open_folder(config, "test") as first:
         try:
-            with open_output(config, "test") as second:
+            with open_folder(config, "test") as second:
                 return str(first), str(second)
         except UserError as error:
             return str(first), str(error)

@@ -8,9 +8,9 @@ import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.metrics import MetricsLog
-from isoloss.engine.rl.draw import Draws
-from isoloss.engine.rl.experience import Experience
+from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, rollout_stats
+from isoloss.engine.rl.sampling import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
 # (source, tokens, how it ended, reward). Of ten one has an infinite reward, one none, and one no tokens.
@@ -83,7 +83,7 @@ DROPPED = (group(1, 1.0, 1.0), group(3, 0.0, 0.0), group(4, math.nan, math.nan))
 
 
 def test_what_was_dropped_is_counted_and_part_of_the_statistics():
-    found = batch_stats(Draws(KEPT, DROPPED, rounds=4, cursor=46))
+    found = batch_stats(SampledGroups(KEPT, DROPPED, rounds=4, cursor=46))
     counts = ("groups_drawn", "groups_dropped", "groups_without_variance", "draw_rounds", "prompts_drawn")
     assert [found[key] for key in counts] == [6, 3, 4, 4, 46]
     assert found["reward_mean"] == pytest.approx(8 / 9) and found["reward_errors"] == 3
@@ -94,13 +94,13 @@ def test_what_was_dropped_is_counted_and_part_of_the_statistics():
 def logged(tmp_path):
     """What is written of a batch: lines of rollouts.jsonl."""
 
-    def log(draws: Draws, samples: list[Sample], step: int = 3, start_step: int = 2) -> list[dict]:
-        experience = Experience(tuple(samples), (tuple(range(len(samples))),), {})
+    def log(groups: SampledGroups, samples: list[Sample], step: int = 3, start_step: int = 2) -> list[dict]:
+        batch = RolloutBatch(tuple(samples), (tuple(range(len(samples))),), {})
         with (
             MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=start_step) as metrics,
             RolloutLog(tmp_path, metrics, enabled=True, start_step=start_step) as rollouts,
         ):
-            rollouts.batch(step, draws, experience)
+            rollouts.batch(step, groups, batch)
         return [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
 
     return log
@@ -113,7 +113,7 @@ def test_a_line_tells_the_completion_and_what_was_learned_from_it(logged):
         Sample(torch.arange(6), mask_T & learned, 0, {"advantages": mask_T * advantage})
         for advantage, learned in advantages
     ]
-    lines = logged(Draws(KEPT, DROPPED, rounds=2, cursor=6), samples)
+    lines = logged(SampledGroups(KEPT, DROPPED, rounds=2, cursor=6), samples)
     assert [(line["advantage"], line["masked"], line["kept"]) for line in lines[:6]] == [
         (advantage, not learned, True) for advantage, learned in advantages
     ]

@@ -1,4 +1,4 @@
-"""The folder that a run writes: its name, what must hold before anything is written, and where it came from."""
+"""The folder of a run: its name, what must hold before anything is written, and where the run came from."""
 
 import contextlib
 import dataclasses
@@ -20,7 +20,7 @@ import yaml
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
-from isoloss.models.families.registry import read_architecture
+from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError, device
@@ -38,7 +38,12 @@ class Fingerprint:
     decided_by: str
 
 
-def check_output(config: Config, run_name: str) -> None:
+def is_main() -> bool:
+    """Whether this rank writes files and speaks to the user."""
+    return dist.get_rank() == 0
+
+
+def check_folder(config: Config, run_name: str, arch: Architecture) -> None:
     """Refuse, before anything is written, a folder that cannot take this run. Enters no collective.
 
     That is one that is not a folder, one that the user named and that holds another run, and, with checkpoint.resume,
@@ -48,7 +53,7 @@ def check_output(config: Config, run_name: str) -> None:
     check_writable(folder, "output_dir")
     check_writable(cache_folder(config), "data.cache_dir")
     if config.checkpoint.resume:
-        check_resume(config, folder / "checkpoints")
+        check_resume(config, folder / "checkpoints", arch)
     check_free(config, folder)
 
 
@@ -69,8 +74,8 @@ def check_writable(folder: Path, key: str) -> None:
         raise UserError(f"{key}={folder} cannot be written: no permission in {there}; choose another path")
 
 
-def check_resume(config: Config, checkpoints: Path) -> None:
-    """Refuse to go on from a checkpoint of a run that differs in what `identity` names."""
+def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
+    """Refuse to go on from a checkpoint of a run that differs in its `resume_fingerprint`."""
     newest = checkpoint.latest(checkpoints)
     if newest is None:
         # Our own checkpoints are whole or not there, so somebody copied or deleted a part of these.
@@ -82,7 +87,7 @@ def check_resume(config: Config, checkpoints: Path) -> None:
             )
         return
     extra = checkpoint.read_extra(newest)
-    for key, now in identity(config).items():
+    for key, now in resume_fingerprint(config, arch).items():
         if recorded(extra, key, newest) != now:
             raise UserError(
                 f"{key}={now!r} differs from the {extra[key]!r} of {newest}, so this would be another run; "
@@ -120,11 +125,10 @@ def recorded(extra: Mapping[str, object], key: str, newest: Path) -> object:
     return extra[key]
 
 
-def identity(config: Config) -> dict[str, object]:
-    """What must not change when a run goes on: the model, and `config.identity`."""
-    arch = repr(read_architecture(config.model.path))
-    digest = hashlib.sha256(arch.encode()).hexdigest()[:12]
-    return {"architecture of model.path, as a digest,": digest, **config.identity()}
+def resume_fingerprint(config: Config, arch: Architecture) -> dict[str, object]:
+    """What must not change when a run goes on: the model, and what the configuration names."""
+    digest = hashlib.sha256(repr(arch).encode()).hexdigest()[:12]
+    return {"architecture of model.path, as a digest,": digest, **config.resume_fingerprint()}
 
 
 def run_folder(config: Config, run_name: str) -> Path:
@@ -139,7 +143,7 @@ def cache_folder(config: Config) -> Path:
 
 
 @contextlib.contextmanager
-def open_output(config: Config, run_name: str) -> Iterator[Path]:
+def open_folder(config: Config, run_name: str) -> Iterator[Path]:
     """The run's folder, created by rank 0 with config.yaml and run.json in it, for this run alone until the end.
 
     The default is runs/<run_name>, numbered if it exists and checkpoint.resume is off. Raises UserError, on every rank,
@@ -147,7 +151,7 @@ def open_output(config: Config, run_name: str) -> Iterator[Path]:
     """
     with contextlib.ExitStack() as stack:
         answer: list[Path | UserError | None] = [None]
-        if dist.get_rank() == 0:
+        if is_main():
             try:
                 answer[0] = stack.enter_context(_claim(config, run_name))
             except UserError as error:

@@ -1,10 +1,11 @@
-"""Rewarded completions -> samples for the optimizer steps that they feed.
+"""Rewarded completions -> the samples of the optimizer steps that they feed.
 
 Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of a completion.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,9 +17,7 @@ from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.engine.rl.losses import KL_ESTIMATORS
 from isoloss.engine.rl.trajectory import Group, Trajectory
 
-# Samples -> for each a tensor [T], 0 where mask_T is False: log-probabilities, or values.
-OfSamples = Callable[[Sequence[Sample]], list[Tensor]]
-OF_GROUPS = {
+GROUP_ADVANTAGES = {
     "grpo": estimators.grpo,
     "dr-grpo": estimators.dr_grpo,
     "rloo": estimators.rloo,
@@ -27,20 +26,28 @@ OF_GROUPS = {
 
 
 @dataclass(frozen=True)
-class Experience:
-    """A generated batch. steps: the samples of each of its optimizer steps; done: how many of them have been taken.
-    stats: what the metrics tell of the batch."""
+class RolloutBatch:
+    """A generated batch.
+
+    steps: the samples of each of its optimizer steps. done: how many of them have been taken.
+    stats: what the metrics tell of the batch.
+    """
 
     samples: tuple[Sample, ...]
     steps: tuple[tuple[int, ...], ...]
     stats: Mapping[str, float]
     done: int = 0
 
+    @classmethod
+    def of(cls, samples: Sequence[Sample], step: int, config: RLConfig, stats: Mapping[str, float]) -> "RolloutBatch":
+        """step: the number of the first optimizer step that it feeds."""
+        return cls(tuple(samples), minibatches(len(samples), step, config), stats)
+
     @property
-    def used_up(self) -> bool:
+    def exhausted(self) -> bool:
         return self.done == len(self.steps)
 
-    def take(self) -> tuple[list[Sample], "Experience"]:
+    def next(self) -> tuple[list[Sample], "RolloutBatch"]:
         """The samples of the next optimizer step, and what is left."""
         return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
 
@@ -55,63 +62,98 @@ class Experience:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping) -> "Experience":
+    def of_state(cls, state: Mapping) -> "RolloutBatch":
         samples = tuple(Sample(*sample) for sample in state["samples"])
         return cls(samples, tuple(tuple(step) for step in state["steps"]), state["stats"], state["done"])
 
 
-@dataclass(frozen=True)
-class Models:
-    """What is asked of the models about a batch, each in packed micro-batches under the trainer's balance. reference:
-    the initial policy; critic: expected returns; None where the algorithm has none."""
+@dataclass
+class Progress:
+    """Where a run is: prompts drawn so far, and the generated batch whose steps are not all done."""
 
-    policy: OfSamples
-    reference: OfSamples | None
-    critic: OfSamples | None
+    cursor: int = 0
+    batch: RolloutBatch = RolloutBatch((), (), {})
+
+    def begin(self, cursor: int, batch: RolloutBatch) -> None:
+        self.cursor, self.batch = cursor, batch
+
+    def next_samples(self) -> list[Sample]:
+        """Of the next optimizer step."""
+        samples, self.batch = self.batch.next()
+        return samples
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint: in the middle of a batch the rest of it goes along."""
+        return {"cursor": self.cursor, "experience": None if self.batch.exhausted else self.batch.state()}
+
+    @classmethod
+    def of_state(cls, state: Mapping) -> "Progress":
+        left = state["experience"]
+        return cls(state["cursor"]) if left is None else cls(state["cursor"], RolloutBatch.of_state(left))
 
 
-def prepare(
-    groups: Sequence[Group], models: Models, config: RLConfig, step: int, stats: Mapping[str, float]
-) -> Experience:
-    """Log-probabilities, advantages and the order of the optimizer steps. step: the number of the first of them.
+class Policy(Protocol):
+    """An `Engine`, or a `Reference`."""
 
-    Collective over the world, through `models`. A log-probability of the policy is only asked for where the first
-    optimizer step will not compute the same number anyway.
+    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]: ...
+
+
+class Values(Protocol):
+    """A `Critic`."""
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]: ...
+
+
+def with_logprobs(
+    groups: Sequence[Group], policy: Policy, reference: Policy | None, critic: Values | None, config: RLConfig
+) -> list[Sample]:
+    """The completions as samples, with what the models say of each token as fields.
+
+    rollout_logprobs: of the backend. train_logprobs: of the policy, only asked for where the first optimizer step will
+    not compute the same number anyway. ref_logprobs: of the initial policy. old_values: of the critic.
+    Collective over the world, through the models: each passes over packed micro-batches under the trainer's balance.
 
     A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
     so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
     """
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
+    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    learned = [to_sample(t, group, algorithm) for t, group in trajectories]
+    asked = [to_sample(t, 0, replace(algorithm, mask_truncated=False)) for t, _ in trajectories]
+    asked = asked if kl_in_reward else learned
+    fields: dict[str, list[Tensor]] = {
+        "rollout_logprobs": [
+            on_completion(sample, torch.tensor(t.completion.logprobs, dtype=torch.float64))
+            for sample, (t, _) in zip(learned, trajectories)
+        ]
+    }
+    if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
+        fields["train_logprobs"] = policy.logprobs(asked, temperature)
+    if reference is not None:
+        fields["ref_logprobs"] = reference.logprobs(asked, temperature)
+    if critic is not None:
+        fields["old_values"] = critic.values(asked)
+    return [
+        replace(sample, fields={name: of_samples[index].cpu() for name, of_samples in fields.items()})
+        for index, sample in enumerate(learned)
+    ]
+
+
+def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
+    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned."""
     algorithm = config.algorithm
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
-    plain = [to_sample(t, int(group), algorithm) for t, group in zip(trajectories, group_S)]
-    fields: list[dict[str, Tensor]] = [
-        {"rollout_logprobs": on_completion(sample, torch.tensor(t.completion.logprobs, dtype=torch.float64))}
-        for sample, t in zip(plain, trajectories)
+    in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    penalty = [kl_penalty(sample.fields, algorithm) if in_reward else None for sample in samples]
+    fields = [
+        {name: value if name == "rollout_logprobs" else value * sample.mask_T for name, value in sample.fields.items()}
+        for sample in samples
     ]
-
-    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
-    compared = [to_sample(t, 0, replace(algorithm, mask_truncated=False)) for t in trajectories]
-    asked = compared if kl_in_reward else plain
-
-    def ask(name: str, model: OfSamples | None) -> None:
-        for of_sample, found_T in zip(fields, model(asked) if model else []):
-            of_sample[name] = found_T.cpu()
-
-    if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
-        ask("train_logprobs", models.policy)
-    ask("ref_logprobs", models.reference)
-    ask("old_values", models.critic)
-    punished_S = shaped_rewards(trajectories, config)
-    penalty = [kl_penalty(of_sample, algorithm) if kl_in_reward else None for of_sample in fields]
-    for of_sample, sample in zip(fields, plain):
-        of_sample |= {name: of_sample[name] * sample.mask_T for name in of_sample.keys() - {"rollout_logprobs"}}
-    for of_sample, estimated in zip(
-        fields, estimate(plain, trajectories, punished_S, group_S, penalty, fields, config)
-    ):
-        of_sample.update(estimated)
-    samples = tuple(replace(sample, fields=of_sample) for sample, of_sample in zip(plain, fields))
-    return Experience(samples, minibatches(len(samples), step, config), stats)
+    rewards_S = shaped_rewards(trajectories, config)
+    estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
+    return [replace(s, fields={**kept, **added}) for s, kept, added in zip(samples, fields, estimated)]
 
 
 def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
@@ -162,10 +204,10 @@ def estimate(
     """
     algorithm = config.algorithm
     valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
-    if algorithm.advantage in OF_GROUPS:
+    if algorithm.advantage in GROUP_ADVANTAGES:
         for index, penalty_T in enumerate(penalty):
             rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
-        advantages_S = OF_GROUPS[algorithm.advantage](rewards_S, group_S, valid_S)
+        advantages_S = GROUP_ADVANTAGES[algorithm.advantage](rewards_S, group_S, valid_S)
         advantages = [a * sample.mask_T.double() for a, sample in zip(advantages_S, samples)]
         if algorithm.advantage == "reinforce++-baseline":
             advantages = whitened(samples, advantages)

@@ -6,7 +6,7 @@ import pytest
 
 from isoloss.engine.config import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
-from isoloss.engine.rl.draw import draw
+from isoloss.engine.rl.sampling import sample_groups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.parallel import UserError
 
@@ -31,7 +31,7 @@ class Stream:
     def __init__(self, *rewards):
         self.rewards, self.asked = rewards, []
 
-    def __call__(self, first, count):
+    def groups(self, first, count):
         self.asked.append((first, count))
         return [group(number, self.rewards[number % len(self.rewards)]) for number in range(first, first + count)]
 
@@ -42,7 +42,7 @@ def numbers(groups):
 
 def test_without_dynamic_sampling_one_round_and_all_is_kept():
     stream = Stream(VARIED, SOLVED, FAILED, BROKEN)
-    draws = draw(stream, 40, config(6))
+    draws = sample_groups(stream, 40, config(6))
     assert stream.asked == [(40, 6)]
     assert numbers(draws.kept) == [40, 41, 42, 43, 44, 45]
     assert (draws.dropped, draws.rounds, draws.cursor) == ((), 1, 46)
@@ -50,7 +50,7 @@ def test_without_dynamic_sampling_one_round_and_all_is_kept():
 
 def test_a_round_draws_what_is_missing():
     stream = Stream(VARIED, SOLVED, VARIED, FAILED, BROKEN)
-    draws = draw(stream, 5, config(7, dynamic_sampling=True))
+    draws = sample_groups(stream, 5, config(7, dynamic_sampling=True))
     # Kept: 5 7 10 | 12 15 | 17 | - | - | 20.
     assert stream.asked == [(5, 7), (12, 4), (16, 2), (18, 1), (19, 1), (20, 1)]
     assert numbers(draws.kept) == [5, 7, 10, 12, 15, 17, 20]
@@ -62,24 +62,24 @@ def test_a_round_draws_what_is_missing():
 
 def test_enough_at_once_and_in_the_last_round():
     stream = Stream(VARIED)
-    draws = draw(stream, 0, config(3, dynamic_sampling=True, max_draws=1))
+    draws = sample_groups(stream, 0, config(3, dynamic_sampling=True, max_draws=1))
     assert (stream.asked, draws.rounds, len(draws.kept)) == ([(0, 3)], 1, 3)
     stream = Stream(SOLVED, VARIED)
-    draws = draw(stream, 0, config(2, dynamic_sampling=True, max_draws=3))  # 0 1 | 2 | 3
+    draws = sample_groups(stream, 0, config(2, dynamic_sampling=True, max_draws=3))  # 0 1 | 2 | 3
     assert (stream.asked, draws.rounds, numbers(draws.kept)) == ([(0, 2), (2, 1), (3, 1)], 3, [1, 3])
 
 
 def test_one_valid_completion_has_no_variance():
-    draws = draw(Stream((1.0, math.nan), VARIED), 0, config(1, dynamic_sampling=True))
+    draws = sample_groups(Stream((1.0, math.nan), VARIED), 0, config(1, dynamic_sampling=True))
     assert numbers(draws.kept) == [1] and numbers(draws.dropped) == [0]
-    draws = draw(Stream((1.0, math.nan, 0.0)), 0, config(1, dynamic_sampling=True))
+    draws = sample_groups(Stream((1.0, math.nan, 0.0)), 0, config(1, dynamic_sampling=True))
     assert numbers(draws.kept) == [0]
 
 
 def test_shortage_is_an_error_that_tells_what_was_found():
     stream = Stream(SOLVED, FAILED, VARIED, SOLVED)
     with pytest.raises(UserError) as error:
-        draw(stream, 0, config(8, dynamic_sampling=True, max_draws=2))
+        sample_groups(stream, 0, config(8, dynamic_sampling=True, max_draws=2))
     assert stream.asked == [(0, 8), (8, 6)]  # kept 2, 6 and 10
     assert str(error.value) == (
         "dynamic sampling: after algorithm.max_draws=2 rounds only 3 of batch.global_size=8 groups have rewards that "
@@ -90,7 +90,7 @@ def test_shortage_is_an_error_that_tells_what_was_found():
 
 def test_shortage_as_a_smaller_batch():
     stream = Stream(SOLVED, FAILED, VARIED, SOLVED)
-    draws = draw(stream, 0, config(8, dynamic_sampling=True, max_draws=2, on_shortage="smaller"))
+    draws = sample_groups(stream, 0, config(8, dynamic_sampling=True, max_draws=2, on_shortage="smaller"))
     assert numbers(draws.kept) == [2, 6, 10] and len(draws.dropped) == 11
     assert (draws.rounds, draws.cursor) == (2, 14)
 
@@ -99,14 +99,14 @@ def test_shortage_as_a_smaller_batch():
 def test_no_group_at_all_is_an_error_either_way(on_shortage):
     options = config(2, dynamic_sampling=True, max_draws=3, on_shortage=on_shortage)
     with pytest.raises(UserError, match=r"only 0 of batch.global_size=2 .*\(6 dropped, 0 of them all right\)") as error:
-        draw(Stream(FAILED), 0, options)
+        sample_groups(Stream(FAILED), 0, options)
     assert "smaller" not in str(error.value)  # would not help
 
 
 def test_the_cursor_goes_on():
     options = config(3, dynamic_sampling=True)
     stream = Stream(VARIED, SOLVED)
-    first = draw(stream, 0, options)
-    second = draw(stream, first.cursor, options)
+    first = sample_groups(stream, 0, options)
+    second = sample_groups(stream, first.cursor, options)
     drawn = [*first.kept, *first.dropped, *second.kept, *second.dropped]
     assert sorted(numbers(drawn)) == [*range(second.cursor)]

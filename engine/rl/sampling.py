@@ -1,8 +1,9 @@
-"""How many prompts a batch needs: one generation of them, or with dynamic sampling as many as have variance."""
+"""The groups of a batch: one generation of prompts, or with dynamic sampling as many rounds as it takes."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reward.rewarder import check_rewarded
@@ -10,10 +11,20 @@ from isoloss.engine.rl.trajectory import Group
 from isoloss.parallel import UserError
 
 
+class Generates(Protocol):
+    def groups(self, first_draw: int, num_prompts: int) -> list[Group]:
+        """Generate and reward completions of the next prompts (`Rollout.groups`)."""
+        ...
+
+
 @dataclass(frozen=True)
-class Draws:
-    """What was drawn for a batch. kept: the groups to learn from, in the order of their draws. dropped: those that
-    dynamic sampling left out, for having no variance. cursor: prompts that the run has drawn so far."""
+class SampledGroups:
+    """What was sampled for a batch.
+
+    kept: the groups to learn from, in the order of their draws.
+    dropped: those that dynamic sampling left out, for having no variance.
+    cursor: prompts that the run has drawn so far.
+    """
 
     kept: tuple[Group, ...]
     dropped: tuple[Group, ...]
@@ -21,11 +32,11 @@ class Draws:
     cursor: int
 
 
-def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLConfig) -> Draws:
+def sample_groups(rollout: Generates, cursor: int, config: RLConfig) -> SampledGroups:
     """The groups of a batch: batch.global_size of them, or with dynamic sampling as many that have variance.
 
-    groups_of(first draw, count): generate and reward the next prompts. A round draws exactly what is still missing, so
-    nothing is generated and then left over; what is dropped is told. (DAPO, arXiv 2503.14476, section 3.2.)
+    cursor: prompts drawn before. A round draws exactly what is still missing, so nothing is generated and then left
+    over; what is dropped is logged. (DAPO, arXiv 2503.14476, section 3.2.)
     Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
     nothing that was drawn could be rewarded.
     """
@@ -34,7 +45,7 @@ def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLCo
     dropped: list[Group] = []
     for rounds in itertools.count(1):
         missing = wanted - len(kept)
-        groups = groups_of(cursor, missing)
+        groups = rollout.groups(cursor, missing)
         cursor += missing
         for group in groups:
             (dropped if algorithm.dynamic_sampling and not group.varied else kept).append(group)
@@ -49,7 +60,7 @@ def draw(groups_of: Callable[[int, int], list[Group]], cursor: int, config: RLCo
             f"{_solved(dropped)} of them all right); raise max_draws or rollout.num_generations, choose prompts of "
             "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
         )
-    return Draws(tuple(kept), tuple(dropped), rounds, cursor)
+    return SampledGroups(tuple(kept), tuple(dropped), rounds, cursor)
 
 
 def _solved(groups: Sequence[Group]) -> int:

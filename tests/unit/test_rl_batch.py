@@ -5,7 +5,7 @@ The models are functions of token and place, so that every number tells where it
 
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,8 @@ from oracles.rl import formulas
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.packing import pack
 from isoloss.engine.rl import advantages
+from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.engine.rl.experience import Experience, Models, minibatches, prepare
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
 LONGEST, BUFFER = 6, 3
@@ -56,9 +56,20 @@ class Model:
     def __init__(self, of_token):
         self.of_token, self.asked = of_token, 0
 
-    def __call__(self, samples):
+    def values(self, samples):
         self.asked += 1
         return [self.of_token(sample.tokens_T.double()) * sample.mask_T for sample in samples]
+
+    def logprobs(self, samples, temperature):
+        assert temperature == 1
+        return self.values(samples)
+
+
+@dataclass(frozen=True)
+class Models:
+    policy: Model
+    reference: Model | None
+    critic: Model | None
 
 
 def policy_of(tokens):
@@ -98,6 +109,11 @@ def prepared(batch=BATCH, step=0, asked=None, **options):
     return prepare(make_groups(batch), asked, config, step, {"reward_mean": 0.5})
 
 
+def prepare(groups, models, config, step, stats):
+    samples = with_logprobs(groups, models.policy, models.reference, models.critic, config)
+    return RolloutBatch.of(with_advantages(samples, groups, config), step, config, stats)
+
+
 def trajectories_of(groups):
     return [trajectory for group in groups for trajectory in group.trajectories]
 
@@ -107,11 +123,11 @@ def trajectories_of(groups):
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_tokens_masks_and_groups(mask_truncated):
-    experience = prepared(mask_truncated=mask_truncated)
+    rollout_batch = prepared(mask_truncated=mask_truncated)
     expected = [(p, n, r, g) for g, (p, completions) in enumerate(BATCH) for n, r in completions]
-    assert len(experience.samples) == len(expected)
+    assert len(rollout_batch.samples) == len(expected)
     for sample, trajectory, (prompt_length, length, reward, group) in zip(
-        experience.samples, trajectories_of(make_groups()), expected
+        rollout_batch.samples, trajectories_of(make_groups()), expected
     ):
         assert sample.tokens_T.tolist() == [*trajectory.prompt.tokens, *trajectory.completion.tokens]
         assert sample.tokens_T.dtype == torch.int64 and sample.group == group
@@ -122,10 +138,10 @@ def test_tokens_masks_and_groups(mask_truncated):
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_fields_are_of_their_own_token(advantage):
     """Up to the packed row: what stands beside a target is that target's."""
-    experience = prepared(advantage=advantage, kl_coef=0.1, minibatches=2)
+    rollout_batch = prepared(advantage=advantage, kl_coef=0.1, minibatches=2)
     one = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
     mesh: Any = SimpleNamespace(ulysses=one, ring=one, row_multiple=8, document_multiple=1, cp_kernel="isoloss")
-    samples = experience.samples
+    samples = rollout_batch.samples
     weights = [sample.mask_T.double()[None] for sample in samples]
     offsets = [0, *itertools.accumulate(len(sample) for sample in samples)][:-1]
     row = pack(samples, weights, offsets, mesh, torch.device("cpu"))
@@ -164,10 +180,10 @@ def test_fields_are_0_on_the_prompt_and_where_nothing_is_learned():
 )
 def test_models_are_asked_once_and_only_for_what_is_needed(algorithm, asked):
     three = models()
-    experience = prepared(asked=three, **algorithm)
+    rollout_batch = prepared(asked=three, **algorithm)
     assert (three.policy.asked, three.reference.asked, three.critic.asked) == asked
     names = {"train_logprobs": asked[0], "ref_logprobs": asked[1], "old_values": asked[2]}
-    for sample in experience.samples:
+    for sample in rollout_batch.samples:
         assert sample.fields.keys() - {"rollout_logprobs", "advantages", "returns"} == {
             k for k, n in names.items() if n
         }
@@ -243,14 +259,14 @@ SHAPES = [
 def test_advantages_and_returns(advantage, shape):
     algorithm = AlgorithmConfig(advantage=advantage, **shape)
     wanted = reference_advantages(make_groups(), algorithm)
-    experience = prepared(advantage=advantage, **shape)
-    for index, sample in enumerate(experience.samples):
+    rollout_batch = prepared(advantage=advantage, **shape)
+    for index, sample in enumerate(rollout_batch.samples):
         for name, parts in wanted.items():
             got = sample.fields[name][sample.mask_T].tolist()
             assert got == pytest.approx([*parts[index]], rel=1e-9, abs=1e-9), (index, name)
             assert not sample.fields[name][~sample.mask_T].any()
         assert ("returns" in sample.fields) == (advantage == "gae")
-    assert any(sample.fields["advantages"].any() for sample in experience.samples)
+    assert any(sample.fields["advantages"].any() for sample in rollout_batch.samples)
 
 
 def test_kl_in_the_reward_by_hand():
@@ -348,30 +364,30 @@ def test_a_smaller_batch_is_cut_into_equal_parts_and_none_is_empty(count, parts,
     assert sorted(itertools.chain(*steps)) == [*range(count)]
 
 
-def test_take_gives_the_steps_in_turn():
-    experience = prepared(minibatches=5, epochs=2)
+def test_next_gives_the_steps_in_turn():
+    rollout_batch = prepared(minibatches=5, epochs=2)
     taken = []
     for steps in range(10):
-        assert experience.done == steps and not experience.used_up
-        samples, experience = experience.take()
+        assert rollout_batch.done == steps and not rollout_batch.exhausted
+        samples, rollout_batch = rollout_batch.next()
         taken.append([sample.tokens_T.tolist() for sample in samples])
-    assert experience.used_up
-    wanted = [[experience.samples[i].tokens_T.tolist() for i in step] for step in experience.steps]
-    assert taken == wanted and experience.steps == minibatches(20, 0, config_of(minibatches=5, epochs=2))
+    assert rollout_batch.exhausted
+    wanted = [[rollout_batch.samples[i].tokens_T.tolist() for i in step] for step in rollout_batch.steps]
+    assert taken == wanted and rollout_batch.steps == minibatches(20, 0, config_of(minibatches=5, epochs=2))
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
 def test_state_goes_through_a_file(advantage, tmp_path):
-    experience = prepared(minibatches=2, epochs=2, advantage=advantage)
-    _, left = experience.take()
+    rollout_batch = prepared(minibatches=2, epochs=2, advantage=advantage)
+    _, left = rollout_batch.next()
     torch.save(left.state(), tmp_path / "state.pt")
-    again = Experience.of_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    again = RolloutBatch.of_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
-    while not left.used_up:
-        samples, left = left.take()
-        others, again = again.take()
+    while not left.exhausted:
+        samples, left = left.next()
+        others, again = again.next()
         for sample, other in zip(samples, others, strict=True):
             assert torch.equal(sample.tokens_T, other.tokens_T) and torch.equal(sample.mask_T, other.mask_T)
             assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
             assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
-    assert again.used_up
+    assert again.exhausted
