@@ -8,7 +8,7 @@ grpo: the grpo recipe (preset tiny; key=value overrides go to it).
 sft continued: as many more steps on the same careless demonstrations, in another order, as took GRPO's training time,
     at a constant 0.3 of the recipe's peak learning rate. Time spent evaluating counts for neither.
 shuffled: the grpo recipe, with the advantages of each generated batch dealt to its completions at random. No key of the
-    configuration does that: this script replaces the estimator in isoloss.engine.rl.batch while the recipe runs.
+    configuration does that: this script replaces the estimator in isoloss.engine.rl.advantages while the recipe runs.
 
 Every reward is that of the grpo recipe's evaluation: exact match on 512 held-out prompts, one completion each, sampled
 at temperature 1 with the same random numbers (standard error about 0.02). One process, one rank. Writes
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl import advantages, batch
+from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.report import completion_stats
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
@@ -71,11 +71,11 @@ def train_grpo(start: Path, folder: Path, seed: int, overrides: Sequence[str]) -
 
 def dealt_at_random(seed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """GRPO's advantages, each given to another completion of the batch."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, grpo = torch.Generator().manual_seed(seed), advantages.grpo
 
     def estimator(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
-        found_S = advantages.grpo(rewards_S, group_S, valid_S)
-        return found_S[torch.randperm(len(found_S), generator=generator)]
+        advantages_S = grpo(rewards_S, group_S, valid_S)
+        return advantages_S[torch.randperm(len(advantages_S), generator=generator)]
 
     return estimator
 
@@ -114,7 +114,7 @@ def one_seed(folder: Path, seed: int, overrides: Sequence[str]) -> dict[str, Cur
     curves = {"grpo": train_grpo(start, folder / f"grpo-{seed}", seed, overrides)}
     seconds, before = curves["grpo"][-1][0], curves["grpo"][0][1]
     curves["sft continued"] = continue_sft(start, folder / f"continued-{seed}", seed, seconds, before)
-    with mock.patch.dict(batch.GROUP_ADVANTAGES, {"grpo": dealt_at_random(seed)}):
+    with mock.patch.object(advantages, "grpo", dealt_at_random(seed)):
         curves["shuffled"] = train_grpo(start, folder / f"shuffled-{seed}", seed, overrides)
     return curves
 

@@ -11,9 +11,9 @@ from typing import Any, Literal
 
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.keys import Keys, key, require
+from isoloss.parallel.layout import MODEL_AXES, Layout
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,8 @@ class ParallelConfig(Keys, group="parallel"):
     def layout(self) -> Layout:
         """The layout of one model replica (dp = 1)."""
         sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
-        return Layout(
-            tp=self.tp,
-            pp=self.pp,
-            vpp=self.vpp,
-            ulysses=self.ulysses,
-            ring=self.ring,
-            ep=self.ep,
-            etp=self.etp,
-            sequence_parallel=sequence_parallel,
-        )
+        degrees = {axis: getattr(self, axis) for axis in MODEL_AXES}
+        return Layout(**degrees, sequence_parallel=sequence_parallel)
 
 
 @dataclass(frozen=True)

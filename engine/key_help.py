@@ -118,7 +118,8 @@ def _written(value: Any) -> str:
 
 def _takes(field: "dataclasses.Field[Any]") -> str:
     """Such as "integer >= 1 or null", "grpo | gae", "list of 2 numbers >= 0 and < 1"."""
-    kind, choices = field.type, " | ".join(choices_of(field))
+    names = [*choices_of(field), *(["file.py:function"] if meaning_of(field).or_function else [])]
+    kind, choices = field.type, " | ".join(names)
     null = types.NoneType in typing.get_args(kind)
     if null:
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)

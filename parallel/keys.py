@@ -26,6 +26,7 @@ class Meaning:
     text: str
     required: bool = False
     choices: tuple[str, ...] = ()
+    or_function: bool = False
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
@@ -63,6 +64,7 @@ def key(
     *,
     required: bool = False,
     choices: Sequence[str] = (),
+    or_function: bool = False,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
@@ -71,12 +73,13 @@ def key(
 ) -> Any:
     """A field of a `Keys` class.
 
-    text: its meaning, for `--help` and docs/configuration.md: units, what null means. required: the default, something
-    empty, is refused. choices: the valid names, where its type, a Literal, does not tell them. Bounds and choices hold
-    for each item of a list, and not for null. refusal: what follows `key=value` where it is out of bounds, instead of
-    words made from these.
+    text: its meaning, for `--help` and docs/configuration.md: units, what null means.
+    required: the default, something empty, is refused.
+    choices: the valid names, where its type, a Literal, does not tell them. or_function: or a function of the user's,
+    file.py:function. Bounds and choices hold for each item of a list, and not for null.
+    refusal: what follows `key=value` where it is out of bounds, instead of words made from these.
     """
-    meaning = Meaning(text, required, tuple(choices), at_least, above, at_most, below, refusal)
+    meaning = Meaning(text, required, tuple(choices), or_function, at_least, above, at_most, below, refusal)
     if isinstance(default, Mapping):  # a dataclass takes no default that can change, and a dict has no hash
         return dataclasses.field(default_factory=lambda: dict(default), hash=False, metadata={"key": meaning})
     return dataclasses.field(default=default, metadata={"key": meaning})
@@ -127,7 +130,9 @@ def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
     items = value if is_list else (value,)
     if choices:
         verb = "may only name" if is_list else "is not one of"
-        require(all(item in choices for item in items), name, value, f"{verb} {', '.join(choices)}")
+        of_user = " or file.py:function" if meaning.or_function else ""
+        known = (item in choices or (meaning.or_function and ":" in item) for item in items)
+        require(all(known), name, value, f"{verb} {', '.join(choices)}{of_user}")
     for item in items:
         if isinstance(item, float):
             require(math.isfinite(item), name, value, "must be a finite number")

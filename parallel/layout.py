@@ -7,6 +7,7 @@ from isoloss.parallel.errors import UserError
 
 # The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2.
 AXES = ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp", "dp")
+MODEL_AXES = tuple(axis for axis in AXES if axis != "dp")  # those that a configuration sets; dp is what is left
 
 
 @dataclass(frozen=True)

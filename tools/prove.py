@@ -29,11 +29,12 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
 from isoloss.engine.plan import CostModel, Plan
+from isoloss.engine.rl.algorithms import LOSSES, loss_of
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.losses import POLICY_LOSSES
 from isoloss.engine.trainer import load_data
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
+from isoloss.parallel.layout import MODEL_AXES
 from isoloss.recipes.launch import compose_config, tell_once
 from isoloss.tools.certificate import Row, line, report
 from isoloss.tools.fabricated import older_logprobs, rollout_fields
@@ -86,9 +87,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--aggregations", help="aggregation modes; default loss.aggregation")
     parser.add_argument(
         "--loss",
-        choices=sorted(POLICY_LOSSES),
-        help="a policy loss instead of cross-entropy, with made-up advantages and log-probabilities of older policies; "
-        "the keys algorithm.* go with it",
+        metavar="LOSS",
+        help=f"a policy loss ({', '.join(LOSSES)}, file.py:function) instead of cross-entropy, with made-up advantages "
+        "and log-probabilities of older policies; the keys algorithm.* go with it",
     )
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
     parser.add_argument("--plant", choices=sorted(EVERY_PLANT), help="a known bug to plant")
@@ -106,7 +107,8 @@ def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
     """Of the sft recipe; for a policy loss with the keys of reinforcement learning."""
     if loss is None:
         return compose_config("sft", Config, overrides)[0]
-    fitting = ["loss.aggregation=seq-mean-token-mean"] if loss == "gspo" else []
+    only = loss_of(loss).aggregation
+    fitting = [f"loss.aggregation={only}"] if only else []
     return compose_config("sft", RLConfig, [f"algorithm.loss={loss}", *fitting, *overrides])[0]
 
 
@@ -224,7 +226,7 @@ def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor on
     the host."""
-    degrees = {axis: getattr(layout, axis) for axis in ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp")}
+    degrees = {axis: getattr(layout, axis) for axis in MODEL_AXES}
     stages = config.parallel.stage_layers
     parallel = dataclasses.replace(
         config.parallel,

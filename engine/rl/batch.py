@@ -13,16 +13,10 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.rl import advantages as estimators
+from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
-from isoloss.engine.rl.losses import KL_ESTIMATORS
+from isoloss.engine.rl.losses import kl_estimator
 from isoloss.engine.rl.trajectory import Group, Trajectory
-
-GROUP_ADVANTAGES = {
-    "grpo": estimators.grpo,
-    "dr-grpo": estimators.dr_grpo,
-    "rloo": estimators.rloo,
-    "reinforce++-baseline": estimators.dr_grpo,
-}
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tens
 def kl_penalty(fields: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> Tensor:
     """kl_coef times the estimated divergence from the initial policy at each token, [T]."""
     log_ratio_T = fields["ref_logprobs"] - fields["train_logprobs"]
-    return algorithm.kl_coef * KL_ESTIMATORS[algorithm.kl_estimator](log_ratio_T)
+    return algorithm.kl_coef * kl_estimator(algorithm)(log_ratio_T)
 
 
 def estimate(
@@ -202,34 +196,33 @@ def estimate(
 
     penalty: taken off the reward, token by token where the estimator looks at tokens, else the sum of it.
     """
-    algorithm = config.algorithm
-    valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
-    if algorithm.advantage in GROUP_ADVANTAGES:
+    algorithm, kind = config.algorithm, advantage_of(config.algorithm.advantage)
+    function = imported(kind.function, "algorithm.advantage")
+    if not kind.by_token:
+        valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
         for index, penalty_T in enumerate(penalty):
             rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
-        advantages_S = GROUP_ADVANTAGES[algorithm.advantage](rewards_S, group_S, valid_S)
-        advantages = [a * sample.mask_T.double() for a, sample in zip(advantages_S, samples)]
-        if algorithm.advantage == "reinforce++-baseline":
-            advantages = whitened(samples, advantages)
-        return [{"advantages": advantages_T} for advantages_T in advantages]
+        advantages = [a * s.mask_T.double() for a, s in zip(function(rewards_S, group_S, valid_S), samples)]
+        return [{"advantages": a} for a in (whitened(samples, advantages) if kind.whitened else advantages)]
 
-    found = []
+    estimated = []
     for sample, reward, penalty_T, of_sample in zip(samples, rewards_S, penalty, fields):
         at = sample.mask_T.nonzero().squeeze(1)
         rewards_C = torch.zeros(len(at), dtype=torch.float64) if penalty_T is None else -penalty_T[at]
         if len(at):
             rewards_C[-1] += reward
-        if algorithm.uses_critic:
-            advantages_C, returns_C = estimators.gae(
-                rewards_C, of_sample["old_values"][at], algorithm.gamma, algorithm.gae_lambda
-            )
+        if kind.critic:
+            values_C = of_sample["old_values"][at]
+            advantages_C, returns_C = function(rewards_C, values_C, algorithm.gamma, algorithm.gae_lambda)
+            of_targets = {"advantages": advantages_C, "returns": returns_C}
         else:
-            advantages_C = returns_C = estimators.discounted_returns(rewards_C, algorithm.gamma)
-        of_targets = {"advantages": advantages_C} | ({"returns": returns_C} if algorithm.uses_critic else {})
-        found.append({name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in of_targets.items()})
-    for of_sample, advantages_T in zip(found, whitened(samples, [of_sample["advantages"] for of_sample in found])):
+            of_targets = {"advantages": function(rewards_C, algorithm.gamma)}
+        estimated.append(
+            {name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in of_targets.items()}
+        )
+    for of_sample, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
         of_sample["advantages"] = advantages_T
-    return found
+    return estimated
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from isoloss.engine.config import Config
+from isoloss.engine.rl.algorithms import ADVANTAGES, KL_ESTIMATORS, LOSSES, advantage_of, loss_of
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES
 from isoloss.parallel.keys import Keys, key, require
@@ -118,16 +119,20 @@ class RewardConfig(Keys, group="reward"):
 class AlgorithmConfig(Keys, group="algorithm"):
     """What is learned from the rewards (docs/rl.md has the formulas)."""
 
-    advantage: Literal["grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline", "gae"] = key(
+    advantage: str = key(
         "grpo",
         "How rewards become advantages: by mean and standard deviation of the group (grpo), its mean (dr-grpo), the "
         "mean of the others (rloo), returns whitened over the batch (reinforce++), the group's mean, whitened over the "
         "batch (reinforce++-baseline), or a critic (gae: PPO).",
+        choices=tuple(ADVANTAGES),
+        or_function=True,
     )
-    loss: Literal["clip", "gspo", "cispo", "reinforce"] = key(
+    loss: str = key(
         "clip",
         "Loss of the policy: PPO's clipped ratio of each token (clip), or of the sequence (gspo), the clipped ratio as "
         "a constant weight (cispo), no ratio (reinforce).",
+        choices=tuple(LOSSES),
+        or_function=True,
     )
     clip_low: float = key(0.2, "The ratio is clipped from below to 1 - clip_low.", at_least=0)
     clip_high: float = key(0.2, "The ratio is clipped from above to 1 + clip_high (DAPO: 0.28).", at_least=0)
@@ -141,9 +146,10 @@ class AlgorithmConfig(Keys, group="algorithm"):
         0.0, "Weight of the KL divergence from the initial policy; 0: none, and no reference model.", at_least=0
     )
     kl_in: Literal["loss", "reward"] = key("loss", "The KL divergence is a term of the loss, or taken off the reward.")
-    kl_estimator: Literal["k1", "k2", "k3"] = key(
+    kl_estimator: str = key(
         "k3",
         "Its estimate from a token with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d, at most 10.",
+        choices=tuple(KL_ESTIMATORS),
     )
     kl_aggregation: str | None = key(None, "As loss.aggregation, for the KL term; null: the same.", choices=MODES)
     entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss; 0: none.", at_least=0)
@@ -195,14 +201,15 @@ class AlgorithmConfig(Keys, group="algorithm"):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.clip_low < 1 or self.loss == "cispo", "algorithm.clip_low", self.clip_low, "must be below 1")
+        constant = loss_of(self.loss).constant
+        require(self.clip_low < 1 or constant, "algorithm.clip_low", self.clip_low, "must be below 1")
         require(
             self.dual_clip in (None, 3.0) or self.loss == "clip",  # the default, which the other losses do not read
             "algorithm.dual_clip",
             self.dual_clip,
             f"goes with algorithm.loss=clip (it is {self.loss}); set it to null",
         )
-        if self.importance != "none" and self.old_logprobs == "rollout" and self.loss != "reinforce":
+        if self.importance != "none" and self.old_logprobs == "rollout" and loss_of(self.loss).ratio:
             raise UserError(
                 f"algorithm.importance={self.importance} with algorithm.old_logprobs=rollout would count the "
                 "difference twice: the ratio starts from the rollout's probabilities already; set importance=none, or "
@@ -215,7 +222,7 @@ class AlgorithmConfig(Keys, group="algorithm"):
 
     @property
     def uses_critic(self) -> bool:
-        return self.advantage == "gae"
+        return advantage_of(self.advantage).critic
 
 
 @dataclass(frozen=True)
@@ -235,10 +242,10 @@ class RLConfig(Config):
             f"does not divide the {sequences} completions of a batch (batch.global_size={self.batch.global_size} x "
             f"rollout.num_generations={self.rollout.num_generations})",
         )
-        grouped = self.algorithm.advantage in ("grpo", "dr-grpo", "rloo", "reinforce++-baseline")
-        comparing = f"advantage={self.algorithm.advantage}" if grouped else "dynamic_sampling=true"
+        compares = advantage_of(self.algorithm.advantage).compares
+        comparing = f"advantage={self.algorithm.advantage}" if compares else "dynamic_sampling=true"
         require(
-            self.rollout.num_generations > 1 or not (grouped or self.algorithm.dynamic_sampling),
+            self.rollout.num_generations > 1 or not (compares or self.algorithm.dynamic_sampling),
             "rollout.num_generations",
             self.rollout.num_generations,
             f"must be at least 2: algorithm.{comparing} compares completions of a prompt",
@@ -249,12 +256,13 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer,
             f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
         )
+        only = loss_of(self.algorithm.loss).aggregation
         require(
-            self.algorithm.loss != "gspo" or self.loss.aggregation == "seq-mean-token-mean",
+            only in (None, self.loss.aggregation),
             "loss.aggregation",
             self.loss.aggregation,
-            "is not GSPO's: its ratio is one number a sequence, which other aggregations count once a token; set "
-            "loss.aggregation=seq-mean-token-mean (algorithm.loss=gspo)",
+            f"is not that of algorithm.loss={self.algorithm.loss}, whose ratio is one number a sequence, which other "
+            f"aggregations count once a token; set loss.aggregation={only}",
         )
         if self.data.overlong == "truncate":
             raise UserError("data.overlong='truncate' would ask another question; choose error or drop")

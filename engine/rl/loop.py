@@ -3,6 +3,7 @@
 import contextlib
 
 from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.batch import Progress, RolloutBatch, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
@@ -24,6 +25,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     Raises UserError for what the user can mend; nothing has been written by then unless training had started.
     """
     device.check_fallback(config.train.device)
+    check_functions(config.algorithm.advantage, config.algorithm.loss)
     source = resolve(config)
     check_folder(config, run_name, source.arch)
     data = load_data(config, source.arch)

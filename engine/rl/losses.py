@@ -8,7 +8,7 @@ All tensors are [N], the labelled tokens of a micro-batch on this rank.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from isoloss.engine.config import LossConfig
 from isoloss.engine.losses import Loss, PerToken, Term, TokenInputs
+from isoloss.engine.rl.algorithms import KL_ESTIMATORS, imported, loss_of
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
 from isoloss.parallel.aggregation import Aggregation
 
@@ -35,9 +36,10 @@ def policy_loss(config: RLConfig) -> Loss:
         length = config.rollout.max_new_tokens if mode == "seq-mean-token-sum-norm" else None
         return dataclasses.replace(main, mode=mode, norm_length=length)
 
-    terms = [Term(POLICY_LOSSES[algorithm.loss](algorithm), main, name="policy_loss")]
+    function = imported(loss_of(algorithm.loss).function, "algorithm.loss")
+    terms = [Term(partial(function, algorithm=algorithm), main, name="policy_loss")]
     if algorithm.uses_reference and algorithm.kl_in == "loss":
-        of_reference = partial(kl_from_reference, estimator=KL_ESTIMATORS[algorithm.kl_estimator])
+        of_reference = partial(kl_from_reference, estimator=kl_estimator(algorithm))
         terms.append(Term(of_reference, weighting(algorithm.kl_aggregation), algorithm.kl_coef, "kl_loss"))
     if algorithm.entropy_coef > 0:
         terms.append(Term(entropy, weighting(algorithm.entropy_aggregation), -algorithm.entropy_coef, "entropy_term"))
@@ -54,61 +56,37 @@ def policy_loss(config: RLConfig) -> Loss:
 # ---- policy ---------------------------------------------------------------------------------------------------------
 
 
-def clip_loss(algorithm: AlgorithmConfig) -> PerToken:
+def clip_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
     """PPO's clipped surrogate (Schulman et al. 2017, arXiv 1707.06347, eq. 7), with bounds of their own below and above
     (clip-higher: Yu et al. 2025, DAPO, arXiv 2503.14476) and, where the advantage is negative, dual clipping (Ye et al.
     2020, arXiv 1912.09729). GRPO, Dr.GRPO and DAPO differ from it in advantages and aggregation only."""
-
-    def per_token(inputs: TokenInputs) -> Tensor:
-        ratio, advantages = torch.exp(log_ratio(inputs, algorithm)), inputs.fields["advantages"]
-        objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
-        if algorithm.dual_clip is not None:
-            floor = torch.maximum(objective, algorithm.dual_clip * advantages)
-            objective = torch.where(advantages < 0, floor, objective)
-        return -objective * importance(inputs, algorithm)
-
-    return per_token
+    ratio, advantages = torch.exp(log_ratio(inputs, algorithm)), inputs.fields["advantages"]
+    objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
+    if algorithm.dual_clip is not None:
+        floor = torch.maximum(objective, algorithm.dual_clip * advantages)
+        objective = torch.where(advantages < 0, floor, objective)
+    return -objective * importance(inputs, algorithm)
 
 
-def gspo_loss(algorithm: AlgorithmConfig) -> PerToken:
+def gspo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
     """Clipped surrogate of the sequence's likelihood ratio, length-normalized: the geometric mean of its tokens' ratios
     (Zheng et al. 2025, GSPO, arXiv 2507.18071, eq. 5-7). Every token carries the sequence's number, which
     seq-mean-token-mean makes the paper's objective."""
-
-    def per_token(inputs: TokenInputs) -> Tensor:
-        ratio, advantages = torch.exp(sequence_log_ratio(inputs, algorithm)), inputs.fields["advantages"]
-        objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
-        return -objective * importance(inputs, algorithm)
-
-    return per_token
+    ratio, advantages = torch.exp(sequence_log_ratio(inputs, algorithm)), inputs.fields["advantages"]
+    objective = torch.minimum(ratio * advantages, clipped(ratio, algorithm) * advantages)
+    return -objective * importance(inputs, algorithm)
 
 
-def cispo_loss(algorithm: AlgorithmConfig) -> PerToken:
+def cispo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
     """REINFORCE with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1, arXiv 2506.13585,
     eq. 4-5; the paper bounds it from above only: algorithm.clip_low=1)."""
-
-    def per_token(inputs: TokenInputs) -> Tensor:
-        weight = clipped(torch.exp(log_ratio(inputs, algorithm)), algorithm).detach()
-        return -weight * inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
-
-    return per_token
+    weight = clipped(torch.exp(log_ratio(inputs, algorithm)), algorithm).detach()
+    return -weight * inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
 
 
-def reinforce_loss(algorithm: AlgorithmConfig) -> PerToken:
+def reinforce_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
     """-advantage * log-probability (Williams 1992), corrected by the importance weight if one is configured."""
-
-    def per_token(inputs: TokenInputs) -> Tensor:
-        return -inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
-
-    return per_token
-
-
-POLICY_LOSSES: Mapping[str, Callable[[AlgorithmConfig], PerToken]] = {
-    "clip": clip_loss,
-    "gspo": gspo_loss,
-    "cispo": cispo_loss,
-    "reinforce": reinforce_loss,
-}
+    return -inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
 
 
 def train_logprobs(inputs: TokenInputs) -> Tensor:
@@ -177,10 +155,14 @@ def bounded_k3(log_ratio: Tensor) -> Tensor:
     return k3(log_ratio).clamp(max=LARGEST_K3)
 
 
-# Estimators of KL(policy || reference) from tokens of the policy, given log(reference / policy): Schulman 2020,
+# Above: estimators of KL(policy || reference) from tokens of the policy, given log(reference / policy): Schulman 2020,
 # "Approximating KL divergence". As a term of the loss, k2's gradient is that of the KL divergence; k1's is 0 in
 # expectation, and k3's that of the reverse one.
-KL_ESTIMATORS: Mapping[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": bounded_k3}
+
+
+def kl_estimator(algorithm: AlgorithmConfig) -> Callable[[Tensor], Tensor]:
+    """Of log(reference / policy)."""
+    return imported(KL_ESTIMATORS[algorithm.kl_estimator], "algorithm.kl_estimator")
 
 
 def kl_from_reference(inputs: TokenInputs, estimator: Callable[[Tensor], Tensor]) -> Tensor:
@@ -216,20 +198,23 @@ def value_loss(algorithm: AlgorithmConfig, loss: LossConfig) -> Loss:
 def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
     """What the metrics tell of a policy step, as means over its tokens.
 
-    clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight). kl: k3 estimate of the
-    divergence from the initial policy if there is a reference, else from the policy that generated. entropy: in nats.
+    clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight); 0 of a loss without a
+    ratio. kl: k3 estimate of the divergence from the initial policy if there is a reference, else from the policy that
+    generated. entropy: in nats.
     Of the trainer's and the backend's log-probabilities under the weights that generated: train_rollout_logprob_diff,
     their absolute difference; train_rollout_kl, k3 of the backend's policy from the trainer's; train_rollout_outliers,
     the share of tokens that are more than half a nat apart. Metrics show a tail, so their k3 has no LARGEST_K3.
     """
 
+    loss = loss_of(algorithm.loss)
+
     def clip_fraction(inputs: TokenInputs) -> Tensor:
-        if algorithm.loss == "reinforce":
+        if loss.ratio is None:
             return torch.zeros_like(inputs.logprobs_N)
-        of_policy = sequence_log_ratio if algorithm.loss == "gspo" else log_ratio
+        of_policy = sequence_log_ratio if loss.ratio == "sequence" else log_ratio
         ratio = torch.exp(of_policy(inputs, algorithm))
         bounded = clipped(ratio, algorithm)
-        if algorithm.loss == "cispo":
+        if loss.constant:
             return (bounded != ratio).to(ratio.dtype)
         return ((bounded - ratio) * inputs.fields["advantages"] < 0).to(ratio.dtype)
 

@@ -5,6 +5,7 @@ Shape suffixes: N labelled tokens of the batch, T of one completion, V a vocabul
 
 import itertools
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from isoloss.engine import totals
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.rl import losses
+from isoloss.engine.rl.algorithms import KL_ESTIMATORS, LOSSES, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel.aggregation import MODES
 from isoloss.parallel.normalizer import take_census, weigh
@@ -134,7 +136,7 @@ def name_of(algorithm):
 
 @pytest.mark.parametrize("algorithm", CASES, ids=name_of)
 def test_policy_terms_and_their_gradients(algorithm, one_rank):
-    per_token = losses.POLICY_LOSSES[algorithm.loss](algorithm)
+    per_token = partial(imported(LOSSES[algorithm.loss].function, "loss"), algorithm=algorithm)
     for seed in range(4):
         batch = Batch.random(seed)
         if seed == 3:  # the first optimizer step after generating
@@ -165,7 +167,7 @@ def test_the_first_on_policy_step_is_reinforce(algorithm, one_rank):
     batch = replace(batch, fields={"advantages": advantages_N, "rollout_logprobs": batch.fields["rollout_logprobs"]})
     for dtype in (torch.float32, torch.float64):
         inputs = batch.inputs(one_rank, dtype)
-        terms_N = losses.POLICY_LOSSES[algorithm.loss](algorithm)(inputs)
+        terms_N = imported(LOSSES[algorithm.loss].function, "loss")(inputs, algorithm)
         if algorithm.loss in ("clip", "gspo"):
             assert torch.equal(terms_N.detach(), -inputs.fields["advantages"])
         (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
@@ -191,7 +193,7 @@ def test_the_gradient_of_gspo_is_the_papers(one_rank):
         clipped |= set((wanted_N == 0).tolist())
         inputs = batch.inputs(one_rank)
         weights_N = torch.tensor(np.repeat([1 / (len(LENGTHS) * n) for n in LENGTHS], LENGTHS))
-        (gradient_N,) = torch.autograd.grad(losses.gspo_loss(algorithm)(inputs), inputs.logprobs_N, weights_N)
+        (gradient_N,) = torch.autograd.grad(losses.gspo_loss(inputs, algorithm), inputs.logprobs_N, weights_N)
         assert gradient_N.numpy() == pytest.approx(wanted_N, rel=1e-12, abs=1e-16)
     assert clipped == {False, True}
 
@@ -208,7 +210,7 @@ def test_huge_log_ratios_stay_finite(policy, importance, one_rank):
     batch = Batch(logprobs_N, np.ones(18), np.arange(18), fields)
     for moved in (fields, fields | {"rollout_logprobs": logprobs_N}, fields | {"train_logprobs": logprobs_N}):
         inputs = replace(batch, fields=moved).inputs(one_rank, torch.float32)
-        terms_N = losses.POLICY_LOSSES[algorithm.loss](algorithm)(inputs)
+        terms_N = imported(LOSSES[algorithm.loss].function, "loss")(inputs, algorithm)
         (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
         assert terms_N.isfinite().all() and gradient_N.isfinite().all()
         assert not terms_N[::3].any() and not gradient_N[::3].any()  # advantage 0
@@ -219,9 +221,9 @@ def test_huge_log_ratios_stay_finite(policy, importance, one_rank):
 # --------------------------------------------------------------------------------------------------------- KL, entropy
 
 
-@pytest.mark.parametrize("estimator", losses.KL_ESTIMATORS)
+@pytest.mark.parametrize("estimator", KL_ESTIMATORS)
 def test_kl_terms_and_their_gradients(estimator, one_rank):
-    per_token = lambda inputs: losses.kl_from_reference(inputs, losses.KL_ESTIMATORS[estimator])
+    per_token = lambda inputs: losses.kl_from_reference(inputs, imported(KL_ESTIMATORS[estimator], "estimator"))
     for seed in range(3):
         batch = Batch.random(seed)
         inputs = batch.inputs(one_rank)
@@ -239,7 +241,7 @@ def test_kl_far_from_the_reference(estimator, value, gradient, one_rank):
     logprobs_N = np.array([-70.0, -5.0])
     batch = Batch(logprobs_N, np.ones(2), np.arange(2), {"ref_logprobs": logprobs_N + [60, -60]})
     inputs = batch.inputs(one_rank)
-    terms_N = losses.kl_from_reference(inputs, losses.KL_ESTIMATORS[estimator])
+    terms_N = losses.kl_from_reference(inputs, imported(KL_ESTIMATORS[estimator], "estimator"))
     (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
     assert terms_N.tolist() == pytest.approx(value, rel=1e-6) and gradient_N.tolist() == pytest.approx(gradient)
 
@@ -251,7 +253,7 @@ def test_k3_is_bounded_as_verl_does(one_rank):
     logprobs_N = np.full(1001, -26.0)
     batch = Batch(logprobs_N, np.ones(1001), np.arange(1001), {"ref_logprobs": logprobs_N + difference_N})
     inputs = batch.inputs(one_rank)
-    terms_N = losses.kl_from_reference(inputs, losses.KL_ESTIMATORS["k3"])
+    terms_N = losses.kl_from_reference(inputs, losses.bounded_k3)
     (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
     assert terms_N.tolist() == pytest.approx(np.clip(np.exp(clipped_N) - clipped_N - 1, -10, 10).tolist(), rel=1e-12)
     assert 12 < gradient_N.abs().max() < 12.7
@@ -271,7 +273,7 @@ def test_kl_in_expectation(one_rank):
     inputs = TokenInputs(logprobs_V, None, None, {"ref_logprobs": reference_V}, document_V, 6, one_rank)
     sampled = {
         name: (logprobs_V.exp().detach() * losses.kl_from_reference(inputs, estimator)).sum()
-        for name, estimator in losses.KL_ESTIMATORS.items()
+        for name, estimator in ((name, imported(of, name)) for name, of in KL_ESTIMATORS.items())
     }
     assert float(sampled["k1"].detach()) == pytest.approx(float(forward.detach()), rel=1e-13)
     assert float(sampled["k3"].detach()) == pytest.approx(float(forward.detach()), rel=1e-13)
