@@ -24,6 +24,7 @@ from isoloss.tools.pool import MAX_THREADS, WorkerPool, collect_garbage
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    covered.measure_ranks()
     config.pluginmanager.register(Durations(config))
     config.pluginmanager.register(Schedule())
 
@@ -45,8 +46,6 @@ def pool() -> Iterator[WorkerPool]:
     """
     with WorkerPool(8) as workers:
         yield workers
-        if covered.is_measured():
-            workers.run(workers.size, covered.save)
 
 
 @pytest.fixture(scope="session")

@@ -52,7 +52,9 @@ class TransformerEnginePool:
 def _serve(connection: Connection, size: int) -> None:
     from isoloss.parallel import UserError
     from isoloss.tools.pool import WorkerError, WorkerPool
+    from support import covered
 
+    covered.measure_ranks()
     with connection, WorkerPool(size) as pool:
         while True:
             try:
