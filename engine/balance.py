@@ -19,7 +19,7 @@ from isoloss.models.mcore.router import routers
 from isoloss.models.mcore.router_losses import Balance, RoutedTokens, RouterLoss, sequence_balance, z_loss
 from isoloss.parallel import Mesh
 from isoloss.parallel.aggregation import Aggregation
-from isoloss.parallel.normalizer import Census, weigh
+from isoloss.parallel.normalizer import TokenCounts, token_weights
 
 
 @dataclass(frozen=True)
@@ -47,12 +47,12 @@ def start(balancing: Balancing, lengths: Sequence[int], loss: Loss, device: torc
     Every token counts, target or not: all of them are sent to experts. Where `loss` leaves the normalization to the
     caller, so do the losses of the routers. No collective.
     """
-    census = Census.of_whole_step(lengths)
+    census = TokenCounts.of_whole_step(lengths)
     ones = [torch.ones(length) for length in lengths]
     summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
     weights_BO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []
     for weights_O, of_router in zip(weights_BO, balancing.losses):
-        weights, counted = weigh(ones, census, Aggregation("sum") if summed else of_router.aggregation)
+        weights, counted = token_weights(ones, census, Aggregation("sum") if summed else of_router.aggregation)
         weights_O[:-1] = torch.cat([*weights, weights_O[:0]])
         counts.append(counted)
     return Balance(balancing.losses, weights_BO.to(device), counts)

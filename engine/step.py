@@ -22,7 +22,7 @@ from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import Balance, RouterLoss
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
-from isoloss.parallel.normalizer import Counts, take_census, weigh
+from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts
 from isoloss.parallel.schedule import run_schedule
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
@@ -57,7 +57,7 @@ class StepBatch:
     """
 
     micro_batches: Sequence[PackedBatch]
-    counts: tuple[Counts, ...]
+    counts: tuple[StepCounts, ...]
     lengths: tuple[int, ...]
 
     @property
@@ -96,13 +96,10 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     mine = plan.micro_batches[mesh.dp.rank()]
     order = [index for micro_batch in mine for index in micro_batch]
     masks = [samples[index].mask_T for index in order]
-    prompts = {}
-    if any(aggregation.by_prompt for aggregation in loss.aggregations):
-        # Numbered without gaps, from all samples of the step: the same numbers on every rank.
-        number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
-        prompts = {"group_ids": [number_of[samples[index].group] for index in order], "num_groups": len(number_of)}
-    census = take_census(masks, mesh.dp, **prompts)
-    weighed = [weigh(masks, census, aggregation) for aggregation in loss.aggregations]
+    # Numbered without gaps, from all samples of the step: the same numbers on every rank.
+    number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
+    normalizer = GlobalLossNormalizer(loss.aggregations, mesh.dp)
+    weighed = normalizer.weights(masks, [number_of[samples[index].group] for index in order], len(number_of))
     weights_of = {index: torch.stack(of_modes) for index, *of_modes in zip(order, *(weights for weights, _ in weighed))}
     lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]
@@ -226,7 +223,7 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
     return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, model.mesh.context)
 
 
-def check_canary(weight_sum: float, counts: Counts, dtype: torch.dtype, consumer: str = "the loss head") -> None:
+def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, consumer: str = "the loss head") -> None:
     """dtype: of the model. Raises CanaryError."""
     tolerance = CANARY_TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
     if not abs(weight_sum - counts.weight_sum) <= tolerance * max(abs(counts.weight_sum), tolerance):

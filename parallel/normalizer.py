@@ -22,13 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
-from isoloss.parallel.errors import UserError
-
-MASK_PLACEMENTS = ("replicated", "sharded")
-
 
 @dataclass(frozen=True)
-class Census:
+class TokenCounts:
     """Integer counts of an optimizer step: all that any mode divides by.
 
     Of this rank's samples: tokens_S, valid tokens of each; group_S, its prompt. Over all ranks: tokens; sequences, and
@@ -45,21 +41,21 @@ class Census:
     sequences_P: Tensor
 
     @classmethod
-    def of_whole_step(cls, lengths: Sequence[int]) -> "Census":
+    def of_whole_step(cls, lengths: Sequence[int]) -> "TokenCounts":
         """Of a step of which this rank knows every sequence and counts every token. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)
 
 
-def take_census(
+def count_tokens(
     masks: Sequence[Tensor],
     dp_group: dist.ProcessGroup,
     *,
     sp_group: dist.ProcessGroup | None = None,
     group_ids: Sequence[int] | None = None,
     num_groups: int = 0,
-) -> Census:
-    """Count the step. masks: for each of this rank's samples its 0/1 mask, [T_i]; whole, or with sp_group sharded.
+) -> TokenCounts:
+    """Count the tokens of the step. masks: for each of this rank's samples its 0/1 mask, [T_i]; whole, or with sp_group sharded.
 
     group_ids, num_groups: each sample's prompt, in 0..num_groups-1, where num_groups is the same on all ranks; a number
         that no sample of any rank has is no prompt. Without group_ids prompts are not counted. ValueError where one is
@@ -83,11 +79,11 @@ def take_census(
     counts = torch.cat([totals, of_prompts_2P.flatten()])
     dist.all_reduce(counts, group=dp_group)
     tokens, sequences, valid_sequences = (int(c) for c in counts[:3])
-    return Census(tokens_S, group_S, tokens, sequences, valid_sequences, *counts[3:].view_as(of_prompts_2P))
+    return TokenCounts(tokens_S, group_S, tokens, sequences, valid_sequences, *counts[3:].view_as(of_prompts_2P))
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """What an optimizer step holds, over all ranks.
 
     tokens: valid tokens N. sequences, prompts: the denominators S and P (fully masked ones only if they count).
@@ -101,81 +97,70 @@ class Counts:
     weight_sum: float
 
 
-def weigh(masks: Sequence[Tensor], census: Census, aggregation: Aggregation) -> tuple[list[Tensor], Counts]:
+def token_weights(masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation) -> tuple[list[Tensor], StepCounts]:
     """The weight of every token of this rank's samples, fp64 of the shapes of `masks`, and what they add up to."""
-    if aggregation.by_prompt and len(census.group_S) < len(masks):
+    if aggregation.by_prompt and len(counts.group_S) < len(masks):
         raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
     counted = aggregation.count_fully_masked
-    tokens, tokens_S, tokens_P = census.tokens, census.tokens_S, census.tokens_P
-    sequences = census.sequences if counted else census.valid_sequences
+    tokens, tokens_S, tokens_P = counts.tokens, counts.tokens_S, counts.tokens_P
+    sequences = counts.sequences if counted else counts.valid_sequences
     valid_prompts = int((tokens_P > 0).sum())
-    prompts = int((census.sequences_P > 0).sum()) if counted else valid_prompts
+    prompts = int((counts.sequences_P > 0).sum()) if counted else valid_prompts
     length = aggregation.norm_length or 1
     divisor_S = {
         "token-mean": lambda: torch.full_like(tokens_S, tokens),
         "seq-mean-token-mean": lambda: tokens_S * sequences,
         "seq-mean-token-sum": lambda: torch.full_like(tokens_S, sequences),
         "seq-mean-token-sum-norm": lambda: torch.full_like(tokens_S, sequences * length),
-        "prompt-mean-token-mean": lambda: tokens_P[census.group_S] * prompts,
+        "prompt-mean-token-mean": lambda: tokens_P[counts.group_S] * prompts,
         "sum": lambda: torch.ones_like(tokens_S),
     }[aggregation.mode]()
     weight_S = torch.where(divisor_S > 0, 1.0 / divisor_S.clamp(min=1).to(torch.float64), 0.0).cpu()
     weight_sum = {
         "token-mean": float(tokens > 0),
-        "seq-mean-token-mean": census.valid_sequences / max(sequences, 1),
+        "seq-mean-token-mean": counts.valid_sequences / max(sequences, 1),
         "seq-mean-token-sum": tokens / max(sequences, 1),
         "seq-mean-token-sum-norm": tokens / max(sequences, 1) / length,
         "prompt-mean-token-mean": valid_prompts / max(prompts, 1),
         "sum": float(tokens),
     }[aggregation.mode]
     weights = [m.to(torch.float64) * w.to(m.device) for m, w in zip(masks, weight_S)]
-    return weights, Counts(tokens, sequences, prompts if aggregation.by_prompt else 0, weight_sum)
+    return weights, StepCounts(tokens, sequences, prompts if aggregation.by_prompt else 0, weight_sum)
 
 
 class GlobalLossNormalizer:
-    """Turns the masks of an optimizer step into a weight for every token: `take_census` and `weigh` for one mode.
+    """Turns the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
 
-    mode, norm_length, count_fully_masked: see Aggregation.
+    aggregations: of the terms of the loss; the counts serve them all.
     dp_group: the data-parallel group, *without* the sequence-parallel ranks (they hold the same samples and would be
         counted again).
-    mask_placement: "replicated" if every sequence-parallel rank passes whole masks; "sharded" if each passes its own
-        slice of every sequence, in which case `sp_group` is needed and n_i is first summed over it.
+    sp_group: None if every sequence-parallel rank passes whole masks; the group if each passes its own slice of every
+        sequence, whose tokens are first summed over it.
     """
 
     def __init__(
         self,
-        mode: str,
+        aggregations: Sequence[Aggregation],
         dp_group: dist.ProcessGroup,
-        mask_placement: str = "replicated",
         *,
         sp_group: dist.ProcessGroup | None = None,
-        norm_length: int | None = None,
-        count_fully_masked: bool = False,
     ):
-        self.aggregation = Aggregation(mode, norm_length, count_fully_masked)
-        if mask_placement not in MASK_PLACEMENTS:
-            raise UserError(f"mask_placement={mask_placement!r} is not one of {', '.join(MASK_PLACEMENTS)}")
-        if (mask_placement == "sharded") != (sp_group is not None):
-            raise UserError(
-                f"mask_placement={mask_placement!r}: sp_group goes with 'sharded' masks, and only with them"
-            )
-        self.dp_group = dp_group
-        self.sp_group = sp_group
+        self.aggregations, self.dp_group, self.sp_group = tuple(aggregations), dp_group, sp_group
 
     def weights(
         self, masks: Sequence[Tensor], group_ids: Sequence[int] | None = None, num_groups: int | None = None
-    ) -> tuple[list[Tensor], Counts]:
-        """Weights of this rank's tokens, and the counts of the step.
+    ) -> list[tuple[list[Tensor], StepCounts]]:
+        """For each aggregation the weights of this rank's tokens, and the counts of the step.
 
-        masks, group_ids, num_groups, collectives: see `take_census`; only prompt-mean-token-mean reads the prompts.
+        masks, group_ids, num_groups, collectives: see `count_tokens`; only prompt-mean-token-mean reads the prompts.
         """
         prompts = {}
-        if self.aggregation.by_prompt:
+        if any(aggregation.by_prompt for aggregation in self.aggregations):
             if group_ids is None or num_groups is None:
                 raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
             prompts = {"group_ids": group_ids, "num_groups": num_groups}
-        census = take_census(masks, self.dp_group, sp_group=self.sp_group, **prompts)
-        return weigh(masks, census, self.aggregation)
+        counts = count_tokens(masks, self.dp_group, sp_group=self.sp_group, **prompts)
+        return [token_weights(masks, counts, aggregation) for aggregation in self.aggregations]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

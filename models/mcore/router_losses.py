@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.collectives import sum_parts
-from isoloss.parallel.normalizer import Counts
+from isoloss.parallel.normalizer import StepCounts
 
 TINY = 1e-20  # sigmoid scores may all underflow
 
@@ -107,7 +107,7 @@ class Balance:
     the weights that went into them; fp64.
     """
 
-    def __init__(self, losses: Sequence[RouterLoss], weights_BO: Tensor, counts: Sequence[Counts]):
+    def __init__(self, losses: Sequence[RouterLoss], weights_BO: Tensor, counts: Sequence[StepCounts]):
         self.losses, self.weights_BO, self.counts = losses, weights_BO, counts
         self.sums_B = weights_BO.new_zeros(len(losses))
         self.consumed_B = weights_BO.new_zeros(len(losses))

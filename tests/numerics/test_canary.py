@@ -24,7 +24,7 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.step import CanaryError, check_canary
 from isoloss.parallel.aggregation import Aggregation
-from isoloss.parallel.normalizer import Counts
+from isoloss.parallel.normalizer import StepCounts
 from isoloss.recipes import launch, sft
 
 
@@ -46,7 +46,7 @@ from isoloss.recipes import launch, sft
     ),
 )
 def test_the_tolerance_is_that_of_rounding(dtype, promised, consumed, raises):
-    chunk, counts = nn.Linear(1, 1, dtype=dtype), Counts(7, 3, 0, promised)
+    chunk, counts = nn.Linear(1, 1, dtype=dtype), StepCounts(7, 3, 0, promised)
     if not raises:
         check_canary(consumed, counts, [chunk])
         return

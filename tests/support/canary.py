@@ -11,7 +11,8 @@ from isoloss.engine import step, trainer
 from isoloss.engine.config import Config
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.step import CanaryError
-from isoloss.parallel.normalizer import Census
+from isoloss.parallel import normalizer
+from isoloss.parallel.normalizer import TokenCounts
 
 
 def lost_target(batch: PackedBatch) -> PackedBatch:
@@ -29,15 +30,15 @@ def lost_target(batch: PackedBatch) -> PackedBatch:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """In the last rank alone, from the second call of the function on."""
-    census, pack, schedule, calls = step.take_census, step.pack, step.run_schedule, []
+    count, pack, schedule, calls = normalizer.count_tokens, step.pack, step.run_schedule, []
 
     def struck() -> bool:
         calls.append(None)
         return dist.get_rank() == dist.get_world_size() - 1 and len(calls) > 1
 
-    def of_its_own(masks, group, **prompts) -> Census:
+    def of_its_own(masks, group, **prompts) -> TokenCounts:
         """The counts of its own samples: a rank that left the others out."""
-        found = census(masks, group, **prompts)
+        found = count(masks, group, **prompts)
         own = int(found.tokens_S.sum())
         return dataclasses.replace(found, tokens=own) if struck() else found
 
@@ -52,11 +53,11 @@ def fault(name: str) -> Iterator[None]:
         return schedule(mesh, chunks, again, *rest, **options)
 
     planted = {
-        "counts": ("take_census", of_its_own),
-        "target": ("pack", packed),
-        "micro-batch": ("run_schedule", scheduled),
+        "counts": (normalizer, "count_tokens", of_its_own),
+        "target": (step, "pack", packed),
+        "micro-batch": (step, "run_schedule", scheduled),
     }[name]
-    with mock.patch.object(step, *planted):
+    with mock.patch.object(*planted):
         yield
 
 

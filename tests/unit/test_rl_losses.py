@@ -20,7 +20,7 @@ from isoloss.engine.rl import losses
 from isoloss.engine.rl.algorithms import KL_ESTIMATORS, LOSSES, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel.aggregation import MODES
-from isoloss.parallel.normalizer import take_census, weigh
+from isoloss.parallel.normalizer import count_tokens, token_weights
 
 LENGTHS = (5, 1, 9, 3, 2)
 
@@ -393,8 +393,8 @@ def config_of(mode, algorithm, count_fully_masked=False):
 
 def loss_of(loss: Loss, inputs, group):
     """As the engine adds it up: every term with the weights of its own aggregation."""
-    census = take_census(MASKS, group, group_ids=GROUPS, num_groups=NUM_GROUPS)
-    weights = {a: torch.cat(weigh(MASKS, census, a)[0])[torch.cat(MASKS) == 1] for a in loss.aggregations}
+    census = count_tokens(MASKS, group, group_ids=GROUPS, num_groups=NUM_GROUPS)
+    weights = {a: torch.cat(token_weights(MASKS, census, a)[0])[torch.cat(MASKS) == 1] for a in loss.aggregations}
     terms = [term.coefficient * (weights[term.aggregation] * term.per_token(inputs)).sum() for term in loss.terms]
     return sum(terms)
 

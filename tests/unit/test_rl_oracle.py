@@ -15,7 +15,7 @@ from isoloss.engine.rl.algorithms import KL_ESTIMATORS, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.losses import k1, kl_from_reference, policy_loss, value_loss
 from isoloss.parallel.aggregation import Aggregation
-from isoloss.parallel.normalizer import take_census, weigh
+from isoloss.parallel.normalizer import count_tokens, token_weights
 
 ORACLE = json.loads((Path(formulas.__file__).parent / "goldens.json").read_text(encoding="utf-8"))
 VERL, TRL, LENGTHS = ORACLE["verl"], ORACLE["trl"], ORACLE["lengths"]
@@ -74,10 +74,10 @@ def loss_and_gradient(loss: Loss, leaf: str, group) -> dict[str, object]:
     values_N = leaf_N if leaf == "values" else BATCH["values"]
     inputs = TokenInputs(logprobs_N, BATCH["entropy"], values_N, fields, DOCUMENT_N, len(LENGTHS), group)
     masks = [torch.ones(length, dtype=torch.bool) for length in LENGTHS]
-    census = take_census(masks, group)
+    census = count_tokens(masks, group)
     total = torch.zeros((), dtype=torch.float64)
     for term in loss.terms:
-        weights_N = torch.cat(weigh(masks, census, term.aggregation)[0])
+        weights_N = torch.cat(token_weights(masks, census, term.aggregation)[0])
         total = total + term.coefficient * (weights_N * term.per_token(inputs)).sum()
     (gradient_N,) = torch.autograd.grad(total, leaf_N)
     return {"loss": total.item(), "gradient": gradient_N.tolist()}

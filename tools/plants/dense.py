@@ -15,7 +15,7 @@ from isoloss.parallel import Mesh
 from isoloss.parallel import attention as attention_module
 from isoloss.parallel import normalizer as normalizer_module
 from isoloss.parallel import sequence as sequence_module
-from isoloss.parallel.normalizer import take_census, weigh
+from isoloss.parallel.normalizer import count_tokens, token_weights
 from isoloss.tools.plants.plant import Plant, means_differ, patch_prepare, patch_reduction, with_weights
 
 
@@ -51,9 +51,9 @@ def _context_factor_twice():
 def _counts_over_dp_and_sp() -> Iterator[None]:
     mesh_of_step: list[Mesh] = []
 
-    def census(masks, dp_group, **kwargs):
+    def counts(masks, dp_group, **kwargs):
         del dp_group
-        return take_census(masks, mesh_of_step[-1].dp_context, **kwargs)
+        return count_tokens(masks, mesh_of_step[-1].dp_context, **kwargs)
 
     original = step_module.prepare_step
 
@@ -62,7 +62,7 @@ def _counts_over_dp_and_sp() -> Iterator[None]:
         return original(samples, loss, plan, mesh, device)
 
     with (
-        mock.patch.object(step_module, "take_census", census),
+        mock.patch.object(normalizer_module, "count_tokens", counts),
         mock.patch.object(engine_module, "prepare_step", prepare_step),
     ):
         yield
@@ -93,11 +93,11 @@ def _targets_shifted_after_sharding():
 
 
 def _fully_masked_sequence_counted():
-    def other_way(masks, census, aggregation):
+    def other_way(masks, counts, aggregation):
         changed = dataclasses.replace(aggregation, count_fully_masked=not aggregation.count_fully_masked)
-        return weigh(masks, census, changed)
+        return token_weights(masks, counts, changed)
 
-    return mock.patch.object(step_module, "weigh", other_way)
+    return mock.patch.object(normalizer_module, "token_weights", other_way)
 
 
 def _attention_sees_its_own_shard():
