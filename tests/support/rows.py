@@ -220,9 +220,6 @@ QUICK = {
         "test_a_grid_of_ranks_equals_dense_attention": "",
         "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
     },
-    "parallel/test_processes.py": {
-        "test_helpers_end_with_an_owner_that_is_killed": "checkpoint reward*",
-    },
     "parallel/test_uneven_stages.py": {
         "test_a_checkpoint_goes_on_in_other_stages": "dense*(3,*-distopt latent*'ep'*-plainopt",
         "test_the_export_and_the_stream_name_every_layer": "*vpp*",
