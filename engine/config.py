@@ -22,17 +22,17 @@ class ModelConfig(Keys, group="model"):
 
     path: str = key(
         "",
-        "A Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint of isoloss.",
+        "A Hugging Face folder (config.json, tokenizer, safetensors), or an isoloss checkpoint.",
         required=True,
         refusal="must name a Hugging Face folder or a checkpoint",
     )
-    tokenizer: str | None = key(None, "Another folder to take the tokenizer from; null: that of model.path.")
+    tokenizer: str | None = key(None, "Folder to take the tokenizer from; null: model.path.")
     from_scratch: bool = key(
         False,
-        "Start from random weights instead of those in model.path; the same train.seed gives the same on every layout.",
+        "Start from random weights, not from those in model.path. The same train.seed gives the same on every layout.",
     )
     transformer_engine: bool = key(
-        False, "Build the layers of Transformer Engine's fused modules (docs/transformer_engine.md); bf16 on a GPU."
+        False, "Build the layers from Transformer Engine's modules (docs/transformer_engine.md); for bf16 on a GPU."
     )
 
 
@@ -41,23 +41,23 @@ class DataConfig(Keys, group="data"):
     """The rows to train on and to evaluate."""
 
     train: tuple[str, ...] = key((), "JSONL or Parquet files to train on; a recipe needs at least one.")
-    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: none.")
+    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: no evaluations.")
     max_length: int = key(
         2048,
-        "Tokens that a row may have; in reinforcement learning prompt and completion together.",
+        "Most tokens of a row; in reinforcement learning, of prompt and completion together.",
         at_least=2,
         refusal="must be at least 2 tokens",
     )
     overlong: Literal["error", "drop", "truncate"] = key(
         "error",
-        "What happens to a longer row: the run stops and names it, it is left out, or its end is cut off. Prompts are "
-        "never truncated.",
+        "What happens to a longer row: the run stops and names it, or the row is dropped, or its end is cut off. "
+        "Prompts are never truncated.",
     )
     template_kwargs: Mapping[str, Any] = key(
-        {}, "Variables for the chat template, such as {enable_thinking: false}; a row's own tools reach it as `tools`."
+        {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )
     cache_dir: str | None = key(
-        None, "Folder where tokenized rows are kept for the next run; null: .cache beside output_dir."
+        None, "Folder that keeps tokenized rows for the next run; null: .cache beside output_dir."
     )
 
 
@@ -67,60 +67,60 @@ class BatchConfig(Keys, group="batch"):
 
     global_size: int = key(
         32,
-        "Sequences in an optimizer step, over all ranks; in reinforcement learning prompts that are drawn.",
+        "Sequences in an optimizer step, over all ranks; in reinforcement learning, prompts in a generated batch.",
         at_least=1,
     )
     max_tokens: int = key(
         8192,
-        "Most tokens in a micro-batch of one model replica (shared by its ulysses x ring ranks); a longer sequence "
-        "runs alone in one. Lower it when memory runs out: micro-batches and gradient accumulation follow from it.",
+        "Most tokens in a micro-batch of one model replica, shared by its ulysses x ring ranks. A longer sequence runs "
+        "alone. Lower it when memory runs out: the number of micro-batches follows from it.",
         at_least=2,
     )
 
 
 @dataclass(frozen=True)
 class ParallelConfig(Keys, group="parallel"):
-    """How many ranks share what (docs/parallelism.md). What is left of the world is data parallelism. None of these
-    changes the loss.
+    """How many ranks share what (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of
+    these keys changes the loss.
     """
 
     tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
     pp: int = key(1, "Pipeline parallelism: ranks that share the layers.", at_least=1)
-    vpp: int = key(1, "Pipeline stages on each rank, run interleaved; above 1 it needs pp > 1.", at_least=1)
+    vpp: int = key(1, "Pipeline stages on each rank, run interleaved. Above 1 it needs pp > 1.", at_least=1)
     ulysses: int = key(
         1,
-        "Context parallelism by Ulysses: ranks that share the tokens of a row, and the heads inside attention.",
+        "Context parallelism by Ulysses: ranks that share the tokens of a row and, inside attention, the heads.",
         at_least=1,
     )
     ring: int = key(
         1,
-        "Context parallelism by ring attention: ranks that share the tokens of a row, for any number of heads.",
+        "Context parallelism by ring attention: ranks that share the tokens of a row, whatever the number of heads.",
         at_least=1,
     )
     ep: int = key(1, "Expert parallelism: ranks that share the experts of a layer.", at_least=1)
     etp: int = key(1, "Tensor parallelism inside each expert.", at_least=1)
     stage_layers: tuple[int, ...] = key(
         (),
-        "Layers of each of the pp x vpp stages, in the order of the model; []: balanced by FLOPs, the output "
-        "projection counted.",
+        "Layers of each of the pp x vpp stages, in the order of the model; []: split so that the stages cost about the "
+        "same FLOPs, with the output projection.",
         at_least=1,
         refusal="must give each at least 1 layer",
     )
     cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = key(
         "isoloss",
-        "Who exchanges tokens inside attention over ulysses x ring ranks: isoloss, or a kernel of Transformer Engine "
+        "What runs attention over ulysses x ring ranks: isoloss, or a kernel of Transformer Engine "
         "(docs/transformer_engine.md).",
     )
     sequence_parallel: bool | None = key(
-        None, "Megatron's sequence parallelism: activations between the matrices are split over tp; null: with tp > 1."
+        None, "Megatron's sequence parallelism: activations between the matrices are split over tp; null: if tp > 1."
     )
     distributed_optimizer: bool | None = key(
-        None, "The optimizer's state is split over data-parallel ranks (ZeRO-1); null: unless train.precision is fp64."
+        None, "Split the optimizer's state over data-parallel ranks (ZeRO-1); null: unless train.precision is fp64."
     )
     overlap_grad_reduce: bool = key(False, "Reduce gradients during the backward of the last micro-batch.")
     gradient_accumulation_fusion: bool = key(
         False,
-        "Matrix products add weight gradients to the fp32 buffer themselves; needs a kernel of NVIDIA's apex, or "
+        "Matrix products add weight gradients to the fp32 buffer themselves. Needs a kernel of NVIDIA's apex, or "
         "model.transformer_engine.",
     )
 
@@ -137,14 +137,14 @@ class ParallelConfig(Keys, group="parallel"):
 
 @dataclass(frozen=True)
 class MemoryConfig(ActivationMemory):
-    """What is computed again or kept elsewhere to save memory of the device (docs/memory.md). None of these changes the
+    """What is recomputed, or kept in CPU memory, to save device memory (docs/memory.md). None of these keys changes the
     loss.
 
     All of it is Megatron-Core's own; the keys of activations are in ActivationMemory."""
 
     offload_optimizer: float = key(
         0.0,
-        "Share of the optimizer's state (moments and fp32 weights) that lives, and is stepped, in host memory. Needs "
+        "Share of the optimizer's state (moments and fp32 weights) that is kept and stepped in CPU memory. Needs "
         "train.precision=bf16.",
         at_least=0,
         at_most=1,
@@ -171,7 +171,7 @@ REFUSED_AUX_LOSSES = {
 
 @dataclass(frozen=True)
 class MoeConfig(Keys, group="moe"):
-    """Balancing the load of a mixture of experts (docs/moe.md tells which ways keep the promise, and why)."""
+    """Balancing the load of experts (docs/moe.md says which methods keep the promise, and why)."""
 
     aux_loss: str = key(
         "none", "Balance loss: none, or DeepSeek-V3's over each sequence, times aux_loss_coef.", choices=AUX_LOSSES
@@ -181,13 +181,13 @@ class MoeConfig(Keys, group="moe"):
     )
     z_loss_coef: float = key(
         0.0,
-        "Weight of the squared log-sum-exp of the router's logits, which keeps them small (ST-MoE: 1e-3); 0: none.",
+        "Weight of the router z-loss, which keeps the router's logits small (ST-MoE: 1e-3); 0: none.",
         at_least=0,
         refusal="must be a number of at least 0",
     )
     bias_update_rate: float = key(
         0.0,
-        "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), for models that have "
+        "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), in models that have "
         "such biases; 0: not at all.",
         at_least=0,
         refusal="must be a number of at least 0",
@@ -212,19 +212,17 @@ class LossConfig(Keys, group="loss"):
 
     aggregation: str = key(
         "token-mean",
-        "How tokens are weighed over the step: their mean; the mean over sequences of their tokens' mean, sum, or "
-        "sum / norm_length; the mean over prompts of their tokens' mean; or their sum.",
+        "How the tokens of a step are weighted: their mean; the mean over sequences of the tokens' mean, sum, or "
+        "sum / norm_length; the mean over prompts of the tokens' mean; or their sum.",
         choices=MODES,
     )
     norm_length: int | None = key(
         None,
-        "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others.",
+        "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with all others.",
         above=0,
         refusal="must be a positive number of tokens",
     )
-    count_fully_masked: bool = key(
-        False, "Whether means over sequences or prompts count one that has no token to learn from."
-    )
+    count_fully_masked: bool = key(False, "Whether means over sequences or prompts also count those without a target.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -237,18 +235,18 @@ class LossConfig(Keys, group="loss"):
 
 @dataclass(frozen=True)
 class OptimConfig(Keys, group="optim"):
-    """AdamW and its learning rate, which rises to lr, then falls: one step after the last it would be min_lr."""
+    """AdamW and its learning rate. It rises to lr, then falls; one step after the last it would be min_lr."""
 
     lr: float = key(1e-5, "Peak learning rate.", at_least=0)
-    min_lr: float = key(0.0, "Learning rate that linear and cosine end at; at most lr.", at_least=0)
+    min_lr: float = key(0.0, "Learning rate at which linear and cosine end; at most lr.", at_least=0)
     warmup_steps: int = key(0, "Optimizer steps in which the learning rate rises linearly to lr; 0: none.", at_least=0)
     schedule: Literal["constant", "linear", "cosine"] = key("cosine", "How the learning rate falls after the warm-up.")
     weight_decay: float = key(
-        0.0, "AdamW's: a step shrinks weights by lr x weight_decay, not biases and norms.", at_least=0
+        0.0, "AdamW's: a step shrinks weights by lr x weight_decay, but not biases and norms.", at_least=0
     )
     betas: tuple[float, float] = key(
         (0.9, 0.95),
-        "AdamW's decay rates of the mean and of the mean square of gradients.",
+        "AdamW's decay rates of the gradients' mean and mean square.",
         at_least=0,
         below=1,
         refusal="must both be in [0, 1)",
@@ -256,7 +254,7 @@ class OptimConfig(Keys, group="optim"):
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the mean square.", above=0)
     clip: float = key(
         1.0,
-        "Largest norm of the whole gradient; a larger one is scaled down to it. 0 switches clipping off.",
+        "Largest norm of the whole gradient. A larger gradient is scaled down to it. 0: no clipping.",
         at_least=0,
         refusal="must not be negative (0 switches clipping off)",
     )
@@ -272,52 +270,52 @@ class TrainConfig(Keys, group="train"):
 
     steps: int | None = key(
         None,
-        "Optimizer steps of the whole run, going round the data; null: as many as train.epochs make.",
+        "Optimizer steps of the whole run, over the data as often as needed; null: as many as train.epochs make.",
         at_least=1,
         refusal="must be at least 1, or null",
     )
-    epochs: int = key(1, "Times through data.train, in a new order each time, where train.steps is null.", at_least=1)
-    seed: int = key(0, "Decides the order of the data, random weights, and what is sampled.", at_least=0)
+    epochs: int = key(1, "Passes over data.train, each in a new order, if train.steps is null.", at_least=1)
+    seed: int = key(0, "Decides the order of the data, the random weights, and what is sampled.", at_least=0)
     device: Literal["auto", "cpu", "cuda"] = key(
         "auto",
-        "What to run on. auto: the GPU where torch sees one, else the CPU; where nvidia-smi sees a GPU that torch does "
-        "not see, it is refused.",
+        "What to run on. auto: the GPU if torch sees one, else the CPU; an error if nvidia-smi sees a GPU and torch "
+        "does not.",
     )
     precision: Literal["fp32", "bf16", "fp64"] = key(
         "fp32",
-        "Of weights and activations; bf16 keeps fp32 weights in the optimizer and fp32 gradients. fp64 is for proofs.",
+        "Of weights and activations. bf16 keeps fp32 weights in the optimizer, and fp32 gradients. fp64 is for proofs.",
     )
     deterministic: bool = key(
-        False, "Repetitions are bit-equal on a GPU too: an operation that has no deterministic kernel is refused."
+        False, "Repeated runs are bit-equal on a GPU too: an operation without a deterministic kernel is an error."
     )
     eval_every: int = key(
         0,
-        "Optimizer steps between evaluations on data.eval, besides one before the first step and one after the last; "
-        "0: only those.",
+        "Optimizer steps between evaluations on data.eval. There is always one before the first step and one after the "
+        "last; 0: only those.",
         at_least=0,
         refusal="must not be negative (0 switches it off)",
     )
     max_bad_steps: int = key(
         3,
-        "Consecutive steps with a loss or gradient that is not finite (they are never applied) after which the run "
-        "ends.",
+        "The run ends after this many consecutive steps whose loss or gradient is not finite. Such a step is never "
+        "applied.",
         at_least=1,
     )
 
 
 @dataclass(frozen=True)
 class CheckpointConfig(Keys, group="checkpoint"):
-    """What a run leaves in output_dir, and how it goes on (docs/checkpoints.md)."""
+    """What a run leaves in output_dir, and how to continue it (docs/checkpoints.md)."""
 
     every: int = key(
         0,
-        "Optimizer steps between checkpoints, besides one after the last step; 0: only that one.",
+        "Optimizer steps between checkpoints. There is always one after the last step; 0: only that one.",
         at_least=0,
         refusal="must not be negative (0: only after the last step)",
     )
     keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
-    resume: bool = key(False, "Go on after the newest checkpoint of output_dir, on any layout.")
-    export_hf: bool = key(True, "Leave a Hugging Face folder, hf, in output_dir at the end.")
+    resume: bool = key(False, "Continue after the newest checkpoint of output_dir, on any layout.")
+    export_hf: bool = key(True, "Write a Hugging Face folder, hf, into output_dir at the end.")
 
 
 @dataclass(frozen=True)
@@ -334,9 +332,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    output_dir: str | None = key(
-        None, "Folder of the run; null: runs/RECIPE-PRESET, numbered if that holds a run already."
-    )
+    output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
 
     @property
     def distributed_optimizer(self) -> bool:

@@ -16,8 +16,6 @@ READING = (
     "get. A list is written as [a,b], and null stands for no value."
 )
 
-BAR = "\\|"  # in a cell of a Markdown table
-
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
@@ -27,6 +25,15 @@ class KeyHelp:
     takes: str
     default: str | None
     text: str
+
+    @property
+    def head(self) -> str:
+        """Such as "optim.lr=1e-05", or "model.path" where it is required."""
+        return self.name if self.default is None else f"{self.name}={self.default}"
+
+    @property
+    def note(self) -> str:
+        return self.takes if self.default is not None else f"{self.takes}; required"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,24 +74,21 @@ def terminal_help(cls: Any, topic: str, columns: int) -> str:
     for group in shown:
         lines += ["", *textwrap.wrap(f"{group.name}: {group.text}" if group.name else group.text, width)]
         for key in group.keys:
-            head = key.name if key.default is None else f"{key.name}={key.default}"
-            note = key.takes if key.default is not None else f"{key.takes}; required"
-            lines += _wrapped(f"{head}  ({note})", width, "  ", " " * 6)
+            lines += _wrapped(f"{key.head}  ({key.note})", width, "  ", " " * 6)
             lines += _wrapped(key.text, width, " " * 6, " " * 6)
     return "\n".join(lines) + "\n"
 
 
-def markdown_tables(cls: Any) -> dict[str, str]:
-    """The text and the table of every group, by its name."""
-    tables = {}
+def markdown_lists(cls: Any) -> dict[str, str]:
+    """The text of every group and the list of its keys, by its name."""
+    lists = {}
     for group in groups(cls):
-        lines = [group.text, "", "| key | takes | default | meaning |", "|---|---|---|---|"]
+        lines = [*textwrap.wrap(group.text, 120), ""]
         for key in group.keys:
-            default = "required" if key.default is None else f"`{key.default}`"
-            cells = (f"`{key.name}`", f"`{key.takes}`", default, key.text)
-            lines.append(f"| {' | '.join(cell.replace('|', BAR) for cell in cells)} |")
-        tables[group.name] = "\n".join(lines)
-    return tables
+            lines.append(f"- `{key.head}` ({key.note})<br>")
+            lines += _wrapped(key.text, 120, "  ", "  ")
+        lists[group.name] = "\n".join(lines)
+    return lists
 
 
 def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:

@@ -16,19 +16,19 @@ class RolloutConfig(Keys, group="rollout"):
 
     backend: Literal["transformers", "sglang"] = key(
         "transformers",
-        "Who generates: a transformers model inside the training processes, or the SGLang servers of rollout.servers.",
+        "What generates: a transformers model inside the training processes, or the SGLang servers of rollout.servers.",
     )
-    num_generations: int = key(8, "Completions of each prompt, a group.", at_least=1)
+    num_generations: int = key(8, "Completions of each prompt: its group.", at_least=1)
     max_new_tokens: int = key(1024, "Most tokens of a completion.", at_least=1)
     temperature: float = key(
         1.0,
-        "Sampling temperature; the trainer's log-probabilities are taken at it too.",
+        "Sampling temperature. The trainer's log-probabilities use it too.",
         above=0,
         refusal="must be above 0: greedy completions are all alike and teach nothing",
     )
     top_p: float = key(
         1.0,
-        "Training samples from the whole vocabulary: 1 is the only value; eval_top_p is for evaluations.",
+        "Must be 1: training samples from the whole vocabulary. eval_top_p is for evaluations.",
         at_least=1,
         at_most=1,
         refusal="must be 1: tokens would come from the nucleus while ratio, KL and gradient are of the whole "
@@ -42,34 +42,32 @@ class RolloutConfig(Keys, group="rollout"):
     )
     eval_top_p: float = key(
         1.0,
-        "Evaluations sample among the likeliest tokens of this total probability; 1: all.",
+        "Evaluations sample from the most likely tokens of this total probability; 1: all.",
         above=0,
         at_most=1,
         refusal="must be above 0 and at most 1",
     )
     concurrency: int = key(
-        256, "Completions under way at a time: of each rank (transformers), or on all servers (sglang).", at_least=1
+        256, "Completions in progress at a time: per rank (transformers), or on all servers (sglang).", at_least=1
     )
-    bucket_mb: int = key(512, "Weights travel to the backend in buckets of so many MiB.", at_least=1)
+    bucket_mb: int = key(512, "Size of the buckets in which weights travel to the backend, in MiB.", at_least=1)
     servers: tuple[str, ...] = key((), "sglang: base URLs of the servers, such as http://node1:30000.")
     router: str | None = key(
-        None, "sglang: base URL of a router that spreads generation over the servers; null: rank 0 spreads it."
+        None, "sglang: base URL of a router that distributes requests over the servers; null: rank 0 does it."
     )
     weight_sync: Literal["broadcast", "tensor", "disk"] = key(
         "broadcast",
-        "sglang: how weights travel: through a process group with the servers (NCCL, gloo on CPUs), by handles to "
+        "sglang: how weights travel: through a process group with the servers (NCCL; gloo on CPUs), by handles to "
         "memory of the same machine, or through sync_dir.",
     )
-    sync_dir: str | None = key(None, "sglang: folder for weight_sync=disk, which trainer and servers both see.")
+    sync_dir: str | None = key(None, "sglang: folder for weight_sync=disk, visible to trainer and servers.")
     timeout: float = key(600.0, "sglang: seconds to wait for a server.", above=0, refusal="must be positive seconds")
     server_command: str | None = key(
         None,
         'sglang: command that starts, and restarts, each of the servers on this machine, such as "python -m '
-        'sglang.launch_server --model-path {model} --host {host} --port {port}"; null: somebody else runs them.',
+        'sglang.launch_server --model-path {model} --host {host} --port {port}"; null: you start the servers yourself.',
     )
-    colocated: bool = key(
-        False, "sglang: servers share the trainer's GPUs, and give their memory back while it trains."
-    )
+    colocated: bool = key(False, "sglang: servers share the trainer's GPUs, and release their memory while it trains.")
 
     def __post_init__(self):
         super().__post_init__()
@@ -98,8 +96,8 @@ class RewardConfig(Keys, group="reward"):
     weights: tuple[float, ...] = key((), "A weight for each function; []: 1 for all.")
     timeout: float = key(
         30.0,
-        "Seconds for a call, after which its worker process is killed. A call is for one completion; in TRL's "
-        "convention for all of a batch.",
+        "Seconds that a call may take; then its worker process is killed. A call is for one completion, in TRL's "
+        "convention for the whole batch.",
         above=0,
         refusal="must be positive seconds",
     )
@@ -117,20 +115,20 @@ class RewardConfig(Keys, group="reward"):
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Keys, group="algorithm"):
-    """What is learned from the rewards (docs/rl.md has the formulas)."""
+    """How the policy learns from the rewards (docs/rl.md has the formulas)."""
 
     advantage: str = key(
         "grpo",
         "How rewards become advantages: by mean and standard deviation of the group (grpo), its mean (dr-grpo), the "
         "mean of the others (rloo), returns whitened over the batch (reinforce++), the group's mean, whitened over the "
-        "batch (reinforce++-baseline), or a critic (gae: PPO).",
+        "batch (reinforce++-baseline), a critic (gae: PPO), or a function of yours (docs/rl.md).",
         choices=tuple(ADVANTAGES),
         or_function=True,
     )
     loss: str = key(
         "clip",
-        "Loss of the policy: PPO's clipped ratio of each token (clip), or of the sequence (gspo), the clipped ratio as "
-        "a constant weight (cispo), no ratio (reinforce).",
+        "Loss of the policy: PPO's clipped ratio of each token (clip) or of the sequence (gspo), the clipped ratio as "
+        "a constant weight (cispo), no ratio (reinforce), or a function of yours (docs/rl.md).",
         choices=tuple(LOSSES),
         or_function=True,
     )
@@ -138,65 +136,64 @@ class AlgorithmConfig(Keys, group="algorithm"):
     clip_high: float = key(0.2, "The ratio is clipped from above to 1 + clip_high (DAPO: 0.28).", at_least=0)
     dual_clip: float | None = key(
         3.0,
-        "With loss=clip: where the advantage is negative, a ratio counts for at most this; null: without limit.",
+        "With loss=clip: the largest ratio that counts where the advantage is negative; null: no limit.",
         above=1,
         refusal="must be above 1 (null switches it off)",
     )
     kl_coef: float = key(
-        0.0, "Weight of the KL divergence from the initial policy; 0: none, and no reference model.", at_least=0
+        0.0, "Weight of the KL divergence from the initial policy; 0: none, and no reference weights.", at_least=0
     )
-    kl_in: Literal["loss", "reward"] = key("loss", "The KL divergence is a term of the loss, or taken off the reward.")
+    kl_in: Literal["loss", "reward"] = key("loss", "The KL divergence is a term of the loss, or lowers the reward.")
     kl_estimator: str = key(
         "k3",
-        "Its estimate from a token with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d, at most 10.",
+        "How it is estimated from a token, with d = log(policy / initial policy): d, d^2 / 2, or exp(-d) - 1 + d, at "
+        "most 10.",
         choices=tuple(KL_ESTIMATORS),
     )
-    kl_aggregation: str | None = key(None, "As loss.aggregation, for the KL term; null: the same.", choices=MODES)
+    kl_aggregation: str | None = key(None, "loss.aggregation of the KL term; null: the same.", choices=MODES)
     entropy_coef: float = key(0.0, "Weight of the entropy bonus in the loss; 0: none.", at_least=0)
-    entropy_aggregation: str | None = key(
-        None, "As loss.aggregation, for the entropy bonus; null: the same.", choices=MODES
-    )
-    reference_offload: bool = key(False, "The initial policy's weights wait in CPU memory while they are not needed.")
+    entropy_aggregation: str | None = key(None, "loss.aggregation of the entropy bonus; null: the same.", choices=MODES)
+    reference_offload: bool = key(False, "Keep the initial policy's weights in CPU memory while they are not needed.")
     old_logprobs: Literal["train", "rollout"] = key(
         "train",
-        "The probabilities that the ratio starts from: of the policy that generated, as the trainer computes them, or "
-        "as the rollout backend told them.",
+        "Where the ratio starts: the log-probabilities of the policy that generated, computed by the trainer, or as "
+        "the rollout backend reported them.",
     )
     importance: Literal["none", "token", "sequence"] = key(
         "none",
-        "Weigh the loss by the trainer's over the backend's probability, of each token or of the whole sequence, at "
-        "most importance_cap. With old_logprobs=rollout only for loss=reinforce.",
+        "Multiply the loss by the trainer's probability over the backend's, of each token or of the whole sequence, at "
+        "most importance_cap. With old_logprobs=rollout only for a loss without a ratio.",
     )
     importance_cap: float = key(2.0, "Largest importance weight.", above=0)
-    minibatches: int = key(1, "Optimizer steps that a generated batch is split into, in one epoch.", at_least=1)
-    epochs: int = key(1, "Times that a generated batch is gone through.", at_least=1)
+    minibatches: int = key(1, "Optimizer steps that a generated batch feeds in one epoch.", at_least=1)
+    epochs: int = key(1, "Passes over a generated batch.", at_least=1)
     dynamic_sampling: bool = key(
-        False, "Drop groups whose rewards are all alike, and draw other prompts for them (DAPO)."
+        False, "Drop groups whose rewards are all equal, and draw other prompts for them (DAPO)."
     )
-    max_draws: int = key(10, "Most rounds of drawing for a batch, with dynamic_sampling.", at_least=1)
+    max_draws: int = key(10, "With dynamic_sampling: most rounds of drawing for a batch.", at_least=1)
     on_shortage: Literal["error", "smaller"] = key(
         "error",
-        "If these rounds do not fill the batch: stop, or go on with a smaller one, in as many equal mini-batches as it "
-        "can be cut into.",
+        "If these rounds do not fill the batch: stop, or continue with a smaller one, cut into as many equal "
+        "mini-batches as possible.",
     )
-    mask_truncated: bool = key(False, "Completions that met rollout.max_new_tokens teach nothing.")
+    mask_truncated: bool = key(False, "Mask completions that reached rollout.max_new_tokens out of the loss.")
     overlong_buffer: int = key(
         0,
-        "Over the last so many tokens before rollout.max_new_tokens the reward falls linearly, by overlong_penalty at "
-        "the end (DAPO); 0: none.",
+        "Tokens before rollout.max_new_tokens over which the reward falls linearly, by overlong_penalty at the end "
+        "(DAPO); 0: none.",
         at_least=0,
     )
-    overlong_penalty: float = key(1.0, "Taken off the reward of a completion of full length.", at_least=0)
+    overlong_penalty: float = key(1.0, "Subtracted from the reward of a completion of full length.", at_least=0)
     gamma: float = key(1.0, "Discount of returns per token, for reinforce++ and gae.", at_least=0, at_most=1)
     gae_lambda: float = key(1.0, "Lambda of generalized advantage estimation.", at_least=0, at_most=1)
     value_clip: float | None = key(
         0.2,
-        "With gae: how far the critic's value may move from the old one; null: without limit.",
+        "With gae: how far the critic's value may move from the old one; null: no limit.",
         above=0,
         refusal="must be positive (null switches it off)",
     )
     critic_lr: float = key(
-        1e-5, "With gae: the critic's learning rate, constant; the rest of its optimizer is as in optim.", at_least=0
+        1e-5, "With gae: the critic's learning rate, constant. The rest of its optimizer follows optim.", at_least=0
     )
 
     def __post_init__(self):

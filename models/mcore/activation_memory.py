@@ -15,22 +15,22 @@ class ActivationMemory(Keys, group="memory"):
 
     recompute: Literal["none", "selective", "full"] = key(
         "none",
-        "Activations that the backward computes again instead of keeping them: none, those inside recompute_modules, "
-        "or those of whole layers (least memory, a third more work).",
+        "Activations that the backward recomputes instead of keeping them: none, those inside recompute_modules, or "
+        "those of whole layers (least memory, a third more work).",
     )
     recompute_modules: tuple[str, ...] = key(
         (),
-        "Modules to compute again, with recompute=selective; []: core_attn (the attention product).",
+        "With recompute=selective: the modules to recompute; []: core_attn (the attention product).",
         choices=RECOMPUTE_MODULES,
     )
     recompute_layers: int | None = key(
         None,
-        "With recompute=full: only so many first layers of each pipeline stage; null: all.",
+        "With recompute=full: recompute only the first so many layers of each pipeline stage; null: all.",
         at_least=1,
         refusal="must be at least 1, or null for all",
     )
     offload_layers: int = key(
-        0, "So many layers' activations wait in host memory until the backward (needs Transformer Engine).", at_least=0
+        0, "Layers whose activations wait in CPU memory until the backward. Needs Transformer Engine.", at_least=0
     )
 
     def settings(self) -> dict[str, Any]:
