@@ -22,7 +22,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types clean
+.PHONY: help install sft grpo dapo test test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,7 +36,7 @@ help:
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (about half an hour)"
 	@echo "make bench      side-by-side measurements"
-	@echo "make lint       ruff;  make types: pyright"
+	@echo "make lint       ruff;  make types: pyright;  make docs: the documentation as a site, into site/"
 
 install: .venv/.ready
 
@@ -107,5 +107,14 @@ types: install
 	for folder in engine models parallel recipes tools; do ln -sfn ../../$$folder .links/isoloss/$$folder; done
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The documentation as a site. A link or an anchor that leads nowhere is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@echo "open site/index.html"
+
+.venv/.docs: .venv/.ready
+	$(BIN)/pip install --quiet -e '.[docs]' -c constraints.txt
+	touch $@
+
 clean:
-	rm -rf .venv .sglang-venv .links build *.egg-info
+	rm -rf .venv .sglang-venv .links build site *.egg-info
