@@ -109,7 +109,7 @@ types: install
 
 # The documentation as a site. A link or an anchor that leads nowhere is an error.
 docs: .venv/.docs
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open site/index.html"
 
 .venv/.docs: .venv/.ready

@@ -26,7 +26,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in list(files.documentation_pages()):
         for target in linked(file.content_string, file.src_uri):
             page = page_of(target)
-            if page.startswith("source/") and files.get_file_from_path(page) is None:
+            new = page.startswith("source/") and files.get_file_from_path(page) is None
+            if new and (ROOT / target).is_file():  # MkDocs tells of a link that leads nowhere
                 files.append(File.generated(config, page, content=source_page(target)))
     return files
 
@@ -64,7 +65,6 @@ def page_of(path: str) -> str:
 
 
 def source_page(path: str) -> str:
-    """Raises FileNotFoundError for a link to a file that is not there."""
     text = (ROOT / path).read_text()
     return f"# `{path}`\n\n~~~~{{.{Path(path).suffix[1:] or 'text'}}}\n{text}\n~~~~\n"
 
