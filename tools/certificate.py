@@ -11,7 +11,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.parallel import Layout
 from isoloss.tools.parity import Case, Comparison, Measurement, Tolerance
-from isoloss.tools.plants import NONE, Plant
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
 
 # What would exercise a claim that no run did.
 MENDS = {
@@ -30,11 +30,11 @@ class Row:
     found: Measurement
     against: Comparison
     filled: int
-    spoiled: bool  # whether the planted bug has to show here
+    must_fail: bool  # whether the planted bug has to show here
 
     @property
     def as_expected(self) -> bool:
-        return self.against.passed != self.spoiled
+        return self.against.passed != self.must_fail
 
     @property
     def budget(self) -> str:
@@ -43,7 +43,7 @@ class Row:
 
 def line(row: Row) -> str:
     against = row.against
-    expected = "" if row.as_expected else "  (the plant shows here)" if against.passed else "  (nothing planted here)"
+    expected = "" if row.as_expected else "  (must fail)" if against.passed else "  (must pass)"
     return (
         f"{'pass' if against.passed else 'FAIL'}  {row.layout!s:24} {row.case.loss.aggregation:24} "
         f"budget {row.budget:>6} {micro_batches(row):>16}  "
@@ -100,7 +100,7 @@ def report(
     config: Config,
     tolerance: Tolerance,
     precision: str,
-    plant: Plant,
+    bug: PlantedBug,
 ) -> int:
     """Write proof.json and proof.png, say the verdict, return the exit status: 0 where every claim is proved."""
     exercised = claims(rows, samples)
@@ -111,7 +111,7 @@ def report(
     certificate = {
         "proved": proved,
         "claims": verdicts,
-        "plant": None if plant is NONE else plant.name,
+        "planted_bug": None if bug is NO_BUG else bug.name,
         "loss": rows[0].case.name,
         "samples": len(samples),
         "tokens": sum(map(len, samples)),
@@ -129,21 +129,21 @@ def report(
                 "grad_norm": row.found.grad_norm,
                 "weight_sum": row.found.weight_sum,
                 **dataclasses.asdict(row.against),
-                "spoiled_by_plant": row.spoiled,
+                "must_fail": row.must_fail,
             }
             for row in rows
         ],
     }
     (folder / "proof.json").write_text(json.dumps(certificate, indent=2) + "\n")
     draw(rows, tolerance, folder / "proof.png")
-    if plant is NONE:
+    if bug is NO_BUG:
         for row in rows:
             if not row.against.passed:
                 print(f"not proved on {row.layout}: {row.against.reason}")
         for claim, said in verdicts.items():
             print(f"{claim:24} {said}")
     else:
-        print(of_plant(rows, plant))
+        print(bug_summary(rows, bug))
     print(
         f"{'proved' if proved else 'NOT proved'}: {agree} of {len(rows)} runs agree with one rank and one micro-batch; "
         f"certificate in {folder}"
@@ -151,14 +151,14 @@ def report(
     return 0 if proved else 1
 
 
-def of_plant(rows: Sequence[Row], plant: Plant) -> str:
-    spoiled = [row for row in rows if row.spoiled]
-    detected = sum(not row.against.passed for row in spoiled)
-    passed = sum(row.against.passed for row in rows if not row.spoiled)
+def bug_summary(rows: Sequence[Row], bug: PlantedBug) -> str:
+    must_fail = [row for row in rows if row.must_fail]
+    detected = sum(not row.against.passed for row in must_fail)
+    passed = sum(row.against.passed for row in rows if not row.must_fail)
     caught = all(row.as_expected for row in rows)
     return (
-        f"plant {plant.name}: detected in {detected} of {len(spoiled)} spoiled runs; "
-        f"{passed} of {len(rows) - len(spoiled)} others pass\n"
+        f"planted bug {bug.name}: detected in {detected} of the {len(must_fail)} runs that must fail; "
+        f"{passed} of {len(rows) - len(must_fail)} others pass\n"
         + ("as it must be: the bug is caught" if caught else "the proof did NOT catch the bug as it must")
     )
 

@@ -4,21 +4,18 @@
 and differences are accumulated in fp64.
 """
 
-import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isoloss.engine import step as step_module
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, MoeConfig
 from isoloss.engine.engine import Engine
@@ -30,7 +27,8 @@ from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
-from isoloss.tools.plants import NONE, Plant, Run
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug, Run
+from isoloss.tools.planted_bugs.bug import replaced
 from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults
 
 
@@ -71,7 +69,7 @@ class Case:
         return "value" if self.critic else self.policy.algorithm.loss
 
     def run(self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None) -> Run:
-        """The case as a plant sees it. moe: of a model with experts."""
+        """The case as a planted bug sees it. moe: of a model with experts."""
         plan = self.plan(layout, [len(sample) for sample in samples], costs)
         micro_batches = [m for of_rank in plan.micro_batches for m in of_rank]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
@@ -141,7 +139,7 @@ def measure(
     frozen: bytes,
     cases: Sequence[Case],
     references: Sequence[str],
-    plant: Plant = NONE,
+    bug: PlantedBug = NO_BUG,
     write: bool = False,
 ) -> list[Measurement]:
     """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
@@ -156,7 +154,8 @@ def measure(
         engine.model.load(RandomWeights(engine.arch, config.train.seed))
     samples = thaw(frozen)
     results = []
-    with plant.planted(), _canary_recorded() as canary:
+    canary: list[str] = []
+    with bug.planted(), replaced("isoloss.engine.step.check_canary", _recording(canary)):
         for case, reference in zip(cases, references, strict=True):
             canary.clear()
             _set_budget(engine, case, samples)
@@ -270,20 +269,20 @@ def _compare(gradients: Mapping[str, Tensor], reference: str) -> dict[str, Norms
     return norms
 
 
-@contextlib.contextmanager
-def _canary_recorded() -> Iterator[list[str]]:
-    """Within it a failing canary is written down instead of ending the step: a proof wants the gradients as well."""
-    original = step_module.check_canary
-    messages: list[str] = []
+def _recording(messages: list[str]) -> Callable[[Callable], Callable]:
+    """Of the canary's check, one that writes a failure down instead of ending the step: a proof wants the gradients as
+    well."""
 
-    def check_canary(*args) -> None:
-        try:
-            original(*args)
-        except CanaryError as error:
-            messages.append(str(error))
+    def recording(check_canary: Callable) -> Callable:
+        def check_and_record(*args) -> None:
+            try:
+                check_canary(*args)
+            except CanaryError as error:
+                messages.append(str(error))
 
-    with mock.patch.object(step_module, "check_canary", check_canary):
-        yield messages
+        return check_and_record
+
+    return recording
 
 
 def reference_file(folder: str | Path, index: int | str) -> str:
