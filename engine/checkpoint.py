@@ -164,15 +164,15 @@ def verify(folder: Path) -> None:
 
     Collective over the world: one all-gather.
     """
-    said = None
+    problem = None
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
     except UserError as error:
-        said = str(error)
+        problem = str(error)
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
+    dist.all_gather_object(everyone, problem)
     for message in everyone:
         if message:
             raise UserError(message)

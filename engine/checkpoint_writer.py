@@ -38,11 +38,11 @@ def _write(transforms: list, rank: int, buckets: Sequence[WriteBucket], results:
     del rank
     written = {}
     for index, bucket in enumerate(buckets):
-        told: Any = queue.SimpleQueue()
+        results: Any = queue.SimpleQueue()
         unfinished: Any = queue.Queue()  # Megatron's writers count down in it
         unfinished.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, told, unfinished, use_fsync=True)
-        _, written[index] = told.get()
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, results, unfinished, use_fsync=True)
+        _, written[index] = results.get()
         if isinstance(written[index], Exception):
             results.put(written[index])
             return

@@ -195,15 +195,15 @@ class MoeConfig(Keys, group="moe"):
 
     def __post_init__(self):
         why = REFUSED_AUX_LOSSES.get(self.aux_loss, "is unknown")
-        mend = f"{why}; use one of {', '.join(AUX_LOSSES)}"
-        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, mend)
+        hint = f"{why}; use one of {', '.join(AUX_LOSSES)}"
+        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, hint)
         super().__post_init__()
         if self.aux_loss == "none":
-            mend = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
-            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
+            hint = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
+            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
         else:
-            mend = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
-            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
+            hint = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
+            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import balance, checkpoint, legality
+from isoloss.engine import checkpoint, compatibility, load_balancing
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
@@ -114,7 +114,7 @@ class Engine:
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
-        self.balancing = balance.configured(config.moe, self.arch)
+        self.load_balancing = load_balancing.configured(config.moe, self.arch)
         self.zero_grad()
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
@@ -150,8 +150,8 @@ class Engine:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_hyperparameters(self.optimizer, lr)
             self.optimizer.step_with_ready_grads()
-            if self.balancing is not None:
-                balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)
+            if self.load_balancing is not None:
+                load_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
         return OptimResult(norm, lr, applied, time.perf_counter() - started)
 
@@ -204,7 +204,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        balance.forget_loads(self.chunks)
+        load_balancing.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
         self._modes: list[str] = []  # of what was accumulated
 
@@ -278,10 +278,10 @@ class Engine:
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
         started = time.perf_counter()
         self._check_call(loss)
-        batch, of_routers = self._prepare(samples, loss), None
-        if self.balancing is not None:
-            of_routers = balance.start(self.balancing, batch.lengths, loss, self.device)
-        metrics = run_step(self.model, batch, loss, balance=of_routers)
+        batch, router_losses = self._prepare(samples, loss), None
+        if self.load_balancing is not None:
+            router_losses = load_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
+        metrics = run_step(self.model, batch, loss, router_losses=router_losses)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
@@ -320,7 +320,7 @@ def resolve(config: Config) -> ModelSource:
     folder = hf_folder(config.model.path)
     arch = read_architecture(folder)
     layout = config.parallel.layout().with_world(_world_size())
-    legality.check(config, arch, layout)
+    compatibility.check(config, arch, layout)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(config.model.path, arch)
     return ModelSource(arch, layout, weights, folder)

@@ -20,7 +20,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 
-from isoloss.engine import host_optimizer
+from isoloss.engine import offload_optimizer
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.mcore.gpt import unwrap
 from isoloss.parallel import Mesh
@@ -67,13 +67,13 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
         use_distributed_optimizer=config.distributed_optimizer,
     )
     if config.memory.offload_optimizer > 0:
-        host_optimizer.switch_on(settings, config.memory.offload_optimizer)
+        offload_optimizer.switch_on(settings, config.memory.offload_optimizer)
     # Megatron's standard overrides mark biases and norms, which have no weight decay: see `set_hyperparameters`.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in parts:
-        host_optimizer.complete(part)
+        offload_optimizer.complete(part)
     complete_state(optimizer)
     for part in parts:
         # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.

@@ -42,7 +42,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     """Supervised fine-tuning, from data files to an exported model.
 
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can mend; nothing but the cache of tokenized rows has been written by then,
+    Raises UserError for what the user can fix; nothing but the cache of tokenized rows has been written by then,
     unless training had started.
     """
     # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.

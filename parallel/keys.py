@@ -14,9 +14,9 @@ from typing import Any, Literal
 from isoloss.parallel.errors import UserError
 
 
-def require(holds: bool, key: str, value: object, mend: str) -> None:
+def require(holds: bool, key: str, value: object, hint: str) -> None:
     if not holds:
-        raise UserError(f"{key}={value!r} {mend}")
+        raise UserError(f"{key}={value!r} {hint}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,8 +57,8 @@ def main(
     arguments = parser.parse_args(argv)
     try:
         if arguments.help is not None:
-            told = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
-            print_once(told if arguments.help else f"{parser.format_help()}\n{told}")
+            text = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
+            print_once(text if arguments.help else f"{parser.format_help()}\n{text}")
             return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
         if arguments.cfg:

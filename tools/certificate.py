@@ -22,12 +22,12 @@ MEND_OF_A_MODE = "it needs a layout of several ranks or two micro-batches"
 
 
 @dataclass(frozen=True)
-class Row:
+class ProofRun:
     """One line of the certificate. filled: micro-batches with a target, on the rank that has most of them."""
 
     layout: Layout
     case: Case
-    found: Measurement
+    measured: Measurement
     against: Comparison
     filled: int
     must_fail: bool  # whether the planted bug has to show here
@@ -41,7 +41,7 @@ class Row:
         return str(self.case.max_tokens or "all")
 
 
-def line(row: Row) -> str:
+def line(row: ProofRun) -> str:
     against = row.against
     expected = "" if row.as_expected else "  (must fail)" if against.passed else "  (must pass)"
     return (
@@ -52,12 +52,12 @@ def line(row: Row) -> str:
     )
 
 
-def micro_batches(row: Row) -> str:
-    count = row.found.micro_batches
+def micro_batches(row: ProofRun) -> str:
+    count = row.measured.micro_batches
     return f"{count} micro-batch{'es' if count > 1 else ''}"
 
 
-def claims(rows: Sequence[Row], samples: Sequence[Sample]) -> Mapping[str, Sequence[Row]]:
+def claims(rows: Sequence[ProofRun], samples: Sequence[Sample]) -> Mapping[str, Sequence[ProofRun]]:
     """The runs that exercise each claim; none: the proof says nothing about it.
 
     An aggregation is exercised where the step is cut, over ranks or micro-batches; a mean over prompts only where a
@@ -67,7 +67,7 @@ def claims(rows: Sequence[Row], samples: Sequence[Sample]) -> Mapping[str, Seque
     valid = [sample.group for sample in samples if sample.mask_T.any()]
     repeated = len(set(valid)) < len(valid)
 
-    def of_mode(mode: str) -> list[Row]:
+    def of_mode(mode: str) -> list[ProofRun]:
         exercised = repeated or mode != "prompt-mean-token-mean"
         return [row for row in cut if row.case.loss.aggregation == mode and exercised]
 
@@ -78,14 +78,14 @@ def claims(rows: Sequence[Row], samples: Sequence[Sample]) -> Mapping[str, Seque
     }
 
 
-def verdict(claim: str, exercised: Sequence[Row]) -> str:
+def verdict(claim: str, exercised: Sequence[ProofRun]) -> str:
     """What the proof says about a claim: `proved`, `not proved` or `not exercised`, and by what."""
     if not exercised:
         return f"not exercised: {MENDS.get(claim, MEND_OF_A_MODE)}"
     failed = [row for row in exercised if not row.against.passed]
     if failed:
         return f"not proved: {len(failed)} of {len(exercised)} runs differ"
-    counts = sorted({row.found.micro_batches for row in exercised})
+    counts = sorted({row.measured.micro_batches for row in exercised})
     seen = {
         "layouts": ", ".join(dict.fromkeys(str(row.layout) for row in exercised)),
         "micro-batches": f"{', '.join(map(str, counts))} of a rank",
@@ -94,7 +94,7 @@ def verdict(claim: str, exercised: Sequence[Row]) -> str:
 
 
 def report(
-    rows: Sequence[Row],
+    rows: Sequence[ProofRun],
     samples: Sequence[Sample],
     folder: Path,
     config: Config,
@@ -123,11 +123,11 @@ def report(
             {
                 "layout": str(row.layout),
                 "max_tokens": row.case.max_tokens,
-                "micro_batches": row.found.micro_batches,
+                "micro_batches": row.measured.micro_batches,
                 "aggregation": row.case.loss.aggregation,
-                "loss": row.found.loss,
-                "grad_norm": row.found.grad_norm,
-                "weight_sum": row.found.weight_sum,
+                "loss": row.measured.loss,
+                "grad_norm": row.measured.grad_norm,
+                "weight_sum": row.measured.weight_sum,
                 **dataclasses.asdict(row.against),
                 "must_fail": row.must_fail,
             }
@@ -140,8 +140,8 @@ def report(
         for row in rows:
             if not row.against.passed:
                 print(f"not proved on {row.layout}: {row.against.reason}")
-        for claim, said in verdicts.items():
-            print(f"{claim:24} {said}")
+        for claim, text in verdicts.items():
+            print(f"{claim:24} {text}")
     else:
         print(bug_summary(rows, bug))
     print(
@@ -151,7 +151,7 @@ def report(
     return 0 if proved else 1
 
 
-def bug_summary(rows: Sequence[Row], bug: PlantedBug) -> str:
+def bug_summary(rows: Sequence[ProofRun], bug: PlantedBug) -> str:
     must_fail = [row for row in rows if row.must_fail]
     detected = sum(not row.against.passed for row in must_fail)
     passed = sum(row.against.passed for row in rows if not row.must_fail)
@@ -163,7 +163,7 @@ def bug_summary(rows: Sequence[Row], bug: PlantedBug) -> str:
     )
 
 
-def draw(rows: Sequence[Row], tolerance: Tolerance, path: Path) -> None:
+def draw(rows: Sequence[ProofRun], tolerance: Tolerance, path: Path) -> None:
     """The relative errors of every run on a logarithmic axis, with the tolerances."""
     from matplotlib.figure import Figure
 

@@ -27,7 +27,7 @@ from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
-from isoloss.tools.planted_bugs import NO_BUG, PlantedBug, Run
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug, RunTraits
 from isoloss.tools.planted_bugs.bug import replaced
 from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults
 
@@ -68,7 +68,9 @@ class Case:
             return "cross-entropy"
         return "value" if self.critic else self.policy.algorithm.loss
 
-    def run(self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None) -> Run:
+    def run(
+        self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None
+    ) -> RunTraits:
         """The case as a planted bug sees it. moe: of a model with experts."""
         plan = self.plan(layout, [len(sample) for sample in samples], costs)
         micro_batches = [m for of_rank in plan.micro_batches for m in of_rank]
@@ -76,7 +78,7 @@ class Case:
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        return Run(layout, documents, targets, mode, tuple(others), policy, moe)
+        return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe)
 
     def plan(self, layout: Layout, lengths: Sequence[int], costs: CostModel) -> Plan:
         """What an engine with this budget does with samples of these lengths."""
@@ -213,40 +215,41 @@ class Comparison:
     reason: str
 
 
-def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
+def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
     """Whether loss, every parameter's gradient, their norm and every choice of experts agree. With some gradient 0 it
     proves nothing."""
-    loss_error = _relative(found.loss, reference.loss, reference.magnitude)
-    worse = [k for k, v in reference.details.items() if not abs(found.details[k] - v) <= tolerance.gradient * _size(v)]
-    norm_error = _relative(found.grad_norm, reference.grad_norm, reference.grad_norm)
+    loss_error = _relative(measured.loss, reference.loss, reference.magnitude)
+    limit = tolerance.gradient
+    worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * _size(v)]
+    norm_error = _relative(measured.grad_norm, reference.grad_norm, reference.grad_norm)
     errors = {
         name: math.sqrt(norms.difference / norms.reference) if norms.reference > 0 else math.inf
-        for name, norms in found.parameters.items()
+        for name, norms in measured.parameters.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    reasons = routing_faults(found.routing, reference.routing)
-    missing = sorted(reference.parameters.keys() - found.parameters.keys())
+    reasons = routing_faults(measured.routing, reference.routing)
+    missing = sorted(reference.parameters.keys() - measured.parameters.keys())
     vacuous = sorted(name for name, norms in reference.parameters.items() if norms.gradient == 0)
     if missing:
         reasons.append(f"no gradient for {missing[0]}")
     if vacuous:
         reasons.append(f"the reference gradient of {vacuous[0]} is zero: nothing is proved")
-    if found.canary:
-        reasons.append(f"canary: {found.canary}")
+    if measured.canary:
+        reasons.append(f"canary: {measured.canary}")
     if not loss_error <= tolerance.loss:
         reasons.append(f"loss off by {loss_error:.1e}")
     if worse:
-        reasons.append(f"{worse[0]} is {found.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
+        reasons.append(f"{worse[0]} is {measured.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
         reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
     if not norm_error <= tolerance.gradient:
         reasons.append(f"gradient norm off by {norm_error:.1e}")
-    routing = (found.flips, found.smallest_margin)
+    routing = (measured.flips, measured.smallest_margin)
     return Comparison(loss_error, norm_error, errors[worst], worst, *routing, not reasons, "; ".join(reasons))
 
 
-def _relative(found: float, reference: float, size: float) -> float:
-    return abs(found - reference) / abs(size) if size else math.inf
+def _relative(measured: float, reference: float, size: float) -> float:
+    return abs(measured - reference) / abs(size) if size else math.inf
 
 
 def _size(value: float) -> float:

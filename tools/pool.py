@@ -170,8 +170,8 @@ def collect_garbage() -> None:
     Engines hold their groups in reference cycles, and every gloo group holds threads. That of Megatron's distributed
     optimizer goes through C++, where Python cannot collect it: each that was built since the last call is emptied.
     """
-    for found in gc.get_objects():  # not those that earlier calls froze
-        if type(found) is DistributedOptimizer:
-            vars(found).clear()
+    for candidate in gc.get_objects():  # not those that earlier calls froze
+        if type(candidate) is DistributedOptimizer:
+            vars(candidate).clear()
     gc.collect()
     gc.freeze()

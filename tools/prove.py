@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
@@ -36,7 +36,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
 from isoloss.recipes.launch import compose_config, tell_once
-from isoloss.tools.certificate import Row, line, report
+from isoloss.tools.certificate import ProofRun, line, report
 from isoloss.tools.fabricated import older_logprobs, rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
 from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS, PlantedBug
@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
         layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
         config = configuration(arguments.loss, arguments.overrides)
         for layout in layouts:
-            legality.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
+            compatibility.check(
+                on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout
+            )
         modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
         policy = config if isinstance(config, RLConfig) else None
         losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
@@ -186,7 +188,7 @@ def prove(
     precision: str,
     bug: PlantedBug = NO_BUG,
     pool: WorkerPool | None = None,
-) -> list[Row]:
+) -> list[ProofRun]:
     """Run the cases of every layout, against one rank with everything in one micro-batch, without the bug.
 
     pool: runs the ranks; default one of its own. UserError for a planted bug that shows in none of the runs.
@@ -211,9 +213,9 @@ def prove(
         for layout, cases in runs.items():
             spread = on_layout(config, layout, precision)
             run = ranks.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], bug)
-            for case, found, as_seen in zip(cases, merge(run), seen[layout]):
-                against = compare(found, references[case.loss], TOLERANCE[precision])
-                rows.append(Row(layout, case, found, against, as_seen.filled, bug.must_fail_on(as_seen)))
+            for case, measured, as_seen in zip(cases, merge(run), seen[layout]):
+                against = compare(measured, references[case.loss], TOLERANCE[precision])
+                rows.append(ProofRun(layout, case, measured, against, as_seen.filled, bug.must_fail_on(as_seen)))
                 print(line(rows[-1]), flush=True)
     return rows
 

@@ -79,16 +79,16 @@ def as_tensors(choices: Mapping[int, Choices]) -> dict[str, Tensor]:
 
 def compare_choices(choices: Mapping[int, Choices], reference: str) -> dict[int, LayerRouting]:
     """This rank's choices against those of a reference file, by layer."""
-    found = {}
+    compared = {}
     with safe_open(reference, "pt") as file:
         for layer, of_layer in choices.items():
             expected_OE = file.get_tensor(_name(layer, "chosen"))
             flipped_O = of_layer.seen_O & (of_layer.chosen_OE != expected_OE).any(1)
             margins = file.get_tensor(_name(layer, "margin"))[flipped_O]
-            found[layer] = LayerRouting(
+            compared[layer] = LayerRouting(
                 int(of_layer.seen_O.sum()), _smallest(of_layer.margin_O), len(margins), _smallest(margins)
             )
-    return found
+    return compared
 
 
 def merge_routing(of_ranks: Sequence[Mapping[int, LayerRouting]]) -> dict[int, LayerRouting]:
@@ -105,11 +105,11 @@ def merge_routing(of_ranks: Sequence[Mapping[int, LayerRouting]]) -> dict[int, L
     return merged
 
 
-def routing_faults(found: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
+def routing_faults(measured: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
     """What is wrong with the choices of a world, one line each."""
     faults = []
     for layer, expected in reference.items():
-        of_layer = found.get(layer)
+        of_layer = measured.get(layer)
         if of_layer is None or of_layer.tokens != expected.tokens:
             seen = 0 if of_layer is None else of_layer.tokens
             faults.append(f"routing: layer {layer} chose experts for {seen} tokens, not {expected.tokens}")

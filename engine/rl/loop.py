@@ -22,7 +22,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     """Reinforcement learning, from files of prompts to an exported model.
 
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can mend; nothing has been written by then unless training had started.
+    Raises UserError for what the user can fix; nothing has been written by then unless training had started.
     """
     device.check_fallback(config.train.device)
     check_functions(config.algorithm.advantage, config.algorithm.loss)

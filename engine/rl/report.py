@@ -83,8 +83,8 @@ class RolloutLog:
             for trajectory in group.trajectories:
                 sample = next(samples)
                 advantages = sample.fields["advantages"][sample.mask_T]
-                told = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
-                lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | told))
+                values = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
+                lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | values))
         for group in groups.dropped:
             lines += [_line(step, t, {"kept": False}) for t in group.trajectories]
         self._write(self._train, lines)

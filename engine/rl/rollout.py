@@ -125,14 +125,14 @@ class Rollout:
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
         self.calls += 1
-        found: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         pending = list(requests)
         for _ in range(MAX_ATTEMPTS):
             answers = self.backend.generate(pending, sampling)
-            found |= {answer.id: answer for answer in answers if answer is not None}
-            pending = [request for request in pending if request.id not in found]
+            completions |= {answer.id: answer for answer in answers if answer is not None}
+            pending = [request for request in pending if request.id not in completions]
             if not pending:
-                return [found[request.id] for request in requests]
+                return [completions[request.id] for request in requests]
             self.backend.check_health()
             self.sync_weights(self.version)
         raise UserError(

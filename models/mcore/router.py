@@ -65,8 +65,8 @@ class Router(MegatronModule):
         weights_TE = torch.zeros_like(routing.logits_TE).scatter(1, routing.chosen_TK, routing.weights_TK)
         chosen_TE = routing.chosen_TE
         # Where activations are computed again, the first pass is without gradients: only the second one counts.
-        if tokens is not None and tokens.balance is not None and torch.is_grad_enabled():
-            weights_TE = tokens.balance.add_losses(weights_TE, routing, tokens)
+        if tokens is not None and tokens.router_losses is not None and torch.is_grad_enabled():
+            weights_TE = tokens.router_losses.add(weights_TE, routing, tokens)
             if self.expert_bias is not None:
                 self.load_E += (chosen_TE & tokens.real_T[:, None]).sum(0)
         return weights_TE, chosen_TE

@@ -36,7 +36,7 @@ from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
 from isoloss.tools.parity import TOLERANCE, Case, compare
-from isoloss.tools.planted_bugs import Run
+from isoloss.tools.planted_bugs import RunTraits
 from isoloss.tools.planted_bugs.experts import EXPERTS
 
 LENGTHS = (37, 5, 1, 23, 2, 61, 11, 3, 47, 29)  # 219 tokens; the third and the fifth are shorter than some contexts
@@ -357,7 +357,7 @@ OF_ONE_STEP = BUGS.keys() - {"loads-of-its-own-rank"}
 OF_BIASES = ("padding-counted", "loads-of-its-own-rank")
 
 
-def seen(grid: Grid, layout: str, case: Case) -> Run:
+def seen(grid: Grid, layout: str, case: Case) -> RunTraits:
     """A run as a planted bug sees it."""
     return case.run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
 

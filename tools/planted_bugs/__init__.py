@@ -4,11 +4,11 @@ Each replaces the function that the engine really calls, says which runs must th
 were. docs/normalization.md tells where they come from.
 """
 
-from isoloss.tools.planted_bugs.bug import NO_BUG, PlantedBug, Run
+from isoloss.tools.planted_bugs.bug import NO_BUG, PlantedBug, RunTraits
 from isoloss.tools.planted_bugs.dense import DENSE
 from isoloss.tools.planted_bugs.experts import EXPERTS
 from isoloss.tools.planted_bugs.policy import POLICY
 
 PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY)}
 
-__all__ = ["NO_BUG", "PLANTED_BUGS", "PlantedBug", "Run"]
+__all__ = ["NO_BUG", "PLANTED_BUGS", "PlantedBug", "RunTraits"]

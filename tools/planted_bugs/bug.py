@@ -25,7 +25,7 @@ REDUCE_GRADIENTS = "isoloss.engine.engine.finalize_model_grads"
 
 
 @dataclass(frozen=True)
-class Run:
+class RunTraits:
     """What decides whether a bug shows.
 
     documents, targets: tokens and targets of every sample, by micro-batch, of all dp ranks; () of an empty one.
@@ -87,7 +87,7 @@ class PlantedBug:
 
     name: str
     changes: Mapping[str, Wrong]
-    must_fail_on: Callable[[Run], bool]
+    must_fail_on: Callable[[RunTraits], bool]
     needs: str
 
     @contextlib.contextmanager

@@ -12,7 +12,7 @@ from isoloss.parallel.sequence import tokens_of
 from isoloss.tools.planted_bugs.bug import (
     PREPARE_STEP,
     PlantedBug,
-    Run,
+    RunTraits,
     Wrong,
     gradients_changed,
     means_differ,
@@ -95,7 +95,7 @@ def _attention_sees_its_own_shard(grid_attention):
     return attention_of_shard
 
 
-def _on_context(run: Run) -> bool:
+def _on_context(run: RunTraits) -> bool:
     return run.layout.context > 1
 
 

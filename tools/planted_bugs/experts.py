@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from isoloss.tools.planted_bugs.bug import PREPARE_STEP, PlantedBug, Run, Wrong, gradients_changed, means_differ
+from isoloss.tools.planted_bugs.bug import PREPARE_STEP, PlantedBug, RunTraits, Wrong, gradients_changed, means_differ
 
 
 def _expert_gradients_averaged(chunks, groups):
@@ -27,21 +27,21 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
         return prepare_and_remember
 
     def start_wrongly(start: Callable) -> Callable:
-        def start_by_micro_batch(balancing, lengths, loss, device):
-            balance = start(balancing, lengths, loss, device)
+        def start_by_micro_batch(load_balancing, lengths, loss, device):
+            router_losses = start(load_balancing, lengths, loss, device)
             micro_batches = [m for of_rank in plans[-1].micro_batches for m in of_rank]
             first = [sum(lengths[:index]) for index in range(len(lengths))]
-            for weights_O, router_loss in zip(balance.weights_BO, balance.losses):
+            for weights_O, router_loss in zip(router_losses.weights_BO, router_losses.losses):
                 by_token = router_loss.aggregation.mode == "token-mean"
                 for m in micro_batches:
                     size = sum(lengths[i] for i in m) if by_token else len(m)
                     for i in m:
                         weights_O[first[i] : first[i] + lengths[i]] = 1 / (size * len(micro_batches))
-            return balance
+            return router_losses
 
         return start_by_micro_batch
 
-    return {PREPARE_STEP: remember, "isoloss.engine.balance.start": start_wrongly}
+    return {PREPARE_STEP: remember, "isoloss.engine.load_balancing.start": start_wrongly}
 
 
 def _every_token(real_T: property) -> property:
@@ -60,15 +60,15 @@ def _deaf_for_counts(distributed):
     return types.SimpleNamespace(all_reduce=all_reduce)
 
 
-def _balances_by_sequence(run: Run) -> bool:
+def _balances_by_sequence(run: RunTraits) -> bool:
     return run.moe is not None and run.moe.aux_loss == "sequence"
 
 
-def _rows_are_shared(run: Run) -> bool:
+def _rows_are_shared(run: RunTraits) -> bool:
     return run.layout.tp * run.layout.context > 1
 
 
-def _averages_router_losses(run: Run) -> bool:
+def _averages_router_losses(run: RunTraits) -> bool:
     """Whether means over micro-batches, averaged, are other losses of the routers: one mean over documents, one over
     tokens, and sums where the loss leaves the normalization to the caller."""
     if run.moe is None:
@@ -110,7 +110,7 @@ EXPERTS = (
     ),
     PlantedBug(
         "loads-of-its-own-rank",
-        {"isoloss.engine.balance.dist": _deaf_for_counts},
+        {"isoloss.engine.load_balancing.dist": _deaf_for_counts},
         lambda run: run.biases and run.layout.world_size > run.layout.pp,
         "selection biases after several optimizer steps, which a proof of one step does not compare",
     ),

@@ -4,7 +4,7 @@ import torch
 import torch.distributed as dist
 
 from isoloss.parallel.collectives import sum_parts
-from isoloss.tools.planted_bugs.bug import PlantedBug, Run, means_differ, weights_changed
+from isoloss.tools.planted_bugs.bug import PlantedBug, RunTraits, means_differ, weights_changed
 
 
 def _sum_of_its_own_shard(sum_over_documents):
@@ -33,7 +33,7 @@ def _second_term_by_micro_batch_means(samples, plan, mesh):
     return change
 
 
-def _uses_sequence_sums(run: Run) -> bool:
+def _uses_sequence_sums(run: RunTraits) -> bool:
     return run.policy is not None and (run.policy.loss == "gspo" or run.policy.importance == "sequence")
 
 
