@@ -49,7 +49,7 @@ def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: 
     Every token counts, target or not: all of them are sent to experts. Where `loss` leaves the normalization to the
     caller, so do the losses of the routers. No collective.
     """
-    tokens = TokenCounts.of_whole_step(lengths)
+    tokens = TokenCounts.from_lengths(lengths)
     ones = [torch.ones(length) for length in lengths]
     summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
     weights_BO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []

@@ -100,7 +100,7 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
     normalizer = GlobalLossNormalizer(loss.aggregations, mesh.dp)
     weighed = normalizer.weights(masks, [number_of[samples[index].group] for index in order], len(number_of))
-    weights_of = {index: torch.stack(of_modes) for index, *of_modes in zip(order, *(weights for weights, _ in weighed))}
+    weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *(weights for weights, _ in weighed))}
     lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]
 
@@ -108,8 +108,8 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
     def pack_one(index: int) -> PackedBatch:
         m = mine[index]
-        of_samples = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
-        return pack(*of_samples, mesh, device, names, len(loss.aggregations))
+        row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
+        return pack(*row, mesh, device, names, len(loss.aggregations))
 
     return StepBatch(MicroBatches(len(mine), pack_one), tuple(counts for _, counts in weighed), lengths)
 
@@ -137,10 +137,10 @@ def run_step(
             sums.append(terms_N.detach().sum(dtype=torch.float64))
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
         with torch.no_grad():
-            observed = [of_token(inputs).sum(dtype=torch.float64) for of_token in loss.observed.values()]
+            observed = [per_token(inputs).sum(dtype=torch.float64) for per_token in loss.observed.values()]
             for pair in loss.correlated.values():
                 observed += moments_of(*pair(inputs))
-            largest = [largest_of(of_token(inputs)) for of_token in loss.largest.values()]
+            largest = [largest_of(per_token(inputs)) for per_token in loss.largest.values()]
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
@@ -154,13 +154,13 @@ def run_step(
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
-    of_routers = (
+    router_terms = (
         _reduced_router_losses(router_losses, model) if router_losses is not None and router_losses.losses else []
     )
-    terms = [*zip(loss.terms, sums), *of_routers]
+    terms = [*zip(loss.terms, sums), *router_terms]
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
-        magnitude=magnitude + sum(term.coefficient * value for term, value in of_routers),
+        magnitude=magnitude + sum(term.coefficient * value for term, value in router_terms),
         weight_sum=weight_sums[0],
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
@@ -195,10 +195,10 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
 
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
     forward = partial(_forward, model, None)
-    for origin_N, of_targets in run_schedule(
+    for origin_N, values_N in run_schedule(
         model.mesh, model.chunks, batch.micro_batches, forward, collect, forward_only=True
     ):
-        flat[origin_N] = of_targets.to(torch.float64)
+        flat[origin_N] = values_N.to(torch.float64)
     dist.all_reduce(flat, group=model.mesh.dp_context)
     dist.all_reduce(flat, group=model.mesh.pp)
     return flat

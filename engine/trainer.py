@@ -62,7 +62,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
 
 def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult:
     loss = cross_entropy(config.loss)
-    run.tell(banner(config, data, run))
+    run.print(banner(config, data, run))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
@@ -71,7 +71,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
         run.log(samples, metrics, result)
 
     ended = run.finish()
-    run.tell(summary(ended, data.unigram))
+    run.print(summary(ended, data.unigram))
     return ended
 
 

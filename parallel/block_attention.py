@@ -299,8 +299,8 @@ def _attend_varlen_backward(
         queries.longest, keys.longest, 0.0, blocks[0].causal, no_dropout, no_dropout.new_zeros(()), scale=scale,
     )  # fmt: skip
     rows = (queries.rows, keys.rows, keys.rows)
-    of_query, of_key, of_value = (
+    grad_query, grad_key, grad_value = (
         torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, own, grad.to(lse_QH.dtype))
         for whole, own, grad in zip((query_QHD, key_SKD, value_SKE), rows, grads)
     )
-    return of_query, of_key, of_value
+    return grad_query, grad_key, grad_value

@@ -42,7 +42,7 @@ class TokenCounts:
     sequences_P: Tensor
 
     @classmethod
-    def of_whole_step(cls, lengths: Sequence[int]) -> "TokenCounts":
+    def from_lengths(cls, lengths: Sequence[int]) -> "TokenCounts":
         """Of a step of which this rank knows every sequence and counts every token. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)

@@ -67,7 +67,7 @@ def main(
         run(config, f"{recipe}-{preset}")
         return 0
     except UserError as error:
-        tell_once(str(error))
+        print_error_once(str(error))
         return 2
     finally:
         dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
@@ -130,7 +130,7 @@ def print_once(text: str) -> None:
         print(text, end="")
 
 
-def tell_once(message: str) -> None:
+def print_error_once(message: str) -> None:
     """Print a mistake once for all ranks of this node: the first one to fail says it.
 
     Every rank finds the same mistake, but torchrun stops the others as soon as one has ended, rank 0 perhaps among

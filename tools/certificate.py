@@ -67,14 +67,14 @@ def claims(rows: Sequence[ProofRun], samples: Sequence[Sample]) -> Mapping[str, 
     valid = [sample.group for sample in samples if sample.mask_T.any()]
     repeated = len(set(valid)) < len(valid)
 
-    def of_mode(mode: str) -> list[ProofRun]:
+    def exercising(mode: str) -> list[ProofRun]:
         exercised = repeated or mode != "prompt-mean-token-mean"
         return [row for row in cut if row.case.loss.aggregation == mode and exercised]
 
     return {
         "layouts": [row for row in rows if row.layout.world_size > 1],
         "micro-batches": [row for row in rows if row.filled > 1],
-        **{mode: of_mode(mode) for mode in dict.fromkeys(row.case.loss.aggregation for row in rows)},
+        **{mode: exercising(mode) for mode in dict.fromkeys(row.case.loss.aggregation for row in rows)},
     }
 
 
@@ -104,7 +104,7 @@ def report(
 ) -> int:
     """Write proof.json and proof.png, say the verdict, return the exit status: 0 where every claim is proved."""
     exercised = claims(rows, samples)
-    verdicts = {claim: verdict(claim, of_claim) for claim, of_claim in exercised.items()}
+    verdicts = {claim: verdict(claim, proving) for claim, proving in exercised.items()}
     agree = sum(row.against.passed for row in rows)
     proved = agree == len(rows) and all(exercised.values())
     folder.mkdir(parents=True, exist_ok=True)

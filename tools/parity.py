@@ -73,7 +73,7 @@ class Case:
     ) -> RunTraits:
         """The case as a planted bug sees it. moe: of a model with experts."""
         plan = self.plan(layout, [len(sample) for sample in samples], costs)
-        micro_batches = [m for of_rank in plan.micro_batches for m in of_rank]
+        micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
@@ -188,10 +188,10 @@ def measure(
     return results
 
 
-def merge(of_ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """The measurements of a world: rank 0's numbers with the parameters and the routing of all ranks."""
     merged = []
-    for measurements in zip(*of_ranks):
+    for measurements in zip(*per_rank):
         parameters = {name: norms for m in measurements for name, norms in m.parameters.items()}
         routing = merge_routing([m.routing for m in measurements])
         merged.append(dataclasses.replace(measurements[0], parameters=parameters, routing=routing))

@@ -35,7 +35,7 @@ from isoloss.engine.trainer import load_data
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
-from isoloss.recipes.launch import compose_config, tell_once
+from isoloss.recipes.launch import compose_config, print_error_once
 from isoloss.tools.certificate import ProofRun, line, report
 from isoloss.tools.fabricated import older_logprobs, rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
                 samples = with_rollout(policy, samples, arguments.precision, ranks)
             rows = prove(config, samples, runs, arguments.precision, bug, ranks)
     except UserError as error:
-        tell_once(str(error))
+        print_error_once(str(error))
         return 2
     out = arguments.out or Path("runs/proof" if bug is NO_BUG else f"runs/proof-{bug.name}")
     return report(rows, samples, out, config, TOLERANCE[arguments.precision], arguments.precision, bug)
@@ -163,10 +163,10 @@ def choose_runs(
 
     runs = {}
     for layout in layouts:
-        of_plans: dict[Plan, int] = {}
+        budget_of_plan: dict[Plan, int] = {}
         for budget in budgets or (0, about_three(layout), MIN_BUDGET):
-            of_plans.setdefault(plan(layout, budget), budget)
-        runs[layout] = [dataclasses.replace(loss, max_tokens=b) for loss in losses for b in of_plans.values()]
+            budget_of_plan.setdefault(plan(layout, budget), budget)
+        runs[layout] = [dataclasses.replace(loss, max_tokens=b) for loss in losses for b in budget_of_plan.values()]
     return runs
 
 
@@ -197,7 +197,7 @@ def prove(
     moe = config.moe if arch.experts else None
     costs = CostModel.of(arch)
     seen = {layout: [case.run(layout, samples, costs, moe) for case in cases] for layout, cases in runs.items()}
-    if bug is not NO_BUG and not any(bug.must_fail_on(run) for of_layout in seen.values() for run in of_layout):
+    if bug is not NO_BUG and not any(bug.must_fail_on(run) for layout_traits in seen.values() for run in layout_traits):
         raise UserError(f"--plant {bug.name} shows in none of these runs: it needs {bug.needs}")
     frozen = freeze(samples)
     rows = []

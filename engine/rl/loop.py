@@ -59,7 +59,7 @@ def _train(
 ) -> RunResult:
     loss = policy_loss(config)
     progress = restore(run, critic)
-    run.tell(banner(config, data, run))
+    run.print(banner(config, data, run))
 
     for step in run.steps(
         evaluate=lambda step: evaluate(rollout, data, log, step), save=lambda: save(run, critic, progress)
@@ -77,7 +77,7 @@ def _train(
         run.log(samples, metrics, result, {**values, **progress.batch.stats, **rollout.take_seconds()})
 
     ended = run.finish()
-    run.tell(summary(ended))
+    run.print(summary(ended))
     return ended
 
 
@@ -107,4 +107,4 @@ def restore(run: Run, critic: Critic | None) -> Progress:
         return Progress()
     if critic is not None:
         critic.load(run.output_dir, run.done)
-    return Progress.of_state(run.state)
+    return Progress.from_state(run.state)

@@ -37,8 +37,8 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     stats = completion_stats(trajectories)
     sources = sorted({t.prompt.source for t in trajectories})
     for source in sources if len(sources) > 1 else ():
-        of_source = completion_stats([t for t in trajectories if t.prompt.source == source])
-        stats |= {f"{source}/{key}": value for key, value in of_source.items()}
+        source_stats = completion_stats([t for t in trajectories if t.prompt.source == source])
+        stats |= {f"{source}/{key}": value for key, value in source_stats.items()}
     names = sorted({name for t in trajectories for name in t.parts})
     for name in names if len(names) > 1 else ():
         parts = [t.parts[name] for t in trajectories if t.valid and name in t.parts]

@@ -118,8 +118,8 @@ class Rollout:
         scored = self._rank0.run(lambda: self._score(prompts_S, completions))
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return [
-            Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
-            for prompt, completion, of_one in zip(prompts_S, completions, scored, strict=True)
+            Trajectory(prompt, completion, result.text, result.reward, result.parts, result.error)
+            for prompt, completion, result in zip(prompts_S, completions, scored, strict=True)
         ]
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:

@@ -94,8 +94,8 @@ def selection_margin(logits_TE: Tensor, experts: Experts, selection_bias_E: Tens
     and the first one that is not, or between the last group and the first, where that is smaller."""
     scores_TE = _scores(logits_TE, experts)
     ranking_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
-    of_experts = _gap(_in_best_groups(ranking_TE, experts), experts.top_k)
-    return torch.minimum(of_experts, _gap(_group_scores(ranking_TE, experts), experts.groups_kept))
+    margin_T = _gap(_in_best_groups(ranking_TE, experts), experts.top_k)
+    return torch.minimum(margin_T, _gap(_group_scores(ranking_TE, experts), experts.groups_kept))
 
 
 def _scores(logits_TE: Tensor, experts: Experts) -> Tensor:

@@ -50,9 +50,9 @@ class RunTraits:
     @property
     def filled(self) -> int:
         """Micro-batches with a target, on the dp rank that has most of them."""
-        of_rank = len(self.targets) // self.layout.dp
-        ranks = (self.targets[first : first + of_rank] for first in range(0, len(self.targets), of_rank))
-        return max(sum(map(any, of_one)) for of_one in ranks)
+        per_rank = len(self.targets) // self.layout.dp
+        ranks = (self.targets[first : first + per_rank] for first in range(0, len(self.targets), per_rank))
+        return max(sum(map(any, tokens)) for tokens in ranks)
 
     @property
     def padded(self) -> bool:
@@ -67,11 +67,11 @@ def means_differ(micro_batches: tuple[tuple[int, ...], ...], mode: str) -> bool:
     micro_batches: the tokens of every sample that count. They can agree: for seq-mean-token-mean where every
     micro-batch holds one sequence, for token-mean where all hold as many tokens.
     """
-    counts = [count for of_one in micro_batches for count in of_one if count]
-    for of_one in micro_batches:
-        for count in filter(None, of_one):
+    counts = [count for tokens in micro_batches for count in tokens if count]
+    for tokens in micro_batches:
+        for count in filter(None, tokens):
             right = {"token-mean": sum(counts), "seq-mean-token-mean": len(counts) * count}.get(mode)
-            if right != sum(of_one) * len(micro_batches):  # both are the inverse of a weight
+            if right != sum(tokens) * len(micro_batches):  # both are the inverse of a weight
                 return True
     return False
 

@@ -29,7 +29,7 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
     def start_wrongly(start: Callable) -> Callable:
         def start_by_micro_batch(load_balancing, lengths, loss, device):
             router_losses = start(load_balancing, lengths, loss, device)
-            micro_batches = [m for of_rank in plans[-1].micro_batches for m in of_rank]
+            micro_batches = [m for rank_batches in plans[-1].micro_batches for m in rank_batches]
             first = [sum(lengths[:index]) for index in range(len(lengths))]
             for weights_O, router_loss in zip(router_losses.weights_BO, router_losses.losses):
                 by_token = router_loss.aggregation.mode == "token-mean"

@@ -85,7 +85,7 @@ class Rewarder:
             outcomes.append(
                 spread(self._names[function.index], answers[0], len(attempts)) if function.batched else answers
             )
-        return [total(self._functions, of_one, text) for of_one, text in zip(zip(*outcomes), texts)]
+        return [total(self._functions, outcomes_of_one, text) for outcomes_of_one, text in zip(zip(*outcomes), texts)]
 
 
 def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
