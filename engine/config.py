@@ -13,7 +13,7 @@ from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUT
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.keys import Keys, key, require
-from isoloss.parallel.layout import MODEL_AXES, Layout
+from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,11 @@ class BatchConfig(Keys, group="batch"):
 
 
 @dataclass(frozen=True)
-class ParallelConfig(Keys, group="parallel"):
+class ParallelConfig(Degrees, group="parallel"):
     """How many ranks share what (docs/parallelism.md). What is left of the world is data parallelism. None of these
     changes the loss.
     """
 
-    tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
-    pp: int = key(1, "Pipeline parallelism: ranks that share the layers.", at_least=1)
-    vpp: int = key(1, "Pipeline stages on each rank, run interleaved; above 1 it needs pp > 1.", at_least=1)
-    ulysses: int = key(
-        1,
-        "Context parallelism by Ulysses: ranks that share the tokens of a row, and the heads inside attention.",
-        at_least=1,
-    )
-    ring: int = key(
-        1,
-        "Context parallelism by ring attention: ranks that share the tokens of a row, for any number of heads.",
-        at_least=1,
-    )
-    ep: int = key(1, "Expert parallelism: ranks that share the experts of a layer.", at_least=1)
-    etp: int = key(1, "Tensor parallelism inside each expert.", at_least=1)
     stage_layers: tuple[int, ...] = key(
         (),
         "Layers of each of the pp x vpp stages, in the order of the model; []: balanced by FLOPs, the output "
