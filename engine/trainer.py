@@ -8,8 +8,9 @@ import numpy as np
 from isoloss.engine.batch import grouped_by_prompt
 from isoloss.engine.config import Config
 from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_indices, steps_for_epochs, unigram_nats
-from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.engine.model_source import resolve
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
 from isoloss.models.architecture import Architecture

@@ -2,7 +2,8 @@
 
 import contextlib
 
-from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.engine import Engine
+from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.batch import Progress, RolloutBatch, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
