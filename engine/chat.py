@@ -44,7 +44,7 @@ def load_tokenizer(folder: str, vocab_size: int):
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever its parsers raise, it is these files that need mending
-        raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): mend its tokenizer files") from error
+        raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): fix its tokenizer files") from error
     largest = max(tokenizer.get_vocab().values())
     if largest >= vocab_size:
         raise UserError(
@@ -56,7 +56,7 @@ def load_tokenizer(folder: str, vocab_size: int):
 
 
 def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHING) -> TokensAndMask:
-    """(token ids [T], mask [T]) of a row; mask[0] is False, and some other is True. UserError names row and mend."""
+    """(token ids [T], mask [T]) of a row; mask[0] is False, and some other is True. UserError names the row."""
     values, place = row.values, row.place
     template = Template(tokenizer, place, check_tools(values.get("tools"), place), template_kwargs)
     if "messages" in values:
@@ -69,8 +69,8 @@ def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHI
         tokens_T = with_end(encode(tokenizer, check_text(values["text"], "text", place)), tokenizer)
         mask_T = [True] * len(tokens_T)
     else:
-        found = ", ".join(sorted(values)) or "none"
-        raise UserError(f"{place}: unknown kind of row (keys: {found}): a row has {FORMS}")
+        keys = ", ".join(sorted(values)) or "none"
+        raise UserError(f"{place}: unknown kind of row (keys: {keys}): a row has {FORMS}")
     if mask_T:
         mask_T[0] = False  # nothing before it to predict it from
     if not any(mask_T):

@@ -40,7 +40,7 @@ class Template:
         except (TemplateError, TypeError, KeyError) as error:
             reason = one_line(error)
             raise UserError(
-                f"{self.place}: the chat template refuses these messages ({reason}): mend the row"
+                f"{self.place}: the chat template refuses these messages ({reason}): fix the row"
             ) from error
 
 
@@ -80,7 +80,7 @@ def check_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
         try:
             value = json.loads(value)
         except ValueError as error:
-            raise UserError(f"{place}: `tools` is not JSON ({one_line(error)}): mend it") from None
+            raise UserError(f"{place}: `tools` is not JSON ({one_line(error)}): fix it") from None
     if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         return value
     raise UserError(f"{place}: `tools` must be a list of JSON schemas of functions, not {shown(value)}")

@@ -121,14 +121,14 @@ def _state(model: Model, optimizer: MegatronOptimizer, extra: Mapping[str, objec
     models: dict[str, Any] = {
         f"model{index}": module.sharded_state_dict(metadata=metadata) for index, module in enumerate(model.modules)
     }
-    of_optimizer = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
+    optimizer_state = optimizer.sharded_state_dict(models.copy(), is_loading, metadata=metadata)
     if not is_loading:
-        return {**models, "optimizer": of_optimizer, "extra": dict(extra)}
+        return {**models, "optimizer": optimizer_state, "extra": dict(extra)}
     # Which modules have an extra state depends on the layer spec; without fp8 there is nothing in it.
     models = {
         name: {key: value for key, value in model.items() if not _is_extra_state(key)} for name, model in models.items()
     }
-    return {**models, "optimizer": of_optimizer}
+    return {**models, "optimizer": optimizer_state}
 
 
 def _is_extra_state(key: str) -> bool:
@@ -143,7 +143,7 @@ def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
     records = {p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.crc32(p)) for p in mine}
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, records)
-    return {name: record for of_rank in everyone for name, record in of_rank.items()}
+    return {name: record for records in everyone for name, record in records.items()}
 
 
 def _describe(folder: Path, model: Model, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
@@ -164,15 +164,15 @@ def verify(folder: Path) -> None:
 
     Collective over the world: one all-gather.
     """
-    said = None
+    problem = None
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
     except UserError as error:
-        said = str(error)
+        problem = str(error)
     everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, said)
+    dist.all_gather_object(everyone, problem)
     for message in everyone:
         if message:
             raise UserError(message)

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+
+from isoloss.models.mcore import patches
 
 
 class SaveInProcess(TorchDistSaveShardedStrategy):
@@ -25,7 +26,7 @@ class SaveInProcess(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
-        filesystem_async._results_queue = queue.SimpleQueue()  # in place of the manager's
+        patches.collect_results_in_process()
         return super().async_save(sharded_state_dict, checkpoint_dir)
 
     def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
@@ -38,11 +39,11 @@ def _write(transforms: list, rank: int, buckets: Sequence[WriteBucket], results:
     del rank
     written = {}
     for index, bucket in enumerate(buckets):
-        told: Any = queue.SimpleQueue()
+        answers: Any = queue.SimpleQueue()
         unfinished: Any = queue.Queue()  # Megatron's writers count down in it
         unfinished.put(index)
-        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, told, unfinished, use_fsync=True)
-        _, written[index] = told.get()
+        FileSystemWriterAsync.write_preloaded_data(transforms, index, bucket, answers, unfinished, use_fsync=True)
+        _, written[index] = answers.get()
         if isinstance(written[index], Exception):
             results.put(written[index])
             return

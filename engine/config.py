@@ -13,7 +13,7 @@ from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUT
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.keys import Keys, key, require
-from isoloss.parallel.layout import MODEL_AXES, Layout
+from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
 
 
 @dataclass(frozen=True)
@@ -79,26 +79,11 @@ class BatchConfig(Keys, group="batch"):
 
 
 @dataclass(frozen=True)
-class ParallelConfig(Keys, group="parallel"):
+class ParallelConfig(Degrees, group="parallel"):
     """How many ranks share what (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of
     these keys changes the loss.
     """
 
-    tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
-    pp: int = key(1, "Pipeline parallelism: ranks that share the layers.", at_least=1)
-    vpp: int = key(1, "Pipeline stages on each rank, run interleaved. Above 1 it needs pp > 1.", at_least=1)
-    ulysses: int = key(
-        1,
-        "Context parallelism by Ulysses: ranks that share the tokens of a row and, inside attention, the heads.",
-        at_least=1,
-    )
-    ring: int = key(
-        1,
-        "Context parallelism by ring attention: ranks that share the tokens of a row, whatever the number of heads.",
-        at_least=1,
-    )
-    ep: int = key(1, "Expert parallelism: ranks that share the experts of a layer.", at_least=1)
-    etp: int = key(1, "Tensor parallelism inside each expert.", at_least=1)
     stage_layers: tuple[int, ...] = key(
         (),
         "Layers of each of the pp x vpp stages, in the order of the model; []: split so that the stages cost about the "
@@ -195,15 +180,15 @@ class MoeConfig(Keys, group="moe"):
 
     def __post_init__(self):
         why = REFUSED_AUX_LOSSES.get(self.aux_loss, "is unknown")
-        mend = f"{why}; use one of {', '.join(AUX_LOSSES)}"
-        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, mend)
+        hint = f"{why}; use one of {', '.join(AUX_LOSSES)}"
+        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, hint)
         super().__post_init__()
         if self.aux_loss == "none":
-            mend = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
-            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
+            hint = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
+            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
         else:
-            mend = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
-            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, mend)
+            hint = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
+            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
 
 
 @dataclass(frozen=True)

@@ -66,13 +66,13 @@ def unknown_key(key: str, known: list[str]) -> str:
 
 def mappings(cls: Any, prefix: str = "") -> list[str]:
     """Those of the known keys that hold a mapping, in which any name may stand."""
-    found = []
+    keys = []
     for name, kind in typing.get_type_hints(cls).items():
         if dataclasses.is_dataclass(kind):
-            found += mappings(kind, f"{prefix}{name}.")
+            keys += mappings(kind, f"{prefix}{name}.")
         elif typing.get_origin(kind) is Mapping:
-            found.append(f"{prefix}{name}")
-    return found
+            keys.append(f"{prefix}{name}")
+    return keys
 
 
 def known_keys(cls: Any, prefix: str = "") -> list[str]:

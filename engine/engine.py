@@ -13,28 +13,23 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import balance, checkpoint, legality
+from isoloss.engine import checkpoint, load_balancing
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
+from isoloss.engine.model_source import ModelSource, resolve
 from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_hyperparameters, wrap_ddp
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
-from isoloss.models.architecture import Architecture
-from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.models.mcore import nvidia_apex
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.value_head import CriticWeights
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
-from isoloss.models.weights.checkpoint_read import CheckpointWeights
-from isoloss.models.weights.distcp import is_checkpoint
-from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check, copy_sidecars
-from isoloss.models.weights.random_weights import RandomWeights
-from isoloss.parallel import Layout, Mesh, UserError, device, environment, launch
+from isoloss.models.weights.hf_checkpoint import copy_sidecars
+from isoloss.parallel import Mesh, UserError, launch
 from isoloss.parallel.aggregation import Aggregation
 
 TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
@@ -54,19 +49,6 @@ class OptimResult:
     lr: float
     applied: bool
     seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class ModelSource:
-    """The model of a configuration, resolved and checked once a run.
-
-    layout: in this world. weights: where they are read from. folder: of config.json and tokenizer.
-    """
-
-    arch: Architecture
-    layout: Layout
-    weights: WeightSource
-    folder: Path
 
 
 class Engine:
@@ -114,7 +96,7 @@ class Engine:
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
-        self.balancing = balance.configured(config.moe, self.arch)
+        self.load_balancing = load_balancing.configured(config.moe, self.arch)
         self.zero_grad()
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
@@ -150,8 +132,8 @@ class Engine:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_hyperparameters(self.optimizer, lr)
             self.optimizer.step_with_ready_grads()
-            if self.balancing is not None:
-                balance.update_biases(self.chunks, self.balancing.bias_rate, self.mesh)
+            if self.load_balancing is not None:
+                load_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
         return OptimResult(norm, lr, applied, time.perf_counter() - started)
 
@@ -204,7 +186,7 @@ class Engine:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        balance.forget_loads(self.chunks)
+        load_balancing.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
         self._modes: list[str] = []  # of what was accumulated
 
@@ -278,10 +260,10 @@ class Engine:
     def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
         started = time.perf_counter()
         self._check_call(loss)
-        batch, of_routers = self._prepare(samples, loss), None
-        if self.balancing is not None:
-            of_routers = balance.start(self.balancing, batch.lengths, loss, self.device)
-        metrics = run_step(self.model, batch, loss, balance=of_routers)
+        batch, router_losses = self._prepare(samples, loss), None
+        if self.load_balancing is not None:
+            router_losses = load_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
+        metrics = run_step(self.model, batch, loss, router_losses=router_losses)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
@@ -308,32 +290,3 @@ class Engine:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
-
-
-def resolve(config: Config) -> ModelSource:
-    """Read and check the model that a configuration names, and its layout.
-
-    Raises UserError where they do not fit together. Enters no collective and needs no process group.
-    """
-    nvidia_apex.check()
-    device.check(config.train.device)
-    folder = hf_folder(config.model.path)
-    arch = read_architecture(folder)
-    layout = config.parallel.layout().with_world(_world_size())
-    legality.check(config, arch, layout)
-    from_scratch = config.model.from_scratch
-    weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(config.model.path, arch)
-    return ModelSource(arch, layout, weights, folder)
-
-
-def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
-    """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
-    if is_checkpoint(path):
-        return CheckpointWeights(path, arch)
-    source = HFReader(path)
-    check(source, arch)
-    return source
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_initialized() else environment.rank_and_world()[1]

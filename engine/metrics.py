@@ -109,8 +109,8 @@ def _number(value: float) -> int | float:
 def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
     """One line. JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf"."""
     assert "step" not in row, "the step is an argument of its own"
-    told = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
-    file.write(json.dumps({"step": step, **told}, allow_nan=False) + "\n")
+    values = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
+    file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
     file.flush()
 
 

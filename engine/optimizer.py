@@ -1,36 +1,29 @@
 """Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
 
 import math
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import optimizer as megatron_optimizer
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
-    distrib_optimizer,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor, nn
+from torch import nn
 
-from isoloss.engine import host_optimizer
 from isoloss.engine.config import Config, OptimConfig
+from isoloss.models.mcore import patches
 from isoloss.models.mcore.gpt import unwrap
 from isoloss.parallel import Mesh
 
 OPTIMIZER = "torch.optim.AdamW, fused"  # what run.json calls it
-# Megatron takes Transformer Engine's FusedAdam, else apex's, where one imports. Their states have other forms, so what
-# is installed would decide which checkpoints can be read.
-megatron_optimizer.Adam, megatron_optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
-distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.AdamW, False
-distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+patches.use_torch_adamw()
 
 
 def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
@@ -67,29 +60,17 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
         use_distributed_optimizer=config.distributed_optimizer,
     )
     if config.memory.offload_optimizer > 0:
-        host_optimizer.switch_on(settings, config.memory.offload_optimizer)
+        patches.offload(settings, config.memory.offload_optimizer)
     # Megatron's standard overrides mark biases and norms, which have no weight decay: see `set_hyperparameters`.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in parts:
-        host_optimizer.complete(part)
+        patches.complete_offload(part)
     complete_state(optimizer)
     for part in parts:
-        # Megatron's own looks for the step count, which it keeps elsewhere, among the tensors of the checkpoint.
-        part._set_main_param_and_optimizer_states = partial(_set_state, part)
+        patches.restore_from_checkpoint(part)
     return optimizer
-
-
-@torch.no_grad()
-def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
-    """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
-    group, index = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group]["params"][index]
-    state = part.optimizer.state[main_param]
-    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is on the host
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name].copy_(tensors[name])
 
 
 def complete_state(optimizer: MegatronOptimizer) -> None:

@@ -121,7 +121,7 @@ def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int)
 
     Source: Graham 1969, longest processing time first. No rank exceeds the mean by more than the last sample it got,
     usually a short one. Karmarkar-Karp comes closer to the mean by less than 1e-4, for more than ten times the CPU:
-    benchmarks/balance.py measures both.
+    benchmarks/token_balance.py measures both.
     """
     ranks: list[list[int]] = [[] for _ in range(dp_size)]
     heap = [(0.0, rank) for rank in range(dp_size)]

@@ -42,7 +42,7 @@ def kinds() -> str:
 
 
 def similar_files(path: Path) -> str:
-    """The mend of a path that does not exist: names around it that look alike, where there are any."""
+    """The hint for a path that does not exist: names around it that look alike, where there are any."""
     if not path.parent.is_dir():
         return f"; there is no folder {path.parent} either: correct the path"
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]

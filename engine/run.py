@@ -137,7 +137,7 @@ class Run:
         folder = step_folder(self.output_dir, self.done)
         return RunResult(self.output_dir, folder, self._export(), self._first_eval, self._last_eval)
 
-    def tell(self, lines: Sequence[str]) -> None:
+    def print(self, lines: Sequence[str]) -> None:
         """Print on the rank that speaks to the user."""
         if is_main():
             print(*lines, sep="\n", flush=True)

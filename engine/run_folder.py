@@ -95,13 +95,13 @@ def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
             )
 
 
-def check_fingerprints(config: Config, run_name: str, found: Sequence[Fingerprint]) -> None:
+def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fingerprint]) -> None:
     """As `check_resume`, of what is in the files that the configuration names. Enters no collective."""
     newest = checkpoint.latest(run_folder(config, run_name) / "checkpoints") if config.checkpoint.resume else None
     if newest is None:
         return
     extra = checkpoint.read_extra(newest)
-    for now in found:
+    for now in fingerprints:
         before = recorded(extra, now.of, newest)
         if before != now.value:
             raise UserError(
@@ -110,9 +110,9 @@ def check_fingerprints(config: Config, run_name: str, found: Sequence[Fingerprin
             )
 
 
-def record(found: Sequence[Fingerprint]) -> dict[str, object]:
+def record(fingerprints: Sequence[Fingerprint]) -> dict[str, object]:
     """What a checkpoint keeps of fingerprints."""
-    return {each.of: each.value for each in found}
+    return {each.of: each.value for each in fingerprints}
 
 
 def recorded(extra: Mapping[str, object], key: str, newest: Path) -> object:

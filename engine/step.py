@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isoloss.engine.balance import reduce_losses, routed_tokens
 from isoloss.engine.batch import Sample
+from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.engine.totals import MOMENTS, correlation, largest_of, moments_of, totals_of
 from isoloss.models.mcore.gpt import forward_row
-from isoloss.models.mcore.router_losses import Balance, RouterLoss
+from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts
@@ -100,7 +100,7 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
     normalizer = GlobalLossNormalizer(loss.aggregations, mesh.dp)
     weighed = normalizer.weights(masks, [number_of[samples[index].group] for index in order], len(number_of))
-    weights_of = {index: torch.stack(of_modes) for index, *of_modes in zip(order, *(weights for weights, _ in weighed))}
+    weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *(weights for weights, _ in weighed))}
     lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]
 
@@ -108,18 +108,18 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
 
     def pack_one(index: int) -> PackedBatch:
         m = mine[index]
-        of_samples = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
-        return pack(*of_samples, mesh, device, names, len(loss.aggregations))
+        row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
+        return pack(*row, mesh, device, names, len(loss.aggregations))
 
     return StepBatch(MicroBatches(len(mine), pack_one), tuple(counts for _, counts in weighed), lengths)
 
 
 def run_step(
-    model: Model, batch: StepBatch, loss: Loss, *, balance: Balance | None = None, forward_only: bool = False
+    model: Model, batch: StepBatch, loss: Loss, *, router_losses: RouterLosses | None = None, forward_only: bool = False
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
-    balance: what the routers add to the loss (`engine.balance.start`).
+    router_losses: what the routers add to the loss (`engine.load_balancing.start`).
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
     pair of all-reduces with router losses.
@@ -137,14 +137,14 @@ def run_step(
             sums.append(terms_N.detach().sum(dtype=torch.float64))
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
         with torch.no_grad():
-            observed = [of_token(inputs).sum(dtype=torch.float64) for of_token in loss.observed.values()]
+            observed = [per_token(inputs).sum(dtype=torch.float64) for per_token in loss.observed.values()]
             for pair in loss.correlated.values():
                 observed += moments_of(*pair(inputs))
-            largest = [largest_of(of_token(inputs)) for of_token in loss.largest.values()]
+            largest = [largest_of(per_token(inputs)) for per_token in loss.largest.values()]
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
-    forward = partial(_forward, model, balance)
+    forward = partial(_forward, model, router_losses)
     consumed = run_schedule(
         model.mesh, model.chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only
     )
@@ -154,11 +154,13 @@ def run_step(
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
-    of_routers = _router_losses(balance, model) if balance is not None and balance.losses else []
-    terms = [*zip(loss.terms, sums), *of_routers]
+    router_terms = (
+        _reduced_router_losses(router_losses, model) if router_losses is not None and router_losses.losses else []
+    )
+    terms = [*zip(loss.terms, sums), *router_terms]
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
-        magnitude=magnitude + sum(term.coefficient * value for term, value in of_routers),
+        magnitude=magnitude + sum(term.coefficient * value for term, value in router_terms),
         weight_sum=weight_sums[0],
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
@@ -171,13 +173,13 @@ def run_step(
     )
 
 
-def _router_losses(balance: Balance, model: Model) -> list[tuple[RouterLoss, float]]:
+def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tuple[RouterLoss, float]]:
     """The losses of all routers of the step, none of them negative, once their weights are those of the counts."""
-    sums, consumed = reduce_losses(balance, model.mesh)
+    sums, consumed = reduce_losses(router_losses, model.mesh)
     layers = sum(model.arch.has_experts(layer) for layer in range(model.arch.num_layers))
-    for weight_sum, counts in zip(consumed, balance.counts):
+    for weight_sum, counts in zip(consumed, router_losses.counts):
         check_canary(weight_sum / layers, counts, model.dtype, "a layer's routers")
-    return list(zip(balance.losses, sums))
+    return list(zip(router_losses.losses, sums))
 
 
 def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ...] = ()) -> Tensor:
@@ -193,17 +195,17 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
 
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
     forward = partial(_forward, model, None)
-    for origin_N, of_targets in run_schedule(
+    for origin_N, values_N in run_schedule(
         model.mesh, model.chunks, batch.micro_batches, forward, collect, forward_only=True
     ):
-        flat[origin_N] = of_targets.to(torch.float64)
+        flat[origin_N] = values_N.to(torch.float64)
     dist.all_reduce(flat, group=model.mesh.dp_context)
     dist.all_reduce(flat, group=model.mesh.pp)
     return flat
 
 
-def _forward(model: Model, balance: Balance | None, chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
-    routed = routed_tokens(micro_batch, model.mesh, balance) if model.arch.experts else None
+def _forward(model: Model, router_losses: RouterLosses | None, chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
+    routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
     return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, routed)
 
 

@@ -20,16 +20,16 @@ def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -
     Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add.
     """
 
-    def reduced(of_parts: Sequence[Tensor]) -> Tensor:
-        found = torch.stack(list(of_parts))
-        return torch.cat([found[:, :sums].sum(0), found[:, sums:].amax(0)])
+    def reduced(parts: Sequence[Tensor]) -> Tensor:
+        stacked = torch.stack(list(parts))
+        return torch.cat([stacked[:, :sums].sum(0), stacked[:, sums:].amax(0)])
 
     zeros = torch.zeros(sums + largest, dtype=torch.float64, device=torch.cuda.current_device())
     totals = reduced([zeros, *consumed])
     for group in (mesh.dp_context, mesh.pp):
-        of_ranks = [torch.empty_like(totals) for _ in range(group.size())]
-        dist.all_gather(of_ranks, totals, group=group)
-        totals = reduced(of_ranks)
+        rank_totals = [torch.empty_like(totals) for _ in range(group.size())]
+        dist.all_gather(rank_totals, totals, group=group)
+        totals = reduced(rank_totals)
     return totals
 
 

@@ -8,8 +8,9 @@ import numpy as np
 from isoloss.engine.batch import grouped_by_prompt
 from isoloss.engine.config import Config
 from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_indices, steps_for_epochs, unigram_nats
-from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
+from isoloss.engine.model_source import resolve
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
 from isoloss.models.architecture import Architecture
@@ -42,7 +43,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     """Supervised fine-tuning, from data files to an exported model.
 
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can mend; nothing but the cache of tokenized rows has been written by then,
+    Raises UserError for what the user can fix; nothing but the cache of tokenized rows has been written by then,
     unless training had started.
     """
     # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
@@ -62,7 +63,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
 
 def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult:
     loss = cross_entropy(config.loss)
-    run.tell(banner(config, data, run))
+    run.print(banner(config, data, run))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
@@ -71,7 +72,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
         run.log(samples, metrics, result)
 
     ended = run.finish()
-    run.tell(summary(ended, data.unigram))
+    run.print(summary(ended, data.unigram))
     return ended
 
 

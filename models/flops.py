@@ -40,7 +40,7 @@ def layer_flops(arch: Architecture, tokens: int) -> list[int]:
     for layer in range(arch.num_layers):
         seen = min(tokens, arch.window(layer) or tokens)
         flops[layer] += pair_flops(arch) * seen * (2 * tokens - seen)
-    return [round(of_layer) for of_layer in flops]
+    return [round(cost) for cost in flops]
 
 
 def output_flops(arch: Architecture, tokens: int) -> int:

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
 
 class _BeforeMegatron(MetaPathFinder):
-    """Installs the CPU host when Megatron-Core is first imported, by whomever."""
+    """Installs the CUDA stubs when Megatron-Core is first imported, by whomever."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname == "megatron":
@@ -35,7 +35,7 @@ class _BeforeMegatron(MetaPathFinder):
 
 
 def _install_host() -> None:
-    importlib.import_module("isoloss.parallel.host").install()
+    importlib.import_module("isoloss.parallel.cuda_stubs").install()
 
 
 if "megatron" in sys.modules:

@@ -42,7 +42,7 @@ def blocks_of(lengths: tuple[int, ...], ring: int, rank: int, owner: int, window
     owner further outside; of one further inside only the back chunk sees anything, and all of it.
     """
     window = None if window is None or window >= max(lengths) else window
-    found: list[Block] = []
+    visible: list[Block] = []
     queries_at = keys_at = 0
     for border in chunk_borders(lengths, ring):
         queries = _pieces(border, rank, queries_at)
@@ -50,14 +50,14 @@ def blocks_of(lengths: tuple[int, ...], ring: int, rank: int, owner: int, window
         queries_at, keys_at = queries[1].stop, keys[1].stop
         all_queries, all_keys = (slice(front.start, back.stop) for front, back in (queries, keys))
         if window is not None:
-            found += _windowed(border, rank, owner, queries, keys, window)
+            visible += _windowed(border, rank, owner, queries, keys, window)
         elif rank == owner:
-            found.append(Block(all_queries, all_keys, causal=True))
+            visible.append(Block(all_queries, all_keys, causal=True))
         elif owner < rank:
-            found.append(Block(all_queries, keys[0]))
+            visible.append(Block(all_queries, keys[0]))
         else:
-            found.append(Block(queries[1], all_keys))
-    return tuple(block for block in found if _size(block.queries) and _size(block.keys))
+            visible.append(Block(queries[1], all_keys))
+    return tuple(block for block in visible if _size(block.queries) and _size(block.keys))
 
 
 def _pieces(border: Sequence[int], rank: int, start: int) -> tuple[slice, slice]:
@@ -69,7 +69,7 @@ def _pieces(border: Sequence[int], rank: int, start: int) -> tuple[slice, slice]
 
 def _windowed(border: Sequence[int], rank: int, owner: int, queries, keys, window: int) -> list[Block]:
     """The pairs of chunks of a document of which some query sees some key."""
-    mirror, found = len(border) - 2, []
+    mirror, visible = len(border) - 2, []
     for query_chunk, query in zip((rank, mirror - rank), queries):
         for key_chunk, key in zip((owner, mirror - owner), keys):
             distance = border[query_chunk] - border[key_chunk]
@@ -77,10 +77,10 @@ def _windowed(border: Sequence[int], rank: int, owner: int, queries, keys, windo
             if farthest < 0 or nearest >= window:
                 continue
             if query_chunk == key_chunk and farthest < window:
-                found.append(Block(query, key, causal=True))
+                visible.append(Block(query, key, causal=True))
             else:
-                found.append(Block(query, key, distance=None if nearest >= 0 and farthest < window else distance))
-    return found
+                visible.append(Block(query, key, distance=None if nearest >= 0 and farthest < window else distance))
+    return visible
 
 
 def _size(piece: slice) -> int:
@@ -110,8 +110,8 @@ def attend(
         k_KJD, v_KJE = (t[block.keys].transpose(0, 1) for t in (key_SKD, value_SKE))
         forward = _flash if _fused_on_cpu(q_KGTD, block) else _plain
         out_KGTE, lse_KGT = forward(q_KGTD, k_KJD, v_KJE, block, scale, window)
-        found = out_KGTE.permute(2, 0, 1, 3).flatten(1, 2), lse_KGT.permute(2, 0, 1).flatten(1, 2)
-        out_QHE[block.queries], lse_QH[block.queries] = _merge(out_QHE[block.queries], lse_QH[block.queries], *found)
+        partial = out_KGTE.permute(2, 0, 1, 3).flatten(1, 2), lse_KGT.permute(2, 0, 1).flatten(1, 2)
+        out_QHE[block.queries], lse_QH[block.queries] = _merge(out_QHE[block.queries], lse_QH[block.queries], *partial)
 
 
 def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -299,8 +299,8 @@ def _attend_varlen_backward(
         queries.longest, keys.longest, 0.0, blocks[0].causal, no_dropout, no_dropout.new_zeros(()), scale=scale,
     )  # fmt: skip
     rows = (queries.rows, keys.rows, keys.rows)
-    of_query, of_key, of_value = (
+    grad_query, grad_key, grad_value = (
         torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, own, grad.to(lse_QH.dtype))
         for whole, own, grad in zip((query_QHD, key_SKD, value_SKE), rows, grads)
     )
-    return of_query, of_key, of_value
+    return grad_query, grad_key, grad_value

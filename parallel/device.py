@@ -13,7 +13,7 @@ from isoloss.parallel.errors import UserError
 def check(wanted: str) -> None:
     """Refuse a device that this process cannot give. wanted: train.device. Raises UserError."""
     if wanted == "cpu" and torch.cuda.is_available():
-        # What stands in for CUDA (`isoloss.parallel.host`) is there, or not, from the first import on.
+        # What stands in for CUDA (`isoloss.parallel.cuda_stubs`) is there, or not, from the first import on.
         raise UserError(
             f"train.device='cpu' and this process sees {torch.cuda.device_count()} GPU(s): start it with "
             "CUDA_VISIBLE_DEVICES= as well, which hides them"
@@ -29,7 +29,7 @@ def check_fallback(wanted: str) -> None:
     if gpus := _gpus_of_driver():
         raise UserError(
             f"train.device='auto' would run on the CPU: nvidia-smi sees {len(gpus)} GPU(s) ({gpus[0]}) and torch does "
-            f"not: {_why_no_gpu()}; mend that, or set train.device=cpu"
+            f"not: {_why_no_gpu()}; fix that, or set train.device=cpu"
         )
 
 
@@ -46,8 +46,8 @@ def _gpus_of_driver() -> list[str]:
     if command is None:
         return []
     query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    told = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    return [", driver ".join(line.split(", ")) for line in told.stdout.splitlines()] if told.returncode == 0 else []
+    listed = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    return [", driver ".join(line.split(", ")) for line in listed.stdout.splitlines()] if listed.returncode == 0 else []
 
 
 def _why_no_gpu() -> str:

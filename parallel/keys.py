@@ -14,9 +14,9 @@ from typing import Any, Literal
 from isoloss.parallel.errors import UserError
 
 
-def require(holds: bool, key: str, value: object, mend: str) -> None:
+def require(holds: bool, key: str, value: object, hint: str) -> None:
     if not holds:
-        raise UserError(f"{key}={value!r} {mend}")
+        raise UserError(f"{key}={value!r} {hint}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +130,9 @@ def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
     items = value if is_list else (value,)
     if choices:
         verb = "may only name" if is_list else "is not one of"
-        of_user = " or file.py:function" if meaning.or_function else ""
+        or_function = " or file.py:function" if meaning.or_function else ""
         known = (item in choices or (meaning.or_function and ":" in item) for item in items)
-        require(all(known), name, value, f"{verb} {', '.join(choices)}{of_user}")
+        require(all(known), name, value, f"{verb} {', '.join(choices)}{or_function}")
     for item in items:
         if isinstance(item, float):
             require(math.isfinite(item), name, value, "must be a finite number")

@@ -1,31 +1,49 @@
 """Layouts: how many ways each parallel axis divides the work. Imports no torch."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from isoloss.parallel.errors import UserError
-
-# The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2.
-AXES = ("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp", "dp")
-MODEL_AXES = tuple(axis for axis in AXES if axis != "dp")  # those that a configuration sets; dp is what is left
+from isoloss.parallel.keys import Keys, key
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Parallel degrees. Megatron's context-parallel size is ulysses x ring; dp is what remains of the world.
+class Degrees(Keys, group="parallel"):
+    """The parallel axes of a model replica, and how many ways each divides the work. A new axis is a field here; what
+    it divides, `parallel/mesh.py` and the kernels know.
+    """
+
+    tp: int = key(1, "Tensor parallelism: ranks that share the matrices of every layer.", at_least=1)
+    pp: int = key(1, "Pipeline parallelism: ranks that share the layers.", at_least=1)
+    vpp: int = key(1, "Pipeline stages on each rank, run interleaved. Above 1 it needs pp > 1.", at_least=1)
+    ulysses: int = key(
+        1,
+        "Context parallelism by Ulysses: ranks that share the tokens of a row and, inside attention, the heads.",
+        at_least=1,
+    )
+    ring: int = key(
+        1,
+        "Context parallelism by ring attention: ranks that share the tokens of a row, whatever the number of heads.",
+        at_least=1,
+    )
+    ep: int = key(1, "Expert parallelism: ranks that share the experts of a layer.", at_least=1)
+    etp: int = key(1, "Tensor parallelism inside each expert.", at_least=1)
+
+
+MODEL_AXES = tuple(field.name for field in fields(Degrees))
+# The order in which a layout is written down, e.g. tp2+pp2+vpp2+ulysses2+dp2. dp is what is left of the world.
+AXES = (*MODEL_AXES, "dp")
+
+
+@dataclass(frozen=True)
+class Layout(Degrees):
+    """Parallel degrees of a world. Megatron's context-parallel size is ulysses x ring.
 
     ep, etp: how many ways the experts of a layer, and each expert's matrices, are divided over the ranks of a pipeline
     stage (tp x ulysses x ring x dp); ranks that are left hold copies.
     sequence_parallel: Megatron's TP sequence parallelism (activations between the TP regions are split over TP).
     """
 
-    tp: int = 1
-    pp: int = 1
-    vpp: int = 1
-    ulysses: int = 1
-    ring: int = 1
-    ep: int = 1
-    etp: int = 1
     dp: int = 1
     sequence_parallel: bool = False
 

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
 
+
 @dataclass(frozen=True)
 class TokenCounts:
     """Integer counts of an optimizer step: all that any mode divides by.
@@ -41,7 +42,7 @@ class TokenCounts:
     sequences_P: Tensor
 
     @classmethod
-    def of_whole_step(cls, lengths: Sequence[int]) -> "TokenCounts":
+    def from_lengths(cls, lengths: Sequence[int]) -> "TokenCounts":
         """Of a step of which this rank knows every sequence and counts every token. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)
@@ -55,8 +56,9 @@ def count_tokens(
     group_ids: Sequence[int] | None = None,
     num_groups: int = 0,
 ) -> TokenCounts:
-    """Count the tokens of the step. masks: for each of this rank's samples its 0/1 mask, [T_i]; whole, or with sp_group sharded.
+    """Count the tokens of the step.
 
+    masks: of each of this rank's samples its 0/1 mask, [T_i]; with sp_group this rank's shard of it.
     group_ids, num_groups: each sample's prompt, in 0..num_groups-1, where num_groups is the same on all ranks; a number
         that no sample of any rank has is no prompt. Without group_ids prompts are not counted. ValueError where one is
         out of range.
@@ -97,7 +99,9 @@ class StepCounts:
     weight_sum: float
 
 
-def token_weights(masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation) -> tuple[list[Tensor], StepCounts]:
+def token_weights(
+    masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation
+) -> tuple[list[Tensor], StepCounts]:
     """The weight of every token of this rank's samples, fp64 of the shapes of `masks`, and what they add up to."""
     if aggregation.by_prompt and len(counts.group_S) < len(masks):
         raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")

@@ -80,11 +80,11 @@ class _RingAttention(torch.autograd.Function):
             last = step == ring.group.size() - 1
             arriving = None if last else pass_on(pair, ring.group)
             key, value = pair.split(widths, dim=2)
-            of_query, of_key, of_value = attend_backward(
+            step_grad_query, grad_key, grad_value = attend_backward(
                 grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.window
             )
-            grad_query = of_query if grad_query is None else grad_query.add_(of_query)
-            grad_pair = _join(of_key, of_value)
+            grad_query = step_grad_query if grad_query is None else grad_query.add_(step_grad_query)
+            grad_pair = _join(grad_key, grad_value)
             if gathered is not None:
                 grad_pair += gathered()
             # Behind their keys, on a channel of their own; the last pass brings them home.

@@ -57,8 +57,8 @@ def main(
     arguments = parser.parse_args(argv)
     try:
         if arguments.help is not None:
-            told = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
-            print_once(told if arguments.help else f"{parser.format_help()}\n{told}")
+            text = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
+            print_once(text if arguments.help else f"{parser.format_help()}\n{text}")
             return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
         if arguments.cfg:
@@ -67,7 +67,7 @@ def main(
         run(config, f"{recipe}-{preset}")
         return 0
     except UserError as error:
-        tell_once(str(error))
+        print_error_once(str(error))
         return 2
     finally:
         dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
@@ -130,7 +130,7 @@ def print_once(text: str) -> None:
         print(text, end="")
 
 
-def tell_once(message: str) -> None:
+def print_error_once(message: str) -> None:
     """Print a mistake once for all ranks of this node: the first one to fail says it.
 
     Every rank finds the same mistake, but torchrun stops the others as soon as one has ended, rank 0 perhaps among

@@ -117,12 +117,12 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
     def held_out_reward() -> float:
         return float(np.mean(policy.generate(held_out, [f"{prompt.id}/eval/0" for prompt in held_out])[1]))
 
-    told: list[Step] = []
-    while len(told) < steps:
-        policy.update_weights(version=len(told))
-        if not told:
+    history: list[Step] = []
+    while len(history) < steps:
+        policy.update_weights(version=len(history))
+        if not history:
             tell(f"held-out reward {held_out_reward():.3f}")
-        first = len(told) // MINIBATCHES * NUM_PROMPTS
+        first = len(history) // MINIBATCHES * NUM_PROMPTS
         draws = prompt_order(len(problems), first, NUM_PROMPTS, SEED)
         drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(draws, start=first)]
         prompts = [prompt for _, prompt in drawn for _ in range(NUM_GENERATIONS)]
@@ -131,15 +131,15 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
         advantages_PG = group_advantages(torch.tensor(rewards, dtype=torch.float64).view(NUM_PROMPTS, -1))
         samples = list(map(to_sample, prompts, completions, advantages_PG.flatten().tolist()))
         # Every rank names the same samples: the engine decides which rank runs which of them, and counts over all.
-        order = np.random.default_rng([SEED, len(told), 0]).permutation(len(samples))
+        order = np.random.default_rng([SEED, len(history), 0]).permutation(len(samples))
         for part in np.array_split(order, MINIBATCHES):
             metrics = engine.forward_backward([samples[index] for index in part], loss)
-            result = engine.optim_step(learning_rate(len(told), config.optim, steps))
-            told.append(Step(sum(rewards) / len(rewards), metrics.loss, result.grad_norm))
-        tell(f"step {len(told):3}  reward {told[-1].reward:.3f}  gradient norm {told[-1].grad_norm:.6f}")
-    policy.update_weights(version=len(told))
+            result = engine.optim_step(learning_rate(len(history), config.optim, steps))
+            history.append(Step(sum(rewards) / len(rewards), metrics.loss, result.grad_norm))
+        tell(f"step {len(history):3}  reward {history[-1].reward:.3f}  gradient norm {history[-1].grad_norm:.6f}")
+    policy.update_weights(version=len(history))
     tell(f"held-out reward {held_out_reward():.3f}")
-    return told
+    return history
 
 
 if __name__ == "__main__":

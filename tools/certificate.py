@@ -11,7 +11,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.parallel import Layout
 from isoloss.tools.parity import Case, Comparison, Measurement, Tolerance
-from isoloss.tools.plants import NONE, Plant
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
 
 # What would exercise a claim that no run did.
 MENDS = {
@@ -22,28 +22,28 @@ MEND_OF_A_MODE = "it needs a layout of several ranks or two micro-batches"
 
 
 @dataclass(frozen=True)
-class Row:
+class ProofRun:
     """One line of the certificate. filled: micro-batches with a target, on the rank that has most of them."""
 
     layout: Layout
     case: Case
-    found: Measurement
+    measured: Measurement
     against: Comparison
     filled: int
-    spoiled: bool  # whether the planted bug has to show here
+    must_fail: bool  # whether the planted bug has to show here
 
     @property
     def as_expected(self) -> bool:
-        return self.against.passed != self.spoiled
+        return self.against.passed != self.must_fail
 
     @property
     def budget(self) -> str:
         return str(self.case.max_tokens or "all")
 
 
-def line(row: Row) -> str:
+def line(row: ProofRun) -> str:
     against = row.against
-    expected = "" if row.as_expected else "  (the plant shows here)" if against.passed else "  (nothing planted here)"
+    expected = "" if row.as_expected else "  (must fail)" if against.passed else "  (must pass)"
     return (
         f"{'pass' if against.passed else 'FAIL'}  {row.layout!s:24} {row.case.loss.aggregation:24} "
         f"budget {row.budget:>6} {micro_batches(row):>16}  "
@@ -52,12 +52,12 @@ def line(row: Row) -> str:
     )
 
 
-def micro_batches(row: Row) -> str:
-    count = row.found.micro_batches
+def micro_batches(row: ProofRun) -> str:
+    count = row.measured.micro_batches
     return f"{count} micro-batch{'es' if count > 1 else ''}"
 
 
-def claims(rows: Sequence[Row], samples: Sequence[Sample]) -> Mapping[str, Sequence[Row]]:
+def claims(rows: Sequence[ProofRun], samples: Sequence[Sample]) -> Mapping[str, Sequence[ProofRun]]:
     """The runs that exercise each claim; none: the proof says nothing about it.
 
     An aggregation is exercised where the step is cut, over ranks or micro-batches; a mean over prompts only where a
@@ -67,25 +67,25 @@ def claims(rows: Sequence[Row], samples: Sequence[Sample]) -> Mapping[str, Seque
     valid = [sample.group for sample in samples if sample.mask_T.any()]
     repeated = len(set(valid)) < len(valid)
 
-    def of_mode(mode: str) -> list[Row]:
+    def exercising(mode: str) -> list[ProofRun]:
         exercised = repeated or mode != "prompt-mean-token-mean"
         return [row for row in cut if row.case.loss.aggregation == mode and exercised]
 
     return {
         "layouts": [row for row in rows if row.layout.world_size > 1],
         "micro-batches": [row for row in rows if row.filled > 1],
-        **{mode: of_mode(mode) for mode in dict.fromkeys(row.case.loss.aggregation for row in rows)},
+        **{mode: exercising(mode) for mode in dict.fromkeys(row.case.loss.aggregation for row in rows)},
     }
 
 
-def verdict(claim: str, exercised: Sequence[Row]) -> str:
+def verdict(claim: str, exercised: Sequence[ProofRun]) -> str:
     """What the proof says about a claim: `proved`, `not proved` or `not exercised`, and by what."""
     if not exercised:
         return f"not exercised: {MENDS.get(claim, MEND_OF_A_MODE)}"
     failed = [row for row in exercised if not row.against.passed]
     if failed:
         return f"not proved: {len(failed)} of {len(exercised)} runs differ"
-    counts = sorted({row.found.micro_batches for row in exercised})
+    counts = sorted({row.measured.micro_batches for row in exercised})
     seen = {
         "layouts": ", ".join(dict.fromkeys(str(row.layout) for row in exercised)),
         "micro-batches": f"{', '.join(map(str, counts))} of a rank",
@@ -94,24 +94,24 @@ def verdict(claim: str, exercised: Sequence[Row]) -> str:
 
 
 def report(
-    rows: Sequence[Row],
+    rows: Sequence[ProofRun],
     samples: Sequence[Sample],
     folder: Path,
     config: Config,
     tolerance: Tolerance,
     precision: str,
-    plant: Plant,
+    bug: PlantedBug,
 ) -> int:
     """Write proof.json and proof.png, say the verdict, return the exit status: 0 where every claim is proved."""
     exercised = claims(rows, samples)
-    verdicts = {claim: verdict(claim, of_claim) for claim, of_claim in exercised.items()}
+    verdicts = {claim: verdict(claim, proving) for claim, proving in exercised.items()}
     agree = sum(row.against.passed for row in rows)
     proved = agree == len(rows) and all(exercised.values())
     folder.mkdir(parents=True, exist_ok=True)
     certificate = {
         "proved": proved,
         "claims": verdicts,
-        "plant": None if plant is NONE else plant.name,
+        "planted_bug": None if bug is NO_BUG else bug.name,
         "loss": rows[0].case.name,
         "samples": len(samples),
         "tokens": sum(map(len, samples)),
@@ -123,27 +123,27 @@ def report(
             {
                 "layout": str(row.layout),
                 "max_tokens": row.case.max_tokens,
-                "micro_batches": row.found.micro_batches,
+                "micro_batches": row.measured.micro_batches,
                 "aggregation": row.case.loss.aggregation,
-                "loss": row.found.loss,
-                "grad_norm": row.found.grad_norm,
-                "weight_sum": row.found.weight_sum,
+                "loss": row.measured.loss,
+                "grad_norm": row.measured.grad_norm,
+                "weight_sum": row.measured.weight_sum,
                 **dataclasses.asdict(row.against),
-                "spoiled_by_plant": row.spoiled,
+                "must_fail": row.must_fail,
             }
             for row in rows
         ],
     }
     (folder / "proof.json").write_text(json.dumps(certificate, indent=2) + "\n")
     draw(rows, tolerance, folder / "proof.png")
-    if plant is NONE:
+    if bug is NO_BUG:
         for row in rows:
             if not row.against.passed:
                 print(f"not proved on {row.layout}: {row.against.reason}")
-        for claim, said in verdicts.items():
-            print(f"{claim:24} {said}")
+        for claim, text in verdicts.items():
+            print(f"{claim:24} {text}")
     else:
-        print(of_plant(rows, plant))
+        print(bug_summary(rows, bug))
     print(
         f"{'proved' if proved else 'NOT proved'}: {agree} of {len(rows)} runs agree with one rank and one micro-batch; "
         f"certificate in {folder}"
@@ -151,19 +151,19 @@ def report(
     return 0 if proved else 1
 
 
-def of_plant(rows: Sequence[Row], plant: Plant) -> str:
-    spoiled = [row for row in rows if row.spoiled]
-    detected = sum(not row.against.passed for row in spoiled)
-    passed = sum(row.against.passed for row in rows if not row.spoiled)
+def bug_summary(rows: Sequence[ProofRun], bug: PlantedBug) -> str:
+    must_fail = [row for row in rows if row.must_fail]
+    detected = sum(not row.against.passed for row in must_fail)
+    passed = sum(row.against.passed for row in rows if not row.must_fail)
     caught = all(row.as_expected for row in rows)
     return (
-        f"plant {plant.name}: detected in {detected} of {len(spoiled)} spoiled runs; "
-        f"{passed} of {len(rows) - len(spoiled)} others pass\n"
+        f"planted bug {bug.name}: detected in {detected} of the {len(must_fail)} runs that must fail; "
+        f"{passed} of {len(rows) - len(must_fail)} others pass\n"
         + ("as it must be: the bug is caught" if caught else "the proof did NOT catch the bug as it must")
     )
 
 
-def draw(rows: Sequence[Row], tolerance: Tolerance, path: Path) -> None:
+def draw(rows: Sequence[ProofRun], tolerance: Tolerance, path: Path) -> None:
     """The relative errors of every run on a logarithmic axis, with the tolerances."""
     from matplotlib.figure import Figure
 

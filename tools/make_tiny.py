@@ -57,7 +57,7 @@ CHAT_TEMPLATE = (
 
 
 @dataclass(frozen=True)
-class Row:
+class Question:
     """One question and its answer. `document` (a topic or a top-level module) is never divided between the splits."""
 
     document: str
@@ -154,7 +154,7 @@ def passages(text: str) -> list[str]:
     return [textwrap.dedent(piece).strip() for piece in pieces]
 
 
-def make_rows() -> list[Row]:
+def make_rows() -> list[Question]:
     """Rows without copies: a long paragraph is used once, by the first text that has it.
 
     The language topics quote one another at length (`specialnames` holds `customization` whole), and a method inherits
@@ -174,17 +174,17 @@ def make_rows() -> list[Row]:
                 continue
             seen_texts.add(normalised(piece))
             suffix = f" (part {part} of {len(pieces)})" if len(pieces) > 1 else ""
-            rows.append(Row(document, question + suffix, piece))
+            rows.append(Question(document, question + suffix, piece))
     return rows
 
 
-def split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+def split(rows: list[Question]) -> tuple[list[Question], list[Question]]:
     """(train, eval), whole documents each, documents ranked by a hash of their name, not by chance."""
-    by_document: dict[str, list[Row]] = {}
+    by_document: dict[str, list[Question]] = {}
     for row in rows:
         by_document.setdefault(row.document, []).append(row)
     ranked = sorted(by_document, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
-    held_out: list[Row] = []
+    held_out: list[Question] = []
     for name in ranked:
         if len(held_out) < EVAL_ROWS and len(by_document[name]) <= EVAL_DOCUMENT_ROWS:
             held_out += by_document.pop(name)
@@ -197,7 +197,7 @@ def split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
     return train, held_out
 
 
-def json_line(row: Row) -> str:
+def json_line(row: Question) -> str:
     messages = [{"role": "user", "content": row.question}, {"role": "assistant", "content": row.answer}]
     return json.dumps({"messages": messages}) + "\n"
 
@@ -205,7 +205,7 @@ def json_line(row: Row) -> str:
 # --------------------------------------------------------------------------------------------------------------- files
 
 
-def train_tokenizer(train: list[Row], out: Path) -> None:
+def train_tokenizer(train: list[Question], out: Path) -> None:
     """Byte-level BPE of VOCAB_SIZE, learnt from the train split only."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -4,21 +4,18 @@
 and differences are accumulated in fp64.
 """
 
-import contextlib
 import dataclasses
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from unittest import mock
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isoloss.engine import step as step_module
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, MoeConfig
 from isoloss.engine.engine import Engine
@@ -30,7 +27,8 @@ from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.step import CanaryError
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
-from isoloss.tools.plants import NONE, Plant, Run
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug, RunTraits
+from isoloss.tools.planted_bugs.bug import replaced
 from isoloss.tools.routing import LayerRouting, as_tensors, compare_choices, merge_routing, recorded, routing_faults
 
 
@@ -70,15 +68,17 @@ class Case:
             return "cross-entropy"
         return "value" if self.critic else self.policy.algorithm.loss
 
-    def run(self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None) -> Run:
-        """The case as a plant sees it. moe: of a model with experts."""
+    def run(
+        self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None
+    ) -> RunTraits:
+        """The case as a planted bug sees it. moe: of a model with experts."""
         plan = self.plan(layout, [len(sample) for sample in samples], costs)
-        micro_batches = [m for of_rank in plan.micro_batches for m in of_rank]
+        micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        return Run(layout, documents, targets, mode, tuple(others), policy, moe)
+        return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe)
 
     def plan(self, layout: Layout, lengths: Sequence[int], costs: CostModel) -> Plan:
         """What an engine with this budget does with samples of these lengths."""
@@ -141,7 +141,7 @@ def measure(
     frozen: bytes,
     cases: Sequence[Case],
     references: Sequence[str],
-    plant: Plant = NONE,
+    bug: PlantedBug = NO_BUG,
     write: bool = False,
 ) -> list[Measurement]:
     """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
@@ -156,7 +156,8 @@ def measure(
         engine.model.load(RandomWeights(engine.arch, config.train.seed))
     samples = thaw(frozen)
     results = []
-    with plant.planted(), _canary_recorded() as canary:
+    canary: list[str] = []
+    with bug.planted(), replaced("isoloss.engine.step.check_canary", _recording(canary)):
         for case, reference in zip(cases, references, strict=True):
             canary.clear()
             _set_budget(engine, case, samples)
@@ -187,10 +188,10 @@ def measure(
     return results
 
 
-def merge(of_ranks: Sequence[Sequence[Measurement]]) -> list[Measurement]:
+def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
     """The measurements of a world: rank 0's numbers with the parameters and the routing of all ranks."""
     merged = []
-    for measurements in zip(*of_ranks):
+    for measurements in zip(*per_rank):
         parameters = {name: norms for m in measurements for name, norms in m.parameters.items()}
         routing = merge_routing([m.routing for m in measurements])
         merged.append(dataclasses.replace(measurements[0], parameters=parameters, routing=routing))
@@ -214,40 +215,41 @@ class Comparison:
     reason: str
 
 
-def compare(found: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
+def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance) -> Comparison:
     """Whether loss, every parameter's gradient, their norm and every choice of experts agree. With some gradient 0 it
     proves nothing."""
-    loss_error = _relative(found.loss, reference.loss, reference.magnitude)
-    worse = [k for k, v in reference.details.items() if not abs(found.details[k] - v) <= tolerance.gradient * _size(v)]
-    norm_error = _relative(found.grad_norm, reference.grad_norm, reference.grad_norm)
+    loss_error = _relative(measured.loss, reference.loss, reference.magnitude)
+    limit = tolerance.gradient
+    worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * _size(v)]
+    norm_error = _relative(measured.grad_norm, reference.grad_norm, reference.grad_norm)
     errors = {
         name: math.sqrt(norms.difference / norms.reference) if norms.reference > 0 else math.inf
-        for name, norms in found.parameters.items()
+        for name, norms in measured.parameters.items()
     }
     worst = max(errors, key=lambda name: math.inf if math.isnan(errors[name]) else errors[name])
-    reasons = routing_faults(found.routing, reference.routing)
-    missing = sorted(reference.parameters.keys() - found.parameters.keys())
+    reasons = routing_faults(measured.routing, reference.routing)
+    missing = sorted(reference.parameters.keys() - measured.parameters.keys())
     vacuous = sorted(name for name, norms in reference.parameters.items() if norms.gradient == 0)
     if missing:
         reasons.append(f"no gradient for {missing[0]}")
     if vacuous:
         reasons.append(f"the reference gradient of {vacuous[0]} is zero: nothing is proved")
-    if found.canary:
-        reasons.append(f"canary: {found.canary}")
+    if measured.canary:
+        reasons.append(f"canary: {measured.canary}")
     if not loss_error <= tolerance.loss:
         reasons.append(f"loss off by {loss_error:.1e}")
     if worse:
-        reasons.append(f"{worse[0]} is {found.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
+        reasons.append(f"{worse[0]} is {measured.details[worse[0]]!r}, not {reference.details[worse[0]]!r}")
     if not errors[worst] <= tolerance.gradient:
         reasons.append(f"gradient of {worst} off by {errors[worst]:.1e}")
     if not norm_error <= tolerance.gradient:
         reasons.append(f"gradient norm off by {norm_error:.1e}")
-    routing = (found.flips, found.smallest_margin)
+    routing = (measured.flips, measured.smallest_margin)
     return Comparison(loss_error, norm_error, errors[worst], worst, *routing, not reasons, "; ".join(reasons))
 
 
-def _relative(found: float, reference: float, size: float) -> float:
-    return abs(found - reference) / abs(size) if size else math.inf
+def _relative(measured: float, reference: float, size: float) -> float:
+    return abs(measured - reference) / abs(size) if size else math.inf
 
 
 def _size(value: float) -> float:
@@ -270,20 +272,20 @@ def _compare(gradients: Mapping[str, Tensor], reference: str) -> dict[str, Norms
     return norms
 
 
-@contextlib.contextmanager
-def _canary_recorded() -> Iterator[list[str]]:
-    """Within it a failing canary is written down instead of ending the step: a proof wants the gradients as well."""
-    original = step_module.check_canary
-    messages: list[str] = []
+def _recording(messages: list[str]) -> Callable[[Callable], Callable]:
+    """Of the canary's check, one that writes a failure down instead of ending the step: a proof wants the gradients as
+    well."""
 
-    def check_canary(*args) -> None:
-        try:
-            original(*args)
-        except CanaryError as error:
-            messages.append(str(error))
+    def recording(check_canary: Callable) -> Callable:
+        def check_and_record(*args) -> None:
+            try:
+                check_canary(*args)
+            except CanaryError as error:
+                messages.append(str(error))
 
-    with mock.patch.object(step_module, "check_canary", check_canary):
-        yield messages
+        return check_and_record
+
+    return recording
 
 
 def reference_file(folder: str | Path, index: int | str) -> str:

@@ -106,13 +106,13 @@ class WorkerPool:
 
     def _start_worker(self, index: int) -> Worker:
         here, there = self._context.Pipe()
-        (theirs, ours), (of_server, ours_of_server) = (self._context.Pipe(duplex=False) for _ in range(2))
-        process = self._context.Process(target=_serve, args=(there, (theirs, of_server), index))
+        (theirs, ours), (server_lifeline, our_server_lifeline) = (self._context.Pipe(duplex=False) for _ in range(2))
+        process = self._context.Process(target=_serve, args=(there, (theirs, server_lifeline), index))
         process.start()
         there.close()
         theirs.close()
-        of_server.close()
-        return Worker(process, here, (ours, ours_of_server))
+        server_lifeline.close()
+        return Worker(process, here, (ours, our_server_lifeline))
 
     @staticmethod
     def _receive(connection: Connection) -> Any:
@@ -170,8 +170,8 @@ def collect_garbage() -> None:
     Engines hold their groups in reference cycles, and every gloo group holds threads. That of Megatron's distributed
     optimizer goes through C++, where Python cannot collect it: each that was built since the last call is emptied.
     """
-    for found in gc.get_objects():  # not those that earlier calls froze
-        if type(found) is DistributedOptimizer:
-            vars(found).clear()
+    for candidate in gc.get_objects():  # not those that earlier calls froze
+        if type(candidate) is DistributedOptimizer:
+            vars(candidate).clear()
     gc.collect()
     gc.freeze()

@@ -8,8 +8,8 @@ One global batch runs under the reference layout (one rank, one micro-batch) and
 micro-batch a rank, in about three, and one sample at a time. Loss, gradient norm and every parameter's gradient must
 agree up to rounding; the certificate is proof.json, a table and a picture, and says of every claim which runs exercised
 it. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
-Exit status: 0 every claim proved, 1 not (so it must be with a plant), 2 a mistake in the arguments, the configuration
-or the data.
+Exit status: 0 every claim proved, 1 not (with a planted bug it must be 1), 2 a mistake in the arguments, the
+configuration or the data.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
@@ -35,11 +35,11 @@ from isoloss.engine.trainer import load_data
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
-from isoloss.recipes.launch import compose_config, tell_once
-from isoloss.tools.certificate import Row, line, report
+from isoloss.recipes.launch import compose_config, print_error_once
+from isoloss.tools.certificate import ProofRun, line, report
 from isoloss.tools.fabricated import older_logprobs, rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
-from isoloss.tools.plants import EVERY_PLANT, NONE, Plant
+from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS, PlantedBug
 from isoloss.tools.pool import WorkerPool
 
 Runs = Mapping[Layout, Sequence[Case]]
@@ -49,26 +49,28 @@ MIN_BUDGET = 2  # what batch.max_tokens admits: a sample of at least two tokens 
 def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> int:
     """pool: runs the ranks; default one of its own."""
     arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
-    plant = EVERY_PLANT[arguments.plant] if arguments.plant else NONE
+    bug = PLANTED_BUGS[arguments.plant] if arguments.plant else NO_BUG
     try:
         layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
         config = configuration(arguments.loss, arguments.overrides)
         for layout in layouts:
-            legality.check(on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout)
+            compatibility.check(
+                on_layout(config, layout, arguments.precision), read_architecture(config.model.path), layout
+            )
         modes = arguments.aggregations.split(",") if arguments.aggregations else [config.loss.aggregation]
         policy = config if isinstance(config, RLConfig) else None
         losses = [Case(0, loss_config(mode, config), policy) for mode in modes]
-        samples = first_batch(config, plant)
+        samples = first_batch(config, bug)
         runs = choose_runs(config, samples, layouts, losses, arguments.budgets)
         with ranks_for(layouts, pool) as ranks:
             if policy is not None:
                 samples = with_rollout(policy, samples, arguments.precision, ranks)
-            rows = prove(config, samples, runs, arguments.precision, plant, ranks)
+            rows = prove(config, samples, runs, arguments.precision, bug, ranks)
     except UserError as error:
-        tell_once(str(error))
+        print_error_once(str(error))
         return 2
-    out = arguments.out or Path("runs/proof" if plant is NONE else f"runs/proof-{plant.name}")
-    return report(rows, samples, out, config, TOLERANCE[arguments.precision], arguments.precision, plant)
+    out = arguments.out or Path("runs/proof" if bug is NO_BUG else f"runs/proof-{bug.name}")
+    return report(rows, samples, out, config, TOLERANCE[arguments.precision], arguments.precision, bug)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -92,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
         "and log-probabilities of older policies; the keys algorithm.* go with it",
     )
     parser.add_argument("--precision", choices=sorted(TOLERANCE), default="fp64")
-    parser.add_argument("--plant", choices=sorted(EVERY_PLANT), help="a known bug to plant")
+    parser.add_argument("--plant", choices=sorted(PLANTED_BUGS), help="a known bug to plant")
     parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
     return parser
@@ -118,9 +120,9 @@ def loss_config(mode: str, config: Config) -> LossConfig:
     return LossConfig(mode, length, config.loss.count_fully_masked)
 
 
-def first_batch(config: Config, plant: Plant) -> list[Sample]:
-    """The samples of optimizer step 0. With a plant, every token is a target (so that one at the border between two
-    shards is) and a fully masked copy of a sample is added: some bugs show only there.
+def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
+    """The samples of optimizer step 0. For a planted bug every token is a target, also one at the border of two shards,
+    and a fully masked copy of a sample is added: some bugs show only there.
 
     UserError where they are not at least two different rows.
     """
@@ -132,7 +134,7 @@ def first_batch(config: Config, plant: Plant) -> list[Sample]:
             "and over: a proof about micro-batches and means needs at least two rows in the batch"
         )
     samples = [dataclasses.replace(data.train[int(row)], group=index // 2) for index, row in enumerate(rows)]
-    if plant is NONE:
+    if bug is NO_BUG:
         return samples
     everything = [dataclasses.replace(s, mask_T=torch.arange(len(s)) > 0) for s in samples]
     masked = dataclasses.replace(samples[0], mask_T=torch.zeros_like(samples[0].mask_T))
@@ -161,10 +163,10 @@ def choose_runs(
 
     runs = {}
     for layout in layouts:
-        of_plans: dict[Plan, int] = {}
+        budget_of_plan: dict[Plan, int] = {}
         for budget in budgets or (0, about_three(layout), MIN_BUDGET):
-            of_plans.setdefault(plan(layout, budget), budget)
-        runs[layout] = [dataclasses.replace(loss, max_tokens=b) for loss in losses for b in of_plans.values()]
+            budget_of_plan.setdefault(plan(layout, budget), budget)
+        runs[layout] = [dataclasses.replace(loss, max_tokens=b) for loss in losses for b in budget_of_plan.values()]
     return runs
 
 
@@ -184,19 +186,19 @@ def prove(
     samples: Sequence[Sample],
     runs: Runs,
     precision: str,
-    plant: Plant = NONE,
+    bug: PlantedBug = NO_BUG,
     pool: WorkerPool | None = None,
-) -> list[Row]:
-    """Run the cases of every layout, against one rank with everything in one micro-batch, without the plant.
+) -> list[ProofRun]:
+    """Run the cases of every layout, against one rank with everything in one micro-batch, without the bug.
 
-    pool: runs the ranks; default one of its own. UserError for a plant that shows in none of the runs.
+    pool: runs the ranks; default one of its own. UserError for a planted bug that shows in none of the runs.
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None
     costs = CostModel.of(arch)
     seen = {layout: [case.run(layout, samples, costs, moe) for case in cases] for layout, cases in runs.items()}
-    if plant is not NONE and not any(plant.spoils(run) for of_layout in seen.values() for run in of_layout):
-        raise UserError(f"--plant {plant.name} shows in none of these runs: it needs {plant.needs}")
+    if bug is not NO_BUG and not any(bug.must_fail_on(run) for layout_traits in seen.values() for run in layout_traits):
+        raise UserError(f"--plant {bug.name} shows in none of these runs: it needs {bug.needs}")
     frozen = freeze(samples)
     rows = []
     with tempfile.TemporaryDirectory(prefix="isoloss-proof-") as folder, ranks_for(runs, pool) as ranks:
@@ -205,15 +207,15 @@ def prove(
         )
         files = {case.loss: reference_file(folder, index) for index, case in enumerate(losses)}
         run = ranks.run(
-            1, measure, on_layout(config, Layout(), precision), frozen, losses, list(files.values()), NONE, True
+            1, measure, on_layout(config, Layout(), precision), frozen, losses, list(files.values()), NO_BUG, True
         )
         references = dict(zip(files, merge(run)))
         for layout, cases in runs.items():
             spread = on_layout(config, layout, precision)
-            run = ranks.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], plant)
-            for case, found, as_seen in zip(cases, merge(run), seen[layout]):
-                against = compare(found, references[case.loss], TOLERANCE[precision])
-                rows.append(Row(layout, case, found, against, as_seen.filled, plant.spoils(as_seen)))
+            run = ranks.run(layout.world_size, measure, spread, frozen, cases, [files[c.loss] for c in cases], bug)
+            for case, measured, as_seen in zip(cases, merge(run), seen[layout]):
+                against = compare(measured, references[case.loss], TOLERANCE[precision])
+                rows.append(ProofRun(layout, case, measured, against, as_seen.filled, bug.must_fail_on(as_seen)))
                 print(line(rows[-1]), flush=True)
     return rows
 

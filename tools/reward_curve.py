@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     draw(curves, out)
     print(f"reward curve in {out}")
-    print(*map(told, curves), sep="\n")
+    print(*map(summary, curves), sep="\n")
     return 0
 
 
@@ -92,7 +92,7 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def told(curve: Curve) -> str:
+def summary(curve: Curve) -> str:
     """A run in one line."""
     start, end = curve.rewards[0], curve.rewards[-1]
     line = f"{curve.label}: held-out reward {start:.3f} -> {end:.3f} ({end - start:+.3f}) in {curve.steps[-1]} steps"

@@ -58,12 +58,12 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
     @torch.no_grad()
     def record(router: Router, inputs: tuple[Tensor, RoutedTokens], outputs: tuple[Tensor, Tensor]) -> None:
         (hidden, seen), (_, chosen_TE) = inputs, outputs
-        of_layer = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
+        layer_choices = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
         margin_T = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
         origin = seen.origin_T[seen.real_T].cpu()
-        of_layer.seen_O[origin] = True
-        of_layer.chosen_OE[origin] = chosen_TE[seen.real_T].cpu()
-        of_layer.margin_O[origin] = margin_T[seen.real_T].to("cpu", torch.float64)
+        layer_choices.seen_O[origin] = True
+        layer_choices.chosen_OE[origin] = chosen_TE[seen.real_T].cpu()
+        layer_choices.margin_O[origin] = margin_T[seen.real_T].to("cpu", torch.float64)
 
     with contextlib.ExitStack() as stack:
         for router in routers(chunks):
@@ -73,29 +73,29 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
 
 def as_tensors(choices: Mapping[int, Choices]) -> dict[str, Tensor]:
     """What a reference file holds of them."""
-    chosen = {_name(layer, "chosen"): of_layer.chosen_OE for layer, of_layer in choices.items()}
-    return chosen | {_name(layer, "margin"): of_layer.margin_O for layer, of_layer in choices.items()}
+    chosen = {_name(layer, "chosen"): layer_choices.chosen_OE for layer, layer_choices in choices.items()}
+    return chosen | {_name(layer, "margin"): layer_choices.margin_O for layer, layer_choices in choices.items()}
 
 
 def compare_choices(choices: Mapping[int, Choices], reference: str) -> dict[int, LayerRouting]:
     """This rank's choices against those of a reference file, by layer."""
-    found = {}
+    compared = {}
     with safe_open(reference, "pt") as file:
-        for layer, of_layer in choices.items():
+        for layer, layer_choices in choices.items():
             expected_OE = file.get_tensor(_name(layer, "chosen"))
-            flipped_O = of_layer.seen_O & (of_layer.chosen_OE != expected_OE).any(1)
+            flipped_O = layer_choices.seen_O & (layer_choices.chosen_OE != expected_OE).any(1)
             margins = file.get_tensor(_name(layer, "margin"))[flipped_O]
-            found[layer] = LayerRouting(
-                int(of_layer.seen_O.sum()), _smallest(of_layer.margin_O), len(margins), _smallest(margins)
+            compared[layer] = LayerRouting(
+                int(layer_choices.seen_O.sum()), _smallest(layer_choices.margin_O), len(margins), _smallest(margins)
             )
-    return found
+    return compared
 
 
-def merge_routing(of_ranks: Sequence[Mapping[int, LayerRouting]]) -> dict[int, LayerRouting]:
+def merge_routing(per_rank: Sequence[Mapping[int, LayerRouting]]) -> dict[int, LayerRouting]:
     """Of all ranks of a world, each of which saw other tokens."""
     merged: dict[int, LayerRouting] = {}
-    for layer in sorted({layer for of_rank in of_ranks for layer in of_rank}):
-        parts = [of_rank[layer] for of_rank in of_ranks if layer in of_rank]
+    for layer in sorted({layer for routing in per_rank for layer in routing}):
+        parts = [routing[layer] for routing in per_rank if layer in routing]
         merged[layer] = LayerRouting(
             sum(part.tokens for part in parts),
             min(part.margin for part in parts),
@@ -105,18 +105,16 @@ def merge_routing(of_ranks: Sequence[Mapping[int, LayerRouting]]) -> dict[int, L
     return merged
 
 
-def routing_faults(found: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
+def routing_faults(measured: Mapping[int, LayerRouting], reference: Mapping[int, LayerRouting]) -> list[str]:
     """What is wrong with the choices of a world, one line each."""
     faults = []
     for layer, expected in reference.items():
-        of_layer = found.get(layer)
-        if of_layer is None or of_layer.tokens != expected.tokens:
-            seen = 0 if of_layer is None else of_layer.tokens
+        ours = measured.get(layer)
+        if ours is None or ours.tokens != expected.tokens:
+            seen = 0 if ours is None else ours.tokens
             faults.append(f"routing: layer {layer} chose experts for {seen} tokens, not {expected.tokens}")
-        elif of_layer.flips:
-            faults.append(
-                f"routing flip: layer {layer}, {of_layer.flips} tokens, smallest margin {of_layer.flip_margin:.1e}"
-            )
+        elif ours.flips:
+            faults.append(f"routing flip: layer {layer}, {ours.flips} tokens, smallest margin {ours.flip_margin:.1e}")
     return faults
 
 

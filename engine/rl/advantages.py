@@ -63,13 +63,13 @@ def gae(rewards_T: Tensor, values_T: Tensor, gamma: float, gae_lambda: float) ->
     return advantages_T, advantages_T + values_T
 
 
-def whiten(of_completions: Sequence[Tensor]) -> list[Tensor]:
+def whiten(per_completion: Sequence[Tensor]) -> list[Tensor]:
     """Shifted and scaled to mean 0 and (unbiased) variance 1 over all tokens of the batch."""
-    flat = torch.cat([*of_completions, torch.zeros(0, dtype=torch.float64)])
+    flat = torch.cat([*per_completion, torch.zeros(0, dtype=torch.float64)])
     if len(flat) < 2:
-        return [torch.zeros_like(values_T) for values_T in of_completions]
+        return [torch.zeros_like(values_T) for values_T in per_completion]
     scale = (flat.var() + 1e-8).rsqrt()
-    return [(values_T - flat.mean()) * scale for values_T in of_completions]
+    return [(values_T - flat.mean()) * scale for values_T in per_completion]
 
 
 def overlong_punishment(lengths_S: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

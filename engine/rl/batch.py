@@ -56,7 +56,7 @@ class RolloutBatch:
         }
 
     @classmethod
-    def of_state(cls, state: Mapping) -> "RolloutBatch":
+    def from_state(cls, state: Mapping) -> "RolloutBatch":
         samples = tuple(Sample(*sample) for sample in state["samples"])
         return cls(samples, tuple(tuple(step) for step in state["steps"]), state["stats"], state["done"])
 
@@ -81,9 +81,9 @@ class Progress:
         return {"cursor": self.cursor, "experience": None if self.batch.exhausted else self.batch.state()}
 
     @classmethod
-    def of_state(cls, state: Mapping) -> "Progress":
+    def from_state(cls, state: Mapping) -> "Progress":
         left = state["experience"]
-        return cls(state["cursor"]) if left is None else cls(state["cursor"], RolloutBatch.of_state(left))
+        return cls(state["cursor"]) if left is None else cls(state["cursor"], RolloutBatch.from_state(left))
 
 
 class Policy(Protocol):
@@ -129,7 +129,7 @@ def with_logprobs(
     if critic is not None:
         fields["old_values"] = critic.values(asked)
     return [
-        replace(sample, fields={name: of_samples[index].cpu() for name, of_samples in fields.items()})
+        replace(sample, fields={name: values[index].cpu() for name, values in fields.items()})
         for index, sample in enumerate(learned)
     ]
 
@@ -206,29 +206,29 @@ def estimate(
         return [{"advantages": a} for a in (whitened(samples, advantages) if kind.whitened else advantages)]
 
     estimated = []
-    for sample, reward, penalty_T, of_sample in zip(samples, rewards_S, penalty, fields):
+    for sample, reward, penalty_T, sample_fields in zip(samples, rewards_S, penalty, fields):
         at = sample.mask_T.nonzero().squeeze(1)
         rewards_C = torch.zeros(len(at), dtype=torch.float64) if penalty_T is None else -penalty_T[at]
         if len(at):
             rewards_C[-1] += reward
         if kind.critic:
-            values_C = of_sample["old_values"][at]
+            values_C = sample_fields["old_values"][at]
             advantages_C, returns_C = function(rewards_C, values_C, algorithm.gamma, algorithm.gae_lambda)
-            of_targets = {"advantages": advantages_C, "returns": returns_C}
+            per_target = {"advantages": advantages_C, "returns": returns_C}
         else:
-            of_targets = {"advantages": function(rewards_C, algorithm.gamma)}
+            per_target = {"advantages": function(rewards_C, algorithm.gamma)}
         estimated.append(
-            {name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in of_targets.items()}
+            {name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in per_target.items()}
         )
-    for of_sample, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
-        of_sample["advantages"] = advantages_T
+    for sample_fields, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
+        sample_fields["advantages"] = advantages_T
     return estimated
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:
     """Mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
-    of_targets = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
-    return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, of_targets)]
+    per_target = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
+    return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
 
 
 def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:

@@ -2,7 +2,8 @@
 
 import contextlib
 
-from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.engine import Engine
+from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.batch import Progress, RolloutBatch, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
@@ -22,7 +23,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     """Reinforcement learning, from files of prompts to an exported model.
 
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
-    Raises UserError for what the user can mend; nothing has been written by then unless training had started.
+    Raises UserError for what the user can fix; nothing has been written by then unless training had started.
     """
     device.check_fallback(config.train.device)
     check_functions(config.algorithm.advantage, config.algorithm.loss)
@@ -59,7 +60,7 @@ def _train(
 ) -> RunResult:
     loss = policy_loss(config)
     progress = restore(run, critic)
-    run.tell(banner(config, data, run))
+    run.print(banner(config, data, run))
 
     for step in run.steps(
         evaluate=lambda step: evaluate(rollout, data, log, step), save=lambda: save(run, critic, progress)
@@ -77,7 +78,7 @@ def _train(
         run.log(samples, metrics, result, {**values, **progress.batch.stats, **rollout.take_seconds()})
 
     ended = run.finish()
-    run.tell(summary(ended))
+    run.print(summary(ended))
     return ended
 
 
@@ -107,4 +108,4 @@ def restore(run: Run, critic: Critic | None) -> Progress:
         return Progress()
     if critic is not None:
         critic.load(run.output_dir, run.done)
-    return Progress.of_state(run.state)
+    return Progress.from_state(run.state)

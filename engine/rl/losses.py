@@ -39,8 +39,8 @@ def policy_loss(config: RLConfig) -> Loss:
     function = imported(loss_of(algorithm.loss).function, "algorithm.loss")
     terms = [Term(partial(function, algorithm=algorithm), main, name="policy_loss")]
     if algorithm.uses_reference and algorithm.kl_in == "loss":
-        of_reference = partial(kl_from_reference, estimator=kl_estimator(algorithm))
-        terms.append(Term(of_reference, weighting(algorithm.kl_aggregation), algorithm.kl_coef, "kl_loss"))
+        per_token = partial(kl_from_reference, estimator=kl_estimator(algorithm))
+        terms.append(Term(per_token, weighting(algorithm.kl_aggregation), algorithm.kl_coef, "kl_loss"))
     if algorithm.entropy_coef > 0:
         terms.append(Term(entropy, weighting(algorithm.entropy_aggregation), -algorithm.entropy_coef, "entropy_term"))
     return Loss(
@@ -211,8 +211,8 @@ def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
     def clip_fraction(inputs: TokenInputs) -> Tensor:
         if loss.ratio is None:
             return torch.zeros_like(inputs.logprobs_N)
-        of_policy = sequence_log_ratio if loss.ratio == "sequence" else log_ratio
-        ratio = torch.exp(of_policy(inputs, algorithm))
+        ratio_of = sequence_log_ratio if loss.ratio == "sequence" else log_ratio
+        ratio = torch.exp(ratio_of(inputs, algorithm))
         bounded = clipped(ratio, algorithm)
         if loss.constant:
             return (bounded != ratio).to(ratio.dtype)

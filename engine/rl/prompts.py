@@ -117,8 +117,8 @@ def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     values, place = row.values, row.place
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:
-        found = ", ".join(sorted(values)) or "none"
-        raise UserError(f"{place}: no prompt (keys: {found}): a row has `prompt` (text or messages) or `messages`")
+        keys = ", ".join(sorted(values)) or "none"
+        raise UserError(f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`")
     value = values[key]
     if isinstance(value, str) and key == "prompt":
         tokens, prompt = encode_text(value, template), value
@@ -155,11 +155,11 @@ def encode_messages(messages: list[dict[str, Any]], key: str, template: Template
 
 def find_answer(values: Mapping[str, Any]) -> Any:
     for name in ANSWER_KEYS:
-        found: Any = values
+        value: Any = values
         for part in name.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is not None:
-            return found
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if value is not None:
+            return value
     return None
 
 

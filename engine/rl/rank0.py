@@ -44,14 +44,14 @@ class RankZero:
         """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
         results: list[Result] = []
         failure = self.attempt(lambda: results.append(call()))
-        said: list[Any] = [(results, None if failure is None else (isinstance(failure, UserError), str(failure)))]
-        dist.broadcast_object_list(said, src=0, group=self.group)
+        outcome: list[Any] = [(results, None if failure is None else (isinstance(failure, UserError), str(failure)))]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
-        results, failed = said[0]
+        results, failed = outcome[0]
         if failed is not None:
-            of_user, message = failed
-            raise UserError(message) if of_user else RuntimeError(f"rank 0 failed: {message}")
+            is_user_error, message = failed
+            raise UserError(message) if is_user_error else RuntimeError(f"rank 0 failed: {message}")
         return results[0]
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine, ModelSource
+from isoloss.engine.engine import Engine
+from isoloss.engine.model_source import ModelSource
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
 

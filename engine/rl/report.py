@@ -37,8 +37,8 @@ def rollout_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     stats = completion_stats(trajectories)
     sources = sorted({t.prompt.source for t in trajectories})
     for source in sources if len(sources) > 1 else ():
-        of_source = completion_stats([t for t in trajectories if t.prompt.source == source])
-        stats |= {f"{source}/{key}": value for key, value in of_source.items()}
+        source_stats = completion_stats([t for t in trajectories if t.prompt.source == source])
+        stats |= {f"{source}/{key}": value for key, value in source_stats.items()}
     names = sorted({name for t in trajectories for name in t.parts})
     for name in names if len(names) > 1 else ():
         parts = [t.parts[name] for t in trajectories if t.valid and name in t.parts]
@@ -83,8 +83,8 @@ class RolloutLog:
             for trajectory in group.trajectories:
                 sample = next(samples)
                 advantages = sample.fields["advantages"][sample.mask_T]
-                told = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
-                lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | told))
+                values = {"advantage": float(advantages.mean()) if len(advantages) else 0.0}
+                lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | values))
         for group in groups.dropped:
             lines += [_line(step, t, {"kept": False}) for t in group.trajectories]
         self._write(self._train, lines)

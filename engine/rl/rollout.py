@@ -118,21 +118,21 @@ class Rollout:
         scored = self._rank0.run(lambda: self._score(prompts_S, completions))
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return [
-            Trajectory(prompt, completion, of_one.text, of_one.reward, of_one.parts, of_one.error)
-            for prompt, completion, of_one in zip(prompts_S, completions, scored, strict=True)
+            Trajectory(prompt, completion, result.text, result.reward, result.parts, result.error)
+            for prompt, completion, result in zip(prompts_S, completions, scored, strict=True)
         ]
 
     def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
         self.calls += 1
-        found: dict[str, Completion] = {}
+        completions: dict[str, Completion] = {}
         pending = list(requests)
         for _ in range(MAX_ATTEMPTS):
             answers = self.backend.generate(pending, sampling)
-            found |= {answer.id: answer for answer in answers if answer is not None}
-            pending = [request for request in pending if request.id not in found]
+            completions |= {answer.id: answer for answer in answers if answer is not None}
+            pending = [request for request in pending if request.id not in completions]
             if not pending:
-                return [found[request.id] for request in requests]
+                return [completions[request.id] for request in requests]
             self.backend.check_health()
             self.sync_weights(self.version)
         raise UserError(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
@@ -57,7 +57,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
     """
     folder = hf_folder(config.model.path)
     if config.algorithm.uses_critic:
-        legality.check(config, arch.as_critic(), config.parallel.layout())
+        compatibility.check(config, arch.as_critic(), config.parallel.layout())
     check_files(config.data)
     limits = {
         "data.max_length": config.data.max_length,
@@ -92,12 +92,12 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
 
 def stop_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end token and those of generation_config.json."""
-    found = {tokenizer.eos_token_id}
+    tokens = {tokenizer.eos_token_id}
     path = folder / "generation_config.json"
     if path.is_file():
-        told = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        found |= set(told) if isinstance(told, list) else {told}
-    stop = tuple(sorted(token for token in found if token is not None))
+        declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
+        tokens |= set(declared) if isinstance(declared, list) else {declared}
+    stop = tuple(sorted(token for token in tokens if token is not None))
     if not stop:
         raise UserError(
             f"neither the tokenizer nor generation_config.json of {folder} names a token that ends a completion: set "

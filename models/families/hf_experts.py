@@ -35,7 +35,7 @@ def experts(
     for name in present[1:]:
         if config[name] != number:
             refuse(name, config[name], f"contradicts {present[0]}={number}; keep one of them")
-    found = Experts(
+    experts = Experts(
         count=number,
         top_k=positive_int(config, "num_experts_per_tok"),
         intermediate_size=positive_int(config, intermediate_size),
@@ -43,15 +43,15 @@ def experts(
         normalize=normalize,
         **known,
     )
-    if number % found.groups:
-        refuse("n_group", found.groups, f"must divide the number of experts, {number}")
-    if found.groups_kept > found.groups:
-        refuse("topk_group", found.groups_kept, f"must not exceed n_group={found.groups}")
-    if found.groups > 1 and number // found.groups < 2:
-        refuse("n_group", found.groups, f"leaves groups of fewer than two of the {number} experts")
-    if found.top_k > number // found.groups * found.groups_kept:
-        refuse("num_experts_per_tok", found.top_k, f"exceeds the experts that can be chosen, of {number}")
-    return found
+    if number % experts.groups:
+        refuse("n_group", experts.groups, f"must divide the number of experts, {number}")
+    if experts.groups_kept > experts.groups:
+        refuse("topk_group", experts.groups_kept, f"must not exceed n_group={experts.groups}")
+    if experts.groups > 1 and number // experts.groups < 2:
+        refuse("n_group", experts.groups, f"leaves groups of fewer than two of the {number} experts")
+    if experts.top_k > number // experts.groups * experts.groups_kept:
+        refuse("num_experts_per_tok", experts.top_k, f"exceeds the experts that can be chosen, of {number}")
+    return experts
 
 
 def grouped_experts(config: Mapping[str, Any]) -> Experts:

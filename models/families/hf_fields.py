@@ -1,4 +1,4 @@
-"""Fields of a config.json: read with a type, or refused in one line that names the field, the value and the mend."""
+"""Fields of a config.json: read with a type, or refused in one line that names the field, the value and the fix."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -16,7 +16,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, model_parallel_cuda_manual_seed
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -32,6 +32,7 @@ from isoloss.models.mcore.gpt import PackedGPT, unwrap
 from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
 from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
+from isoloss.models.mcore.patches import recompute_without_transformer_engine
 from isoloss.models.mcore.router import Router
 from isoloss.models.mcore.stages import pipeline_layout
 from isoloss.models.mcore.value_head import ValueHead
@@ -40,8 +41,7 @@ from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
 
-# Its default, False, counts as "in fp8", and it then asks Transformer Engine, also where there is none.
-CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+recompute_without_transformer_engine()
 
 
 def transformer_config(

@@ -65,8 +65,8 @@ class Router(MegatronModule):
         weights_TE = torch.zeros_like(routing.logits_TE).scatter(1, routing.chosen_TK, routing.weights_TK)
         chosen_TE = routing.chosen_TE
         # Where activations are computed again, the first pass is without gradients: only the second one counts.
-        if tokens is not None and tokens.balance is not None and torch.is_grad_enabled():
-            weights_TE = tokens.balance.add_losses(weights_TE, routing, tokens)
+        if tokens is not None and tokens.router_losses is not None and torch.is_grad_enabled():
+            weights_TE = tokens.router_losses.add(weights_TE, routing, tokens)
             if self.expert_bias is not None:
                 self.load_E += (chosen_TE & tokens.real_T[:, None]).sum(0)
         return weights_TE, chosen_TE
@@ -94,8 +94,8 @@ def selection_margin(logits_TE: Tensor, experts: Experts, selection_bias_E: Tens
     and the first one that is not, or between the last group and the first, where that is smaller."""
     scores_TE = _scores(logits_TE, experts)
     ranking_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
-    of_experts = _gap(_in_best_groups(ranking_TE, experts), experts.top_k)
-    return torch.minimum(of_experts, _gap(_group_scores(ranking_TE, experts), experts.groups_kept))
+    margin_T = _gap(_in_best_groups(ranking_TE, experts), experts.top_k)
+    return torch.minimum(margin_T, _gap(_group_scores(ranking_TE, experts), experts.groups_kept))
 
 
 def _scores(logits_TE: Tensor, experts: Experts) -> Tensor:

@@ -1,4 +1,4 @@
-"""What balances the load of experts: losses that the routers add to that of the step.
+"""Losses that the routers of experts add to that of the step.
 
 A router sees a part of a packed row, which is a part of a step. So its losses are sums over tokens, with weights that
 are known before any forward, as all others are; what a token needs to know of its document are counts, which are whole
@@ -46,15 +46,15 @@ class RoutedTokens:
 
     document_T: the document of the row that each belongs to. origin_T: where it stands in the concatenation of all
     samples of the step. Both -1 for padding and dummy tokens. length_D: tokens of each document of the whole row, the
-    padding behind it not counted, int64. row: the ranks that share the row, tp x context. balance: what the routers do
-    besides routing; None: nothing.
+    padding behind it not counted, int64. row: the ranks that share the row, tp x context. router_losses: what the
+    routers add to the loss; None: nothing.
     """
 
     document_T: Tensor
     origin_T: Tensor
     length_D: Tensor
     row: dist.ProcessGroup
-    balance: "Balance | None" = None
+    router_losses: "RouterLosses | None" = None
 
     @property
     def real_T(self) -> Tensor:
@@ -99,7 +99,7 @@ class RouterLoss:
     coefficient: float
 
 
-class Balance:
+class RouterLosses:
     """What the routers of this rank do in one pass over a step, besides routing.
 
     weights_BO: the weight of every token of the step in each loss, fp64; a last column, index -1, is of padding, and 0.
@@ -112,7 +112,7 @@ class Balance:
         self.sums_B = weights_BO.new_zeros(len(losses))
         self.consumed_B = weights_BO.new_zeros(len(losses))
 
-    def add_losses(self, weights_TE: Tensor, routing: Routing, tokens: RoutedTokens) -> Tensor:
+    def add(self, weights_TE: Tensor, routing: Routing, tokens: RoutedTokens) -> Tensor:
         """weights_TE, through whose backward the losses of these tokens are differentiated.
 
         Collectives: those of the losses.

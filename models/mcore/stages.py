@@ -20,10 +20,10 @@ def stage_layers(arch: Architecture, layout: Layout, chosen: Sequence[int] = ())
     """
     if chosen:
         return tuple(chosen)
-    return balance(layer_flops(arch, TOKENS), layout.pp * layout.vpp, output_flops(arch, TOKENS))
+    return split_layers(layer_flops(arch, TOKENS), layout.pp * layout.vpp, output_flops(arch, TOKENS))
 
 
-def balance(costs_L: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
+def split_layers(costs_L: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
     """Split layers into consecutive stages, each of at least one, so that the costliest stage costs the least.
 
     costs_L: of each layer; last: what the last stage pays besides. Of the best splits the most even one (least sum of
@@ -53,12 +53,12 @@ def balance(costs_L: Sequence[int], stages: int, last: int = 0) -> tuple[int, ..
         """(sum of squares, layers) of the stages left; None where one would exceed the limit."""
         if left == 0:
             return 0, ()
-        found = []
+        candidates = []
         for end in ends(first, left):
             rest = best(end, left - 1) if cost(first, end) <= limit else None
             if rest is not None:
-                found.append((cost(first, end) ** 2 + rest[0], (end - first, *rest[1])))
-        return min(found, default=None)
+                candidates.append((cost(first, end) ** 2 + rest[0], (end - first, *rest[1])))
+        return min(candidates, default=None)
 
     split = best(0, stages)
     assert split is not None

@@ -45,11 +45,11 @@ def stream_weights(
         labels = [Label(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine or ()]
         everyone: list[list[Label] | None] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, None if mine is None else labels)
-        if all(of_rank is None for of_rank in everyone):
+        if all(rank_labels is None for rank_labels in everyone):
             return
-        for source, of_rank in enumerate(everyone):
-            if of_rank:
-                yield _travel(mine if source == rank else None, of_rank, source, receives, device)
+        for source, rank_labels in enumerate(everyone):
+            if rank_labels:
+                yield _travel(mine if source == rank else None, rank_labels, source, receives, device)
 
 
 def _rounds(tensors: Iterator[tuple[str, Tensor, bool]], bucket_bytes: int) -> Iterator[list[Named] | None]:

@@ -51,7 +51,7 @@ def script(monkeypatch):
 
 
 def test_balance(script, monkeypatch, capsys):
-    module = script("balance", "--repeats", 1)
+    module = script("token_balance", "--repeats", 1)
     monkeypatch.setattr(module, "SIZES", ((64, 4),))
     module.main()
     assert "total tokens need at least" in capsys.readouterr().out

@@ -26,7 +26,7 @@ from isoloss.parallel.vocab import unrounded_logits
 from isoloss.recipes.launch import compose_config
 from isoloss.tools import prove
 from isoloss.tools.parity import Case, freeze
-from isoloss.tools.plants import NONE, PLANTS
+from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
@@ -42,7 +42,7 @@ def config(tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="module")
 def samples(config):
-    return prove.first_batch(config, NONE)
+    return prove.first_batch(config, NO_BUG)
 
 
 def test_logits_of_bf16_weights_are_not_rounded():
@@ -76,11 +76,11 @@ def test_one_call_for_all_documents_is_dense_attention(ring):
         assert torch.linalg.vector_norm(one.cpu().double() - other) <= 1e-2 * torch.linalg.vector_norm(other)
 
 
-@pytest.mark.parametrize("plant", ("mean-of-micro-batch-means", "dropped-micro-batch"))
-def test_planted_bugs_show(config, plant):
-    samples = prove.first_batch(config, PLANTS[plant])
+@pytest.mark.parametrize("bug", ("mean-of-micro-batch-means", "dropped-micro-batch"))
+def test_planted_bugs_show(config, bug):
+    samples = prove.first_batch(config, PLANTED_BUGS[bug])
     cases = [Case(budget, prove.loss_config("token-mean", config)) for budget in (600, 0)]
-    rows = prove.prove(config, samples, {Layout(): cases}, "fp64", PLANTS[plant])
+    rows = prove.prove(config, samples, {Layout(): cases}, "fp64", PLANTED_BUGS[bug])
     assert [row.against.passed for row in rows] == [False, True]
 
 

@@ -9,7 +9,7 @@ from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, 
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
 from isoloss.tools.parity import freeze
-from isoloss.tools.plants import NONE
+from isoloss.tools.planted_bugs import NO_BUG
 from isoloss.tools.prove import first_batch, on_layout
 
 
@@ -39,7 +39,7 @@ def test_gradients_are_accumulated_and_reduced_in_fp32(pool, config, layout):
 
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
 def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
-    frozen = freeze(first_batch(config, NONE))
+    frozen = freeze(first_batch(config, NO_BUG))
     reference = pool.run(1, world.losses, config, frozen, 6)[0]
     for layout in ("1", "tp2", "pp2", "ulysses2", "ring2", "ulysses2+ring2", "dp2"):
         bf16 = on_layout(config, Layout.parse(layout), "bf16")
@@ -54,7 +54,7 @@ def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
 def test_no_layout_loses_the_fp32_copy_of_the_weights(pool, config):
     """Steps so small that bf16 weights alone would not take them: 8 steps without the copy end 2.4e-2 above."""
     small = dataclasses.replace(config, optim=OptimConfig(lr=3e-5, schedule="constant"))
-    frozen, runs = freeze(first_batch(config, NONE)), {}
+    frozen, runs = freeze(first_batch(config, NO_BUG)), {}
     for layout in ("1", "tp2", "pp2", "ulysses2", "ring2", "dp2"):
         bf16 = on_layout(small, Layout.parse(layout), "bf16")
         parallel = dataclasses.replace(bf16.parallel, distributed_optimizer=layout in ("tp2", "ring2", "dp2"))
@@ -67,6 +67,6 @@ def test_no_layout_loses_the_fp32_copy_of_the_weights(pool, config):
 def test_log_probabilities_in_bf16_are_those_of_the_divided_logits(pool, config):
     """Temperatures divide logits in fp32. Hidden states divided in bf16 have other logits, as has a rounded product."""
     bf16 = on_layout(config, Layout.parse("tp2"), "bf16")
-    for found in pool.run(2, world.of_temperatures, bf16, freeze(first_batch(config, NONE)), [1.0, 0.7, 0.6]):
+    for found in pool.run(2, world.of_temperatures, bf16, freeze(first_batch(config, NO_BUG)), [1.0, 0.7, 0.6]):
         for mean, largest in found:
             assert mean <= 1e-5 and largest <= 1e-4

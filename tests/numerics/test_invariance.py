@@ -18,7 +18,7 @@ from support.grid import Grid
 from support.invariance import MAX_LENGTH, QWEN3, WIDE, cases
 from support.thinned import covering_pairs, thinned
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models.families import qwen3
@@ -61,7 +61,7 @@ def all_layouts(arch) -> Iterator[Layout]:
         for sequence_parallel in (True, False) if tp > 1 else (False,):
             layout = Layout(tp, pp, vpp, ulysses, ring, dp=dp, sequence_parallel=sequence_parallel)
             try:
-                legality.check(Config(ModelConfig("anywhere")), arch, layout)
+                compatibility.check(Config(ModelConfig("anywhere")), arch, layout)
             except UserError:
                 continue
             yield layout

@@ -36,7 +36,8 @@ from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
 from isoloss.tools.parity import TOLERANCE, Case, compare
-from isoloss.tools.plants import MOE_PLANTS, Run
+from isoloss.tools.planted_bugs import RunTraits
+from isoloss.tools.planted_bugs.experts import EXPERTS
 
 LENGTHS = (37, 5, 1, 23, 2, 61, 11, 3, 47, 29)  # 219 tokens; the third and the fifth are shorter than some contexts
 BUDGETS = (61, 110, 0)  # about one sequence a micro-batch, several, all in one
@@ -351,33 +352,35 @@ def test_biases_survive_a_checkpoint(biased, tmp_path):
 # ---- the tests can fail ---------------------------------------------------------------------------------------------
 
 PLANTED_LAYOUTS = ("dp2", "tp2+ep2", "ep2+dp4", "ulysses2+ep2", "pp2")
-BIAS_PLANTS = ("padding-counted", "loads-of-its-own-rank")
+BUGS = {bug.name: bug for bug in EXPERTS}
+OF_ONE_STEP = BUGS.keys() - {"loads-of-its-own-rank"}
+OF_BIASES = ("padding-counted", "loads-of-its-own-rank")
 
 
-def seen(grid: Grid, layout: str, case: Case) -> Run:
-    """A run as a plant sees it."""
+def seen(grid: Grid, layout: str, case: Case) -> RunTraits:
+    """A run as a planted bug sees it."""
     return case.run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
 
 
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)
-@pytest.mark.parametrize("name", sorted(MOE_PLANTS.keys() - {"loads-of-its-own-rank"}))
+@pytest.mark.parametrize("name", sorted(OF_ONE_STEP))
 def test_a_planted_bug_fails_where_it_shows_and_only_there(grids, name, layout):
-    grid, plant = grids("qwen3-moe"), MOE_PLANTS[name]
+    grid, bug = grids("qwen3-moe"), BUGS[name]
     planted = cases([("token-mean", 0), ("seq-mean-token-mean", 110)])
-    for case, found in zip(planted, grid.run(layout, planted, plant), strict=True):
+    for case, found in zip(planted, grid.run(layout, planted, bug), strict=True):
         against = compare(found, grid.reference(case), TOLERANCE["fp64"])
-        spoiled = plant.spoils(seen(grid, layout, case))
+        spoiled = bug.must_fail_on(seen(grid, layout, case))
         assert against.passed != spoiled, f"{case}: {against}"
         assert not spoiled or against.gradient_error > 1e-6
 
 
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)
-@pytest.mark.parametrize("name", BIAS_PLANTS)
+@pytest.mark.parametrize("name", OF_BIASES)
 def test_a_bug_planted_into_the_counts_fails_where_it_shows(biased, expected_biases, name, layout):
     config = biased.on(layout, batch=WHOLE)
-    ranks = biased.on_ranks(layout, world.selection_biases, config, biased.frozen, STEPS["fp64"], MOE_PLANTS[name])
+    ranks = biased.on_ranks(layout, world.selection_biases, config, biased.frozen, STEPS["fp64"], BUGS[name])
     wrong = any(values != expected_biases["fp64"][key] for of_rank in ranks for key, values in of_rank.items())
-    assert wrong == MOE_PLANTS[name].spoils(dataclasses.replace(seen(biased, layout, SUM), biases=True))
+    assert wrong == BUGS[name].must_fail_on(dataclasses.replace(seen(biased, layout, SUM), biases=True))
 
 
 def test_a_routing_flip_is_a_failure_of_its_own(grids):

@@ -12,8 +12,9 @@ from support.families import VOCAB, write_folder
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig
-from isoloss.engine.engine import Engine, resolve
+from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.model_source import resolve
 from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import UserError
 

@@ -20,7 +20,8 @@ from isoloss.recipes.launch import ASSETS
 from isoloss.tools import prove
 from isoloss.tools.certificate import Row, claims, verdict
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
-from isoloss.tools.plants import EVERY_PLANT, NONE, PLANTS
+from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
+from isoloss.tools.planted_bugs.dense import DENSE
 
 LAYOUTS = "dp2,ulysses2,ring2,pp2,tp2+nosp"
 BALANCED = ("moe.aux_loss=sequence", "moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.1")
@@ -112,7 +113,7 @@ def test_an_aggregation_is_exercised_where_the_step_is_cut():
 
 
 def test_every_bug_on_the_list_can_be_planted():
-    assert set(PLANTS) == {
+    assert set(PLANTED_BUGS) == {
         "mean-of-micro-batch-means",
         "counts-over-dp-and-sp",
         "gradients-averaged-over-dp",
@@ -128,7 +129,7 @@ def test_every_bug_on_the_list_can_be_planted():
 TWO_MODES = ("--budgets", "500,0", "--aggregations", "token-mean,seq-mean-token-mean")
 KL = ("--loss", "clip", "algorithm.kl_coef=0.2", "algorithm.kl_aggregation=seq-mean-token-mean")
 SHOWN_BY = {
-    **dict.fromkeys(PLANTS, ("dense", LAYOUTS, TWO_MODES)),
+    **dict.fromkeys([bug.name for bug in DENSE], ("dense", LAYOUTS, TWO_MODES)),
     "sequence-sum-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
     "sequence-gradient-of-its-own-shard": ("dense", "dp2,ulysses2", ("--loss", "gspo")),
     "second-term-by-micro-batch-means": ("dense", "dp2,ulysses2", KL),
@@ -151,21 +152,21 @@ HIDDEN_FROM_THE_CANARY = {
 
 
 def test_every_bug_can_be_shown_but_one_of_several_steps():
-    assert EVERY_PLANT.keys() - SHOWN_BY.keys() == {"loads-of-its-own-rank"}
+    assert PLANTED_BUGS.keys() - SHOWN_BY.keys() == {"loads-of-its-own-rank"}
 
 
-@pytest.mark.parametrize("plant", SHOWN_BY)
-def test_a_planted_bug_fails_where_it_shows_and_only_there(run, plant):
-    model, layouts, arguments = SHOWN_BY[plant]
-    status, proof, told = run("--plant", plant, *arguments, model=model, layouts=layouts)
+@pytest.mark.parametrize("bug", SHOWN_BY)
+def test_a_planted_bug_fails_where_it_shows_and_only_there(run, bug):
+    model, layouts, arguments = SHOWN_BY[bug]
+    status, proof, told = run("--plant", bug, *arguments, model=model, layouts=layouts)
     assert "as it must be: the bug is caught" in told, told
-    assert status == 1 and not proof["proved"] and proof["plant"] == plant
-    spoiled = [r for r in proof["runs"] if r["spoiled_by_plant"]]
-    untouched = [r for r in proof["runs"] if not r["spoiled_by_plant"]]
+    assert status == 1 and not proof["proved"] and proof["planted_bug"] == bug
+    spoiled = [r for r in proof["runs"] if r["must_fail"]]
+    untouched = [r for r in proof["runs"] if not r["must_fail"]]
     assert spoiled and untouched
     # The gradient alone gives every bug away: a loss check is too weak, and the canary sees some of them only.
     warned = ["canary: " in r["reason"] for r in spoiled]
-    assert all(warned) if plant in SEEN_BY_THE_CANARY else not (any(warned) and plant in HIDDEN_FROM_THE_CANARY), warned
+    assert all(warned) if bug in SEEN_BY_THE_CANARY else not (any(warned) and bug in HIDDEN_FROM_THE_CANARY), warned
     assert all(r["gradient_error"] > 1e-6 for r in spoiled), [r for r in spoiled if r["gradient_error"] <= 1e-6]
     assert all(not r["passed"] for r in spoiled)
     assert all(r["passed"] for r in untouched), [r["reason"] for r in untouched if not r["passed"]]
@@ -223,7 +224,7 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
     data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache"]
     config = prove.configuration("clip", [*keys, *data])
     assert isinstance(config, RLConfig)
-    samples = prove.with_rollout(config, prove.first_batch(config, NONE), "fp64", pool)
+    samples = prove.with_rollout(config, prove.first_batch(config, NO_BUG), "fp64", pool)
     advantages = torch.cat([s.fields["advantages"] for s in samples])
     assert (advantages > 0).any() and (advantages < 0).any()
     assert all((values[~s.mask_T] == 0).all() for s in samples for values in s.fields.values())
@@ -234,7 +235,7 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
 
 
 @pytest.mark.parametrize(
-    ("plant", "arguments", "needs"),
+    ("bug", "arguments", "needs"),
     [
         ("expert-gradients-averaged", (), "it needs a model with experts"),
         ("sequence-sum-of-its-own-shard", ("--loss", "cispo"), "--loss gspo"),
@@ -243,11 +244,11 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
         ("loads-of-its-own-rank", (), "selection biases after several optimizer steps"),
     ],
 )
-def test_a_plant_that_cannot_show_is_refused(run, plant, arguments, needs):
-    layout = "dp2" if plant.startswith("sequence") else "ulysses2"
-    status, proof, told = run("--plant", plant, *arguments, layouts=layout)
+def test_a_planted_bug_that_cannot_show_is_refused(run, bug, arguments, needs):
+    layout = "dp2" if bug.startswith("sequence") else "ulysses2"
+    status, proof, told = run("--plant", bug, *arguments, layouts=layout)
     assert status == 2 and not proof
-    assert told.count("\n") == 1 and f"--plant {plant} shows in none of these runs" in told and needs in told
+    assert told.count("\n") == 1 and f"--plant {bug} shows in none of these runs" in told and needs in told
 
 
 def test_a_batch_of_one_row_is_refused(run):
@@ -259,8 +260,8 @@ def test_zero_gradients_fail_end_to_end(run, monkeypatch):
     """A batch without a target has zero gradients everywhere: equal on every layout, and no proof."""
     original = prove.first_batch
 
-    def masked(config, plant):
-        samples = original(config, plant)
+    def masked(config, bug):
+        samples = original(config, bug)
         for sample in samples:
             sample.mask_T.zero_()
         return samples

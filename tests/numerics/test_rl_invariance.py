@@ -26,7 +26,7 @@ from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
 from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare
-from isoloss.tools.plants import RL_PLANTS
+from isoloss.tools.planted_bugs.policy import POLICY
 
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",
@@ -203,8 +203,8 @@ def test_sum_leaves_normalization_to_the_caller(grid, layout):
             np.testing.assert_allclose(gradient, ranks[0][1][name], rtol=1e-9, atol=1e-12)  # one model, all ranks
 
 
-@pytest.mark.parametrize("plant", sorted(RL_PLANTS))
-def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
+@pytest.mark.parametrize("bug", POLICY, ids=lambda bug: bug.name)
+def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, bug):
     triples = [
         ("gspo", "seq-mean-token-mean", 96),
         ("clip+k2-by-sequence", "token-mean", 96),
@@ -212,9 +212,9 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, plant):
     ]
     cases, samples, costs = cases_of(grid, triples), recorded_batch(False), CostModel.of(grid.arch)
     for layout in map(Layout.parse, ("ulysses2", "dp2", "1")):
-        run = grid.run(layout, cases, RL_PLANTS[plant])
+        run = grid.run(layout, cases, bug)
         for case, found in zip(cases, run, strict=True):
             against = compare(found, grid.reference(case), TOLERANCE["fp64"])
-            spoiled = RL_PLANTS[plant].spoils(case.run(layout, samples, costs))
-            assert against.passed != spoiled, f"{plant} on {layout}, {case.name}: {against.reason or 'not noticed'}"
+            spoiled = bug.must_fail_on(case.run(layout, samples, costs))
+            assert against.passed != spoiled, f"{bug.name} on {layout}, {case.name}: {against.reason or 'not noticed'}"
             assert not spoiled or against.gradient_error > 1e-6

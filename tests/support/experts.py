@@ -9,7 +9,7 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
 from isoloss.tools.parity import thaw
-from isoloss.tools.plants import NONE, Plant
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
 from support.invariance import FOUR_LAYERS
 
 STEP = 1e-8  # of a finite difference
@@ -22,14 +22,14 @@ MODELS = {
 }
 
 
-def selection_biases(config: Config, frozen: bytes, steps: int, plant: Plant = NONE) -> dict[str, list[float]]:
+def selection_biases(config: Config, frozen: bytes, steps: int, bug: PlantedBug = NO_BUG) -> dict[str, list[float]]:
     """This rank's selection biases after some steps on the same samples, by weight name.
 
     Between the steps the samples are evaluated and asked for log-probabilities, which must not count.
     """
     engine = Engine(config)
     samples, loss = thaw(frozen), cross_entropy(config.loss)
-    with plant.planted():
+    with bug.planted():
         for _ in range(steps):
             engine.forward_backward(samples, loss)
             engine.evaluate(samples, loss)

@@ -12,7 +12,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
-from isoloss.tools.plants import NONE, Plant
+from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
 from isoloss.tools.pool import WorkerPool
 from isoloss.tools.prove import on_layout
 
@@ -60,12 +60,12 @@ class Grid:
         return [self._files[replace(case, max_tokens=0)] for case in cases]
 
     def run(
-        self, layout: Layout | str, cases: Sequence[Case], plant: Plant = NONE, write: bool = False, **changes: Any
+        self, layout: Layout | str, cases: Sequence[Case], bug: PlantedBug = NO_BUG, write: bool = False, **changes: Any
     ) -> list[Measurement]:
         """changes: those of `on`."""
         if not write:
             self.refer(cases)
-        arguments = self.on(layout, **changes), self.frozen, cases, self.files_of(cases), plant, write
+        arguments = self.on(layout, **changes), self.frozen, cases, self.files_of(cases), bug, write
         return merge(self.on_ranks(layout, measure, *arguments))
 
     def check(self, layout: Layout | str, cases: Sequence[Case], **changes: Any) -> list[Measurement]:

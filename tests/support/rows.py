@@ -193,7 +193,7 @@ QUICK = {
         "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
     },
     "numerics/test_prove.py": {
-        "test_a_plant_that_cannot_show_is_refused": "expert-* loads-*",
+        "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "expert-gradients-averaged "
         "second-term-by-micro-batch-means",
         "test_a_proof_of_a_policy_loss": "clip-* gspo-*",

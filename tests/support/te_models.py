@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import (
     BatchConfig,
@@ -46,8 +46,8 @@ def configuration(
 def make_engine(
     folder: Path, fused: bool, precision: Literal["fp32", "bf16"] = "fp32", moe: MoeConfig | None = None, **parallel
 ) -> Engine:
-    """Only of what the table of legality admits, but for a kernel in fp32: users run that in bf16, on a release that
-    splits packed rows, and so it is put to the table. The stand-in's attention is plain torch, and runs it in fp32."""
+    """Only of what the table of compatibility admits, but for a kernel in fp32: users run that in bf16, on a release
+    that splits packed rows, and so it is put to the table. The stand-in's attention is plain torch: it runs in fp32."""
     config = configuration(folder, fused, precision, moe, **parallel)
     if precision == "bf16" or config.parallel.cp_kernel == "isoloss":
         return Engine(config)
@@ -55,8 +55,8 @@ def make_engine(
     with mock.patch.object(transformer_engine, "installed", lambda: newest):
         in_bf16 = replace(config, train=TrainConfig(precision="bf16"))
         layout = config.parallel.layout().with_world(dist.get_world_size())
-        legality.check(in_bf16, read_architecture(folder), layout)
-    with mock.patch.object(legality, "check"):
+        compatibility.check(in_bf16, read_architecture(folder), layout)
+    with mock.patch.object(compatibility, "check"):
         return Engine(config)
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from packaging.version import Version
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
+from isoloss.engine.compatibility.rule import Setup
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from isoloss.engine.legality.rule import Setup
 from isoloss.engine.packing import pack
 from isoloss.models.architecture import Architecture, Experts, Latent, Rope
 from isoloss.models.mcore import transformer_engine
@@ -43,7 +43,7 @@ def config(precision: str, wanted: bool, **parallel) -> Config:
 
 
 def check(settings: Config, arch: Architecture) -> None:
-    legality.check(settings, arch, settings.parallel.layout())
+    compatibility.check(settings, arch, settings.parallel.layout())
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_every_rule_speaks(monkeypatch):
     for version, arch, settings, _ in REFUSED:
         here(monkeypatch, version)
         setup = Setup(settings, arch, settings.parallel.layout())
-        told.add(id(next(rule for rule in legality.RULES if rule.broken(setup))))
-    assert not [rule.key for rule in legality.TRANSFORMER_ENGINE if id(rule) not in told]
+        told.add(id(next(rule for rule in compatibility.RULES if rule.broken(setup))))
+    assert not [rule.key for rule in compatibility.TRANSFORMER_ENGINE if id(rule) not in told]
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,9 @@ ALLOWED = {
     "tools": {"parallel", "models", "engine", "recipes"},  # a tool reads a recipe's configuration
     "recipes": {"parallel", "models", "engine"},
 }
+# What each wing of models/ may import besides itself, of the other wings.
+WINGS = {"weights": set(), "families": {"weights"}, "mcore": {"weights"}, "conversion": {"families", "weights"}}
+PATCHES = "models/mcore/patches.py"
 TESTS = ("tests", "benchmarks")
 PARALLEL_STATE = "megatron.core.parallel_state"
 # The second runs another project's library in an environment without isoloss.
@@ -52,9 +55,31 @@ def faults(path: str, source: str, package: str) -> list[str]:
             found.append(f"{path}: import isoloss.{top}, not {name}, which is a second copy of the module")
         if top == "isoloss" and folder in ALLOWED and target not in {folder} | ALLOWED[folder]:
             found.append(f"{path}: {folder} must not import {name}")
+        wing, other = (
+            ([*package.split(".")[2:], ""][0], rest.split(".")[1]) if target == "models" and "." in rest else ("", "")
+        )
+        if folder == "models" and wing in WINGS and other in WINGS.keys() - WINGS[wing] - {wing}:
+            found.append(f"{path}: models/{wing} must not import {name}")
         if (name + ".").startswith(PARALLEL_STATE + ".") and path not in TOUCH_PARALLEL_STATE:
             found.append(f"{path}: only parallel/mesh.py touches {PARALLEL_STATE}")
+    if folder in ALLOWED and path != PATCHES:
+        found += [f"{path}: only {PATCHES} patches Megatron: {text}" for text in patches(source)]
     return found
+
+
+def patches(source: str) -> Iterator[str]:
+    """Assignments to an attribute of something imported from Megatron, or to a private one of another object."""
+    tree = ast.parse(source)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    megatron = {a.asname or a.name for n in nodes if str(n.module).startswith("megatron") for a in n.names}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        flat = [t for target in targets for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+        for target in (t for t in flat if isinstance(t, ast.Attribute)):
+            root = ast.unparse(target).split(".")[0]
+            private = target.attr.startswith("_") and not target.attr.startswith("__")
+            if root in megatron or (private and root not in ("self", "cls", "torch", "cuda")):
+                yield ast.unparse(node)
 
 
 @pytest.mark.parametrize("folder", [*ALLOWED, *TESTS])
@@ -80,6 +105,12 @@ def test_imports_go_one_way(folder):
         ("engine/x.py", "from megatron.core import parallel_state as mpu"),
         ("models/x.py", "import megatron.core.parallel_state"),
         ("tests/unit/x.py", "from megatron.core.parallel_state import get_data_parallel_group"),
+        ("models/weights/x.py", "from isoloss.models.families.registry import hf_folder"),
+        ("models/families/x.py", "from isoloss.models.mcore import build"),
+        ("models/mcore/x.py", "from isoloss.models.conversion.transfer import run"),
+        ("engine/x.py", "from megatron.core import optimizer\noptimizer.Adam = None"),
+        ("models/mcore/x.py", "from megatron.core.a import B\nB.__init__.__defaults__ = (None,)"),
+        ("engine/x.py", "def f(part):\n    part._move, other = None, 1"),
     ],
 )
 def test_the_rule_finds(path, source):
@@ -94,6 +125,11 @@ def test_the_rule_finds(path, source):
         ("engine/rl/x.py", "from ..step import run_step"),
         ("tools/x.py", "import isoloss.engine.engine, toolshed"),
         ("tests/unit/x.py", "from isoloss.tools import pool\nimport support.vocab"),
+        (
+            "models/conversion/x.py",
+            "from isoloss.models.weights import manifest\nfrom isoloss.models.families import llama",
+        ),
+        ("models/mcore/patches.py", "from megatron.core import optimizer\noptimizer.Adam = None"),
     ],
 )
 def test_the_rule_lets_pass(path, source):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from support.layouts import ON_GPUS, overrides
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.config import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.parallel import Layout, UserError
@@ -36,12 +36,12 @@ def test_the_keys_of_a_layout_give_that_layout(text):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])
 def test_dense_models_admit(text):
-    legality.check(CONFIG, DENSE, Layout.parse(text))
+    compatibility.check(CONFIG, DENSE, Layout.parse(text))
 
 
 @pytest.mark.parametrize("text", ["tp2", "ep2", "ep6", "tp2+etp2", "tp2+ep3+etp2", "pp2+ep2", "ulysses2+ep2"])
 def test_models_with_experts_admit(text):
-    legality.check(CONFIG, SPARSE, Layout.parse(text))
+    compatibility.check(CONFIG, SPARSE, Layout.parse(text))
 
 
 REFUSED = [
@@ -63,7 +63,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arch", "text", "message"), REFUSED, ids=[text for _, text, _ in REFUSED])
 def test_what_a_model_does_not_admit_is_refused_by_name(arch, text, message):
     with pytest.raises(UserError, match=message) as refusal:
-        legality.check(CONFIG, arch, Layout.parse(text))
+        compatibility.check(CONFIG, arch, Layout.parse(text))
     assert "\n" not in str(refusal.value)
 
 

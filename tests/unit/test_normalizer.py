@@ -63,7 +63,9 @@ def test_a_prompt_that_no_sequence_has_does_not_count(count_fully_masked, one_ra
     """Prompts 3 and 900 of a thousand numbers; the second has no valid token."""
     by_prompt = Aggregation("prompt-mean-token-mean", count_fully_masked=count_fully_masked)
     normalizer = GlobalLossNormalizer([by_prompt], one_rank)
-    ((weights, counts),) = normalizer.weights([torch.tensor([0, 1, 1]), torch.tensor([0, 0])], [3, 900], num_groups=1000)
+    ((weights, counts),) = normalizer.weights(
+        [torch.tensor([0, 1, 1]), torch.tensor([0, 0])], [3, 900], num_groups=1000
+    )
     half = 1 / 4 if count_fully_masked else 1 / 2
     assert [w.tolist() for w in weights] == [[0, half, half], [0, 0]]
     assert counts.prompts == (2 if count_fully_masked else 1) and counts.weight_sum == 2 * half
@@ -72,7 +74,9 @@ def test_a_prompt_that_no_sequence_has_does_not_count(count_fully_masked, one_ra
 @pytest.mark.parametrize("group", [-1, 2])
 def test_a_prompt_outside_the_number_of_prompts_is_refused(group, one_rank):
     with pytest.raises(ValueError, match=rf"group_ids .*0\.\.1.* {group}"):
-        GlobalLossNormalizer([Aggregation("prompt-mean-token-mean")], one_rank).weights([torch.ones(2)], [group], num_groups=2)
+        GlobalLossNormalizer([Aggregation("prompt-mean-token-mean")], one_rank).weights(
+            [torch.ones(2)], [group], num_groups=2
+        )
 
 
 @pytest.mark.parametrize("masks", [[], [torch.zeros(3, dtype=torch.bool)], [torch.zeros(2), torch.zeros(5)]])

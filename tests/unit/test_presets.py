@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
 from isoloss.engine.config import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
@@ -48,7 +48,7 @@ def test_a_preset_is_legal(preset, tmp_path):
         "sft", Config, [f"preset={preset}", f"model.path={tmp_path}", "data.train=[rows.jsonl]"]
     )
     layout = config.parallel.layout().with_world(gpus)
-    legality.check(config, read_architecture(tmp_path), layout)
+    compatibility.check(config, read_architecture(tmp_path), layout)
     assert layout.world_size == gpus
 
 
@@ -74,7 +74,7 @@ def test_a_preset_of_reinforcement_learning_is_legal(recipe, preset, tmp_path):
     config = rl_preset(recipe, preset, model, tmp_path)
     arch = read_architecture(tmp_path)
     layout = config.parallel.layout().with_world(gpus)
-    legality.check(config, arch, layout)
+    compatibility.check(config, arch, layout)
     assert (layout.tp, layout.pp, layout.dp, layout.world_size) == (tp, pp, dp, gpus)
     assert config.train.precision == "bf16" and config.rollout.backend == "sglang"
     room = config.data.max_length - config.rollout.max_new_tokens
@@ -89,7 +89,7 @@ def test_a_preset_of_reinforcement_learning_is_legal(recipe, preset, tmp_path):
 def test_the_32b_preset_does_with_two_nodes_that_train(recipe, tmp_path):
     config = rl_preset(recipe, "32b_h100", QWEN3_32B, tmp_path)
     layout = config.parallel.layout().with_world(16)
-    legality.check(config, read_architecture(tmp_path), layout)
+    compatibility.check(config, read_architecture(tmp_path), layout)
     assert layout.dp == 1
 
 

@@ -18,11 +18,11 @@ from isoloss.models.weights.mappings import Replicated, Vocabulary
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, UserError
 from isoloss.tools import prove, verify, verify_logits, verify_tensors
-from isoloss.tools.certificate import Row, claims
+from isoloss.tools.certificate import ProofRun, claims
 from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
-from isoloss.tools.plants import EVERY_PLANT, NONE, Run
-from isoloss.tools.plants.plant import means_differ
+from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS, RunTraits
+from isoloss.tools.planted_bugs.bug import means_differ
 from isoloss.tools.routing import Choices, LayerRouting, as_tensors, compare_choices, merge_routing, routing_faults
 from isoloss.tools.verify_logits import CEILING, LogitsEvidence
 from isoloss.tools.verify_models import Rounded, Unverified
@@ -51,16 +51,17 @@ def test_a_prompt_of_one_sample_with_targets_is_a_sequence():
     tokens = torch.arange(4)
     samples = [Sample(tokens, tokens > 0, 0), Sample(tokens, tokens < 0, 0)]
     against = compare(WHOLE, WHOLE, TOLERANCE)
-    row = Row(Layout.parse("dp2"), Case(0, LossConfig("prompt-mean-token-mean")), WHOLE, against, 2, False)
+    row = ProofRun(Layout.parse("dp2"), Case(0, LossConfig("prompt-mean-token-mean")), WHOLE, against, 2, False)
     assert claims([row], samples)["prompt-mean-token-mean"] == []
 
 
 def test_the_same_row_again_is_no_second_row(monkeypatch):
     data = SimpleNamespace(train=[Sample(torch.arange(4), torch.arange(4) > 0)] * 3)
-    monkeypatch.setattr(prove, "load_data", lambda config: data)
+    monkeypatch.setattr(prove, "read_architecture", lambda path: None)
+    monkeypatch.setattr(prove, "load_data", lambda config, arch: data)
     monkeypatch.setattr(prove, "step_indices", lambda *args: np.array([1, 1, 1]))
     with pytest.raises(UserError, match="one row over and over"):
-        prove.first_batch(Config(ModelConfig("anywhere")), NONE)
+        prove.first_batch(Config(ModelConfig("anywhere")), NO_BUG)
 
 
 def test_made_up_fields_are_nothing_where_nothing_is_asked():
@@ -69,7 +70,7 @@ def test_made_up_fields_are_nothing_where_nothing_is_asked():
     assert all((values[~mask] == 0).all() and (values[mask] != 0).all() for values in fields.values())
 
 
-# ---- where a plant shows --------------------------------------------------------------------------------------------
+# ---- where a bug shows ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,7 +94,7 @@ def test_where_means_of_means_differ(micro_batches, mode, differ):
      ("tp2+ring2", 6, True), ("dp2", 0, True)],
 )  # fmt: skip
 def test_where_a_row_is_padded(layout, tokens, padded):
-    run = Run(Layout.parse(layout), ((tokens,) if tokens else (),), ((tokens,) if tokens else (),), "token-mean")
+    run = RunTraits(Layout.parse(layout), ((tokens,) if tokens else (),), ((tokens,) if tokens else (),), "token-mean")
     assert run.padded == padded
 
 
@@ -102,9 +103,12 @@ def test_where_a_row_is_padded(layout, tokens, padded):
 )
 def test_where_a_sum_of_one_shard_shows(loss, importance, shows):
     policy: Any = dataclasses.replace(AlgorithmConfig(), loss=loss, importance=importance)
-    of = {text: Run(Layout.parse(text), ((8,),), ((7,),), "token-mean", policy=policy) for text in ("ulysses2", "dp2")}
-    plant = EVERY_PLANT["sequence-sum-of-its-own-shard"]
-    assert plant.spoils(of["ulysses2"]) == shows and not plant.spoils(of["dp2"])
+    of = {
+        text: RunTraits(Layout.parse(text), ((8,),), ((7,),), "token-mean", policy=policy)
+        for text in ("ulysses2", "dp2")
+    }
+    bug = PLANTED_BUGS["sequence-sum-of-its-own-shard"]
+    assert bug.must_fail_on(of["ulysses2"]) == shows and not bug.must_fail_on(of["dp2"])
 
 
 # ---- choices of experts ---------------------------------------------------------------------------------------------

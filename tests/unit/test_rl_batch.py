@@ -381,7 +381,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
     rollout_batch = prepared(minibatches=2, epochs=2, advantage=advantage)
     _, left = rollout_batch.next()
     torch.save(left.state(), tmp_path / "state.pt")
-    again = RolloutBatch.of_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    again = RolloutBatch.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
     assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
     while not left.exhausted:
         samples, left = left.next()

@@ -11,7 +11,7 @@ from megatron.core.transformer.pipeline_parallel_layer_layout import PipelinePar
 from isoloss.engine.plan import CostModel
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.models.flops import layer_flops, output_flops
-from isoloss.models.mcore.stages import balance, pipeline_layout, stage_layers
+from isoloss.models.mcore.stages import pipeline_layout, split_layers, stage_layers
 from isoloss.parallel import Layout
 
 LLAMA_8B = Architecture(
@@ -35,7 +35,7 @@ def test_no_split_is_better(costs, data, last):
         of_stages[-1] += last
         return max(of_stages), sum(cost**2 for cost in of_stages), split
 
-    assert balance(costs, stages, last) == min(every_split(len(costs), stages), key=badness)
+    assert split_layers(costs, stages, last) == min(every_split(len(costs), stages), key=badness)
 
 
 @pytest.mark.parametrize(

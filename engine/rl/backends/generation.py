@@ -27,7 +27,7 @@ MAX_PREFILL = 16384  # tokens that are read in one forward, padding included; a 
 
 
 @dataclass
-class Row:
+class ActiveSequence:
     """A request under way: its place among the requests, and what it has so far."""
 
     index: int
@@ -37,7 +37,7 @@ class Row:
     versions: list[int] = field(default_factory=list)
 
     @classmethod
-    def start(cls, index: int, request: Request) -> "Row":
+    def start(cls, index: int, request: Request) -> "ActiveSequence":
         row = cls(index, request)
         if request.partial:
             row.tokens += request.partial.tokens
@@ -69,7 +69,7 @@ class Batch:
     """Rows that decode together, and their keys and values: the last row.length - 1 columns of a row of the cache are
     its own (all but those of its newest token, which no forward has read), the columns before them padding."""
 
-    rows: list[Row]
+    rows: list[ActiveSequence]
     cache: DynamicCache
 
     def select(self, keep: Sequence[int]) -> "Batch":
@@ -107,7 +107,7 @@ def generate(
     version: of the weights, noted with every new token. proceed: asked before every forward; False ends all requests
     with what they have (finish="abort").
     """
-    rows = [Row.start(index, request) for index, request in enumerate(requests)]
+    rows = [ActiveSequence.start(index, request) for index, request in enumerate(requests)]
     waiting = deque(row for row in rows if row.finish(sampling) is None)
     running = Batch([], DynamicCache())
     with torch.inference_mode():
@@ -122,7 +122,7 @@ def generate(
     return [row.completion(sampling) for row in rows]
 
 
-def admit(waiting: deque[Row], free: int) -> list[Row]:
+def admit(waiting: deque[ActiveSequence], free: int) -> list[ActiveSequence]:
     """Take the rows of the next prefill, in order: at most `free`, and within MAX_PREFILL if there is more than one."""
     rows, contexts, longest = [], set(), 0
     while waiting and len(rows) < free:
@@ -134,7 +134,7 @@ def admit(waiting: deque[Row], free: int) -> list[Row]:
     return rows
 
 
-def prefill(model: PreTrainedModel, rows: Sequence[Row]) -> tuple[Batch, Tensor]:
+def prefill(model: PreTrainedModel, rows: Sequence[ActiveSequence]) -> tuple[Batch, Tensor]:
     """Read prompts (and what partial completions have); the logits of each row's next token, [B, V].
 
     Rows with the same tokens, such as the completions of one prompt, are read once.

@@ -62,9 +62,9 @@ class InProcessBackend:
             failure = traceback.format_exc()
         everyone: list[tuple[str, list[Completion]]] = [("", [])] * world
         dist.all_gather_object(everyone, (failure, mine))
-        for of_rank, (failure, _) in enumerate(everyone):
+        for rank, (failure, _) in enumerate(everyone):
             if failure:
-                raise RuntimeError(f"generation failed on rank {of_rank}:\n{failure}")
+                raise RuntimeError(f"generation failed on rank {rank}:\n{failure}")
         return [completion for _, completions in everyone for completion in completions]
 
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:

@@ -53,7 +53,7 @@ class RolloutBackend(Protocol):
         ...
 
     def check_health(self) -> None:
-        """Raises UserError, on every rank, with the server and the mend. Collective over the world."""
+        """Raises UserError, on every rank, with the server and the fix. Collective over the world."""
         ...
 
     def close(self) -> None:

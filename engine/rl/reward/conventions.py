@@ -38,14 +38,14 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class Columns:
+class RowColumns:
     """What the rows have: names of extra columns that some row has, and whether some row has an answer."""
 
     names: frozenset[str]
     has_answer: bool
 
     @classmethod
-    def of(cls, prompts: Iterable[Prompt]) -> "Columns":
+    def of(cls, prompts: Iterable[Prompt]) -> "RowColumns":
         names: set[str] = set()
         has_answer = False
         for prompt in prompts:
@@ -87,7 +87,7 @@ class RewardFunction:
         return arguments
 
 
-def recognise(function: str, parameters: Sequence[Parameter], columns: Columns) -> Convention:
+def recognise(function: str, parameters: Sequence[Parameter], columns: RowColumns) -> Convention:
     """The convention of a function. UserError where it asks for something that nothing provides."""
     names = {parameter.name for parameter in parameters}
     answers: tuple[str, ...]

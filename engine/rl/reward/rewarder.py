@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward.conventions import Attempt, Columns, Parameter, RewardFunction, recognise
+from isoloss.engine.rl.reward.conventions import Attempt, Parameter, RewardFunction, RowColumns, recognise
 from isoloss.engine.rl.reward.pool import RewardPool
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.errors import UserError
@@ -27,7 +27,7 @@ class Scored:
     """What became of a completion.
 
     reward: the weighted sum, or math.nan where a function failed. parts: what each function gave, unweighted, by its
-    label; math.nan where it failed, absent where it said None (does not apply). error: the first failure, None
+    label; math.nan where it failed, absent where it returned None (does not apply). error: the first failure, None
     without. text: of the completion, without special tokens.
     """
 
@@ -45,7 +45,7 @@ class Rewarder:
     """
 
     def __init__(self, config: RewardConfig, tokenizer, prompts: Iterable[Prompt]):
-        columns = Columns.of(prompts)
+        columns = RowColumns.of(prompts)
         self._names, self._tokenizer = config.function, tokenizer
         weights = config.weights or (1.0,) * len(config.function)
         self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout)
@@ -81,9 +81,11 @@ class Rewarder:
         results = iter(self._pool.run([call for each in calls for call in each]))
         outcomes = []
         for function, each in zip(self._functions, calls):
-            found = [next(results) for _ in each]
-            outcomes.append(spread(self._names[function.index], found[0], len(attempts)) if function.batched else found)
-        return [total(self._functions, of_one, text) for of_one, text in zip(zip(*outcomes), texts)]
+            answers = [next(results) for _ in each]
+            outcomes.append(
+                spread(self._names[function.index], answers[0], len(attempts)) if function.batched else answers
+            )
+        return [total(self._functions, outcomes_of_one, text) for outcomes_of_one, text in zip(zip(*outcomes), texts)]
 
 
 def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
@@ -93,7 +95,7 @@ def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> 
         first = trajectories[0]
         raise UserError(
             f"reward.function=[{', '.join(config.function)}]: none of {len(trajectories)} completions could be "
-            f"rewarded; the first, {first.completion.id}: {first.error}: mend the function"
+            f"rewarded; the first, {first.completion.id}: {first.error}: fix the function"
         )
 
 
@@ -119,10 +121,10 @@ def labels(names: Sequence[str]) -> list[str]:
     return [each if count[each] == 1 else name for each, name in zip(short, names)]
 
 
-def described(index: int, name: str, label: str, weight: float, said: Any, columns: Columns) -> RewardFunction:
-    if isinstance(said, str):
-        raise UserError(f"reward.function={name} {said}")
-    parameters = tuple(Parameter(*each) for each in said)
+def described(index: int, name: str, label: str, weight: float, answer: Any, columns: RowColumns) -> RewardFunction:
+    if isinstance(answer, str):
+        raise UserError(f"reward.function={name} {answer}")
+    parameters = tuple(Parameter(*each) for each in answer)
     return RewardFunction(index, label, weight, recognise(name, parameters, columns), parameters)
 
 

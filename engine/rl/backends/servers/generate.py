@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from isoloss.engine.rl.backends.servers.server import Piece, Refused, Server, ServerLost
+from isoloss.engine.rl.backends.servers.server import Continuation, Refused, Server, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
 
@@ -147,7 +147,7 @@ class _Joined:
     def context(self) -> list[int]:
         return [*self._request.prompt_tokens, *self.tokens]
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Continuation) -> None:
         self.tokens += piece.tokens
         self._logprobs += piece.logprobs
         self._versions += piece.versions

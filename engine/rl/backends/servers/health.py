@@ -15,7 +15,7 @@ Check = Callable[[Server], None]  # raises ServerLost
 def wait_until(check: Check, server: Server, timeout: float) -> None:
     """The server passes; it may still be loading, or be restarted by whoever runs it. UserError after `timeout`
     seconds."""
-    deadline, told = time.monotonic() + timeout, False
+    deadline, announced = time.monotonic() + timeout, False
     while True:
         try:
             return check(server)
@@ -25,9 +25,9 @@ def wait_until(check: Check, server: Server, timeout: float) -> None:
                     f"rollout.servers: {lost}, for rollout.timeout={timeout:g} seconds; start a server there, correct "
                     "the URL, or let rollout.server_command start one"
                 ) from None
-            if not told:
+            if not announced:
                 print(f"waiting for a server: {lost}", flush=True)
-            told = True
+            announced = True
         time.sleep(POLL_SECONDS)
 
 
@@ -79,7 +79,7 @@ def serves_ours(server: Server) -> bool:
 
 
 def explain(error: Exception, timeout: float) -> Exception:
-    """What the user should see of an exception: servers' failures are his to mend."""
+    """What the user should see of an exception: servers' failures are theirs to fix."""
     if isinstance(error, ServerLost):
         return UserError(
             f"{error}; see that the server runs and can be reached, and that rollout.timeout={timeout:g} seconds is "

@@ -74,4 +74,4 @@ class ServerProcess:
     def _told(self) -> str:
         lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()
         last = [line.strip() for line in lines if line.strip()][-LOG_LINES:]
-        return f"mend what its log {self.log} tells, which ends with: {' | '.join(last)}"
+        return f"fix what its log {self.log} tells, which ends with: {' | '.join(last)}"

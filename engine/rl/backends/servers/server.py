@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Continuation:
     """What one call of `Server.generate` gave: tokens [T], their logprobs [T] and weight versions [T], why it ended."""
 
     tokens: tuple[int, ...]
@@ -87,7 +87,7 @@ class Server(ABC):
     # ---- what every kind does ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Piece:
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Continuation:
         """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most."""
 
     @abstractmethod
@@ -184,10 +184,10 @@ def on_all(servers: Sequence[AnyServer], call: Callable[[AnyServer], Result]) ->
 def _message(reply: httpx2.Response) -> str:
     """What the server says went wrong, on one line: its JSON holds that in one of several places."""
     try:
-        said = reply.json()
+        body = reply.json()
     except ValueError:
-        said = reply.text
-    if isinstance(said, dict):
-        said = said.get("error") or said
-        said = said.get("message") or said.get("detail") or said if isinstance(said, dict) else said
-    return " ".join(str(said).split())[:500]
+        body = reply.text
+    if isinstance(body, dict):
+        body = body.get("error") or body
+        body = body.get("message") or body.get("detail") or body if isinstance(body, dict) else body
+    return " ".join(str(body).split())[:500]

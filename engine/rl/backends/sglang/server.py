@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isoloss.engine.rl.backends.servers.server import Piece, Refused, Server, ServerInfo, ServerLost
+from isoloss.engine.rl.backends.servers.server import Continuation, Refused, Server, ServerInfo, ServerLost
 from isoloss.engine.rl.trajectory import Request, Sampling
 
 
@@ -21,7 +21,7 @@ class SGLangServer(Server):
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Piece:
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Continuation:
         params = sampling_params(request, sampling, budget)
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
         reply = self.post("/generate", body)
@@ -61,12 +61,12 @@ class SGLangServer(Server):
         return int(version) if version.isdecimal() else None
 
     def info(self) -> ServerInfo:
-        said = self.get("/server_info")
+        info = self.get("/server_info")
         return ServerInfo(
-            tp_size=int(said.get("tp_size", 1)),
-            device=str(said.get("device", "cuda")),
-            gives_memory_back=bool(said.get("enable_memory_saver")),
-            keeps_weights=bool(said.get("enable_weights_cpu_backup")),
+            tp_size=int(info.get("tp_size", 1)),
+            device=str(info.get("device", "cuda")),
+            gives_memory_back=bool(info.get("enable_memory_saver")),
+            keeps_weights=bool(info.get("enable_weights_cpu_backup")),
         )
 
     def checksums(self) -> list[dict[str, str]]:
@@ -112,7 +112,7 @@ class SGLangServer(Server):
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
-def read_piece(reply: Mapping[str, Any]) -> Piece:
+def read_piece(reply: Mapping[str, Any]) -> Continuation:
     """The tokens of a reply of /generate. ServerLost where weights that are not ours produced some of them."""
     tokens = tuple(int(token) for token in reply["output_ids"])
     meta = reply["meta_info"]
@@ -124,7 +124,7 @@ def read_piece(reply: Mapping[str, Any]) -> Piece:
     strange = [version for version in versions if not version.isdecimal()]
     if strange:
         raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
-    return Piece(tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
+    return Continuation(tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
 
 
 def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:

@@ -160,7 +160,7 @@ class TensorSync:
         self._tp_sizes = dict(zip(servers, [info.tp_size for info in on_all(servers, lambda server: server.info())]))
 
     def send(self, servers: Sequence[Server], payload: list[str]) -> None:
-        of_server: dict[Server, list[str]] = {}
+        payloads: dict[Server, list[str]] = {}
         if self._held is not None and self._held.flat_B.is_cuda:
             wanted, start = sum(self._tp_sizes.values()), 0
             if wanted != len(payload):
@@ -169,14 +169,14 @@ class TensorSync:
                     f"ranks, but {wanted} processes on {len(servers)} servers; use rollout.weight_sync=broadcast"
                 )
             for server, size in self._tp_sizes.items():
-                of_server[server] = payload[start : start + size]
+                payloads[server] = payload[start : start + size]
                 start += size
         else:
-            of_server = {server: payload * size for server, size in self._tp_sizes.items()}
+            payloads = {server: payload * size for server, size in self._tp_sizes.items()}
 
         def post(server: Server) -> None:
             body = {
-                "serialized_named_tensors": of_server[server],
+                "serialized_named_tensors": payloads[server],
                 "load_format": "flattened_bucket",
                 "flush_cache": False,
             }

@@ -1,19 +1,69 @@
-"""Megatron's HybridDeviceOptimizer, which keeps and steps a share of the optimizer's state in host memory, with what it
-leaves open closed."""
+"""Every change that isoloss makes to Megatron-Core's own classes and objects; nothing else patches them.
 
+What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.cuda_stubs`.
+"""
+
+import queue
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.optimizer import OptimizerConfig
+from megatron.core import optimizer
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import Tensor
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from torch import Tensor, nn
 
 Group = dict[str, Any]
 
 
-def switch_on(settings: OptimizerConfig, share: float) -> None:
+def recompute_without_transformer_engine() -> None:
+    """Let `CheckpointWithoutOutput` work without Transformer Engine: the default of its argument `fp8`, False, counts
+    as "in fp8", and it then asks Transformer Engine, also where there is none."""
+    CheckpointWithoutOutput.__init__.__defaults__ = (None,)
+
+
+def collect_results_in_process() -> None:
+    """Let the writers of a checkpoint's files put their results into a queue of this process, in place of one that a
+    manager process holds."""
+    filesystem_async._results_queue = queue.SimpleQueue()
+
+
+# ---- optimizers -----------------------------------------------------------------------------------------------------
+
+
+def use_torch_adamw() -> None:
+    """Let Megatron take torch's AdamW. It prefers Transformer Engine's FusedAdam, then apex's, where one imports; their
+    states have other forms, so what is installed would decide which checkpoints can be read."""
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.AdamW, False
+    distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+
+
+def restore_from_checkpoint(part: DistributedOptimizer) -> None:
+    """Let an optimizer load weights and moments: Megatron's own code looks for the step count, which it keeps
+    elsewhere, among the tensors of the checkpoint."""
+    part._set_main_param_and_optimizer_states = partial(_set_state, part)
+
+
+@torch.no_grad()
+def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
+    """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
+    group, index = part.model_param_group_index_map[model_param]
+    main_param = part.optimizer.param_groups[group]["params"][index]
+    state = part.optimizer.state[main_param]
+    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is on the host
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name].copy_(tensors[name])
+
+
+# ---- HybridDeviceOptimizer: a share of the optimizer's state lives, and is stepped, in host memory ------------------
+
+
+def offload(settings: OptimizerConfig, share: float) -> None:
     """Let Megatron put `share` of the state (moments and fp32 weights) into host memory.
 
     Only what it calls precision-aware leaves the fp32 weights to this optimizer; else they stay on the device. Both
@@ -26,7 +76,7 @@ def switch_on(settings: OptimizerConfig, share: float) -> None:
     settings.store_param_remainders = False
 
 
-def complete(part: DistributedOptimizer) -> None:
+def complete_offload(part: DistributedOptimizer) -> None:
     """Close what Megatron leaves open in an optimizer just built, if a share of it is on the host.
 
     - Its groups carry its settings, classes among them, into checkpoints, which other machines cannot read.
@@ -51,8 +101,8 @@ def complete(part: DistributedOptimizer) -> None:
 
 def _move_state(hybrid: HybridDeviceOptimizer) -> None:
     """Each parameter's state to where the parameter is stepped."""
-    for optimizer in hybrid.sub_optimizers:
-        for inner, state in optimizer.state.items():
+    for part in hybrid.sub_optimizers:
+        for inner, state in part.state.items():
             for name, value in state.items():
                 state[name] = value.to(inner.device)
 

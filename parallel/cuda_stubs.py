@@ -1,4 +1,4 @@
-"""The CPU host: lets unmodified Megatron-Core run on a machine without a GPU, over gloo.
+"""Stubs for CUDA: they let unmodified Megatron-Core run on a machine without a GPU, over gloo.
 
 Megatron-Core names CUDA directly: it asks `torch.cuda` for the current device, streams, events and RNG states, creates
 tensors with `device="cuda"`, and its distributed optimizer compares `Tensor.type()` with 'torch.cuda.FloatTensor'.
@@ -100,8 +100,8 @@ def _with_uneven_shares(all_gather):
         gathered = tensor.new_empty((sum(rows), *tensor.shape[1:]))
         everyone = torch.cat([tensor] * len(rows))
         torch.distributed.all_to_all_single(gathered, everyone, rows, [tensor.shape[0]] * len(rows), group=group)
-        for share, found in zip(tensor_list, gathered.split(rows)):
-            share.copy_(found)
+        for share, part in zip(tensor_list, gathered.split(rows)):
+            share.copy_(part)
         return None
 
     return wrapped

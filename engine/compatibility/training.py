@@ -1,6 +1,6 @@
-"""Balance, precision, optimizer and memory: what they ask of model and layout."""
+"""Load balancing, precision, optimizer and memory: what they ask of model and layout."""
 
-from isoloss.engine.legality.rule import Rule
+from isoloss.engine.compatibility.rule import Rule
 from isoloss.models.mcore import nvidia_apex
 
 MOE = (

@@ -16,49 +16,51 @@ from isoloss.engine.losses import Loss
 from isoloss.engine.packing import PackedBatch
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.router import routers
-from isoloss.models.mcore.router_losses import Balance, RoutedTokens, RouterLoss, sequence_balance, z_loss
+from isoloss.models.mcore.router_losses import RoutedTokens, RouterLoss, RouterLosses, sequence_balance, z_loss
 from isoloss.parallel import Mesh
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.normalizer import TokenCounts, token_weights
 
 
 @dataclass(frozen=True)
-class Balancing:
-    """What a training step does about balance. bias_rate: how far a selection bias moves in a step."""
+class LoadBalancing:
+    """What a training step does about the load of experts.
+
+    losses: of the routers. bias_rate: how far a selection bias moves in a step."""
 
     losses: tuple[RouterLoss, ...]
     bias_rate: float
 
 
-def configured(config: MoeConfig, arch: Architecture) -> Balancing | None:
+def configured(config: MoeConfig, arch: Architecture) -> LoadBalancing | None:
     """None where nothing is asked for, and for a critic: the keys are about the model that is being made."""
     # Each part of `sequence_balance` is already divided by its document's length.
     losses = (
         RouterLoss("moe_aux_loss", sequence_balance, Aggregation("seq-mean-token-sum"), config.aux_loss_coef),
         RouterLoss("moe_z_loss", z_loss, Aggregation("token-mean"), config.z_loss_coef),
     )
-    balancing = Balancing(tuple(loss for loss in losses if loss.coefficient), config.bias_update_rate)
+    balancing = LoadBalancing(tuple(loss for loss in losses if loss.coefficient), config.bias_update_rate)
     return None if arch.critic or not (balancing.losses or balancing.bias_rate) else balancing
 
 
-def start(balancing: Balancing, lengths: Sequence[int], loss: Loss, device: torch.device) -> Balance:
+def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: torch.device) -> RouterLosses:
     """What the routers do in one pass over a step. lengths: tokens of every sequence of the step, on every rank.
 
     Every token counts, target or not: all of them are sent to experts. Where `loss` leaves the normalization to the
     caller, so do the losses of the routers. No collective.
     """
-    census = TokenCounts.of_whole_step(lengths)
+    tokens = TokenCounts.from_lengths(lengths)
     ones = [torch.ones(length) for length in lengths]
     summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
     weights_BO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []
-    for weights_O, of_router in zip(weights_BO, balancing.losses):
-        weights, counted = token_weights(ones, census, Aggregation("sum") if summed else of_router.aggregation)
+    for weights_O, router_loss in zip(weights_BO, balancing.losses):
+        weights, counted = token_weights(ones, tokens, Aggregation("sum") if summed else router_loss.aggregation)
         weights_O[:-1] = torch.cat([*weights, weights_O[:0]])
         counts.append(counted)
-    return Balance(balancing.losses, weights_BO.to(device), counts)
+    return RouterLosses(balancing.losses, weights_BO.to(device), counts)
 
 
-def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, balance: Balance | None) -> RoutedTokens:
+def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLosses | None) -> RoutedTokens:
     """The tokens of this rank's slice that its routers see."""
 
     def own(row_R: Tensor) -> Tensor:
@@ -66,15 +68,15 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, balance: Balance | None)
 
     document_T, origin_T = own(micro_batch.document_R), own(micro_batch.origin_R)
     length_D = torch.tensor(micro_batch.real_lengths, device=document_T.device)
-    return RoutedTokens(document_T, origin_T, length_D, mesh.megatron.tp_cp, balance)
+    return RoutedTokens(document_T, origin_T, length_D, mesh.megatron.tp_cp, router_losses)
 
 
-def reduce_losses(balance: Balance, mesh: Mesh) -> tuple[list[float], list[float]]:
+def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:
     """The sum of each loss, without its coefficient, and of the weights that went into it, over all ranks.
 
     Collectives: one all-reduce of 2B numbers over dp x context and one over tp x pp.
     """
-    totals = torch.stack([balance.sums_B, balance.consumed_B])
+    totals = torch.stack([router_losses.sums_B, router_losses.consumed_B])
     dist.all_reduce(totals, group=mesh.dp_context)
     dist.all_reduce(totals, group=mesh.stage)
     sums, consumed = totals.tolist()
@@ -83,19 +85,20 @@ def reduce_losses(balance: Balance, mesh: Mesh) -> tuple[list[float], list[float
 
 @torch.no_grad()
 def update_biases(chunks: Sequence[nn.Module], rate: float, mesh: Mesh) -> None:
-    """Move every selection bias by `rate` towards balance: up where an expert got fewer tokens of the step than the
-    mean, down where it got more (arXiv:2408.15664, algorithm 1).
+    """Move every selection bias by `rate` towards an even load (arXiv:2408.15664, algorithm 1).
+
+    It goes up where an expert got fewer tokens of the step than the mean, and down where it got more.
 
     Integers decide, so the biases are bit-equal on every layout. Collectives: one all-reduce of int64 counts [L, E]
     over tp x dp x context.
     """
-    of_stage = list(routers(chunks))
-    if rate == 0 or not of_stage:  # nothing to move, or a pipeline stage of dense layers
+    stage_routers = list(routers(chunks))
+    if rate == 0 or not stage_routers:  # nothing to move, or a pipeline stage of dense layers
         return
-    load_LE = torch.stack([router.load_E for router in of_stage])
+    load_LE = torch.stack([router.load_E for router in stage_routers])
     dist.all_reduce(load_LE, group=mesh.megatron.tp_dp_cp)
     below_LE = torch.sign(load_LE.sum(1, keepdim=True) - load_LE.shape[1] * load_LE)  # of mean - load
-    for router, below_E in zip(of_stage, below_LE):
+    for router, below_E in zip(stage_routers, below_LE):
         assert router.expert_bias is not None
         router.expert_bias += rate * below_E
 

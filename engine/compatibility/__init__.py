@@ -9,11 +9,11 @@ in the table speaks, so causes stand before their consequences. To add a rule, w
 subject, and a run that breaks it into tests/support/impossible.py.
 """
 
+from isoloss.engine.compatibility.layouts import EXPERTS, LAYOUT_AND_MODEL, STAGES
+from isoloss.engine.compatibility.rule import Setup
+from isoloss.engine.compatibility.training import MEMORY, MOE, PRECISION_AND_OPTIMIZER
+from isoloss.engine.compatibility.transformer_engine import TRANSFORMER_ENGINE
 from isoloss.engine.config import Config
-from isoloss.engine.legality.fused import TRANSFORMER_ENGINE
-from isoloss.engine.legality.layouts import EXPERTS, LAYOUT_AND_MODEL, STAGES
-from isoloss.engine.legality.rule import Setup
-from isoloss.engine.legality.training import MEMORY, MOE, PRECISION_AND_OPTIMIZER
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout, UserError
 

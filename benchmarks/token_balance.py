@@ -1,6 +1,6 @@
 """Length balancing: how even the ranks are, and what the plan costs on one CPU core.
 
-    python benchmarks/balance.py [--out balance.json] [--repeats 5]
+    python benchmarks/token_balance.py [--out token_balance.json] [--repeats 5]
 
 Lengths are log-normal (median 256, sigma 0.9, clipped to 64..2048 tokens), as instruction data tends to be; cost is the
 forward FLOPs of a 7B decoder. Reported: the costliest rank over the mean rank, and the least CPU milliseconds of the

@@ -2,7 +2,7 @@
 
 from packaging.version import Version
 
-from isoloss.engine.legality.rule import Rule, Setup, divisors
+from isoloss.engine.compatibility.rule import Rule, Setup, divisors
 from isoloss.models.mcore import transformer_engine
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.engine import balance
+from isoloss.engine import load_balancing
 from isoloss.engine.config import LossConfig, MoeConfig
 from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
 from isoloss.models.architecture import Architecture, Experts, Rope
@@ -82,9 +82,9 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
     config = MoeConfig("sequence", *COEFFICIENTS)
     step_lengths = [LENGTHS[index] for index in place]
     loss = Loss.of(negative_log_likelihood, mode)
-    asked = balance.configured(config, SPARSE)
+    asked = load_balancing.configured(config, SPARSE)
     assert asked is not None
-    started = balance.start(asked, step_lengths, loss, torch.device("cpu"))
+    started = load_balancing.start(asked, step_lengths, loss, torch.device("cpu"))
     tokens = RoutedTokens(
         torch.tensor([*document, -1, -1]), torch.tensor([*origin, -1, -1]), torch.tensor([*LENGTHS, 2]), one_rank
     )
@@ -100,11 +100,11 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
 
 
 def test_only_a_plain_sum_of_everything_leaves_the_division_to_the_caller():
-    asked = balance.configured(MoeConfig(z_loss_coef=0.1), SPARSE)
+    asked = load_balancing.configured(MoeConfig(z_loss_coef=0.1), SPARSE)
     assert asked is not None
     summed, mean = (Term(negative_log_likelihood, Aggregation(mode)) for mode in ("sum", "token-mean"))
     for terms, weight in (((summed,), 1.0), ((mean,), 1 / 8), ((summed, replace(mean, name="kl")), 1 / 8)):
-        started = balance.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
+        started = load_balancing.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
         assert started.weights_BO.tolist() == [[weight] * 8 + [0.0]]  # the last one is of padding
 
 
@@ -122,16 +122,19 @@ def test_margins_are_the_distance_to_another_choice():
 
 
 def test_a_step_without_samples_has_no_weights():
-    asked = balance.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
+    asked = load_balancing.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
     assert asked is not None
-    assert balance.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu")).weights_BO.tolist() == [[0], [0]]
+    assert load_balancing.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu")).weights_BO.tolist() == [
+        [0],
+        [0],
+    ]
 
 
 def test_nothing_is_balanced_unless_asked():
-    assert balance.configured(MoeConfig(), BIASED) is None
+    assert load_balancing.configured(MoeConfig(), BIASED) is None
     everything = MoeConfig("sequence", 0.1, 0.2, 0.3)
-    assert balance.configured(everything, BIASED.as_critic()) is None
-    asked = balance.configured(everything, BIASED)
+    assert load_balancing.configured(everything, BIASED.as_critic()) is None
+    asked = load_balancing.configured(everything, BIASED)
     assert asked is not None and asked.bias_rate == 0.3
     assert [(loss.name, loss.coefficient) for loss in asked.losses] == [("moe_aux_loss", 0.1), ("moe_z_loss", 0.2)]
 

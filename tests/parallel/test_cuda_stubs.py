@@ -1,4 +1,4 @@
-"""The CPU host leaves alone what is not Megatron's."""
+"""The stubs for CUDA leave alone what is not Megatron's."""
 
 import subprocess
 import sys

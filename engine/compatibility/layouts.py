@@ -1,6 +1,6 @@
 """Layout x model: what cannot be divided, which stages cannot be, what experts ask for."""
 
-from isoloss.engine.legality.rule import Rule, divisors
+from isoloss.engine.compatibility.rule import Rule, divisors
 
 LAYOUT_AND_MODEL = (
     Rule(

@@ -7,9 +7,9 @@ import pytest
 import torch
 from support import impossible
 
-from isoloss.engine import legality
+from isoloss.engine import compatibility
+from isoloss.engine.compatibility.rule import Rule, Setup
 from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ModelConfig, ParallelConfig
-from isoloss.engine.legality.rule import Rule, Setup
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
@@ -41,13 +41,13 @@ def broken_rule(row: impossible.Impossible, models: Path) -> Rule | None:
         return None
     arch = read_architecture(config.model.path)
     setup = Setup(config, arch.as_critic() if row.recipe == "grpo" else arch, layout)
-    return next(rule for rule in legality.RULES if rule.broken(setup))
+    return next(rule for rule in compatibility.RULES if rule.broken(setup))
 
 
 def test_every_rule_is_broken_by_some_row(broken):
     told = {id(rule) for rule in broken.values()}
     # Most about Transformer Engine speak only where it is: tests/te/test_te_rules.py.
-    rules = [rule for rule in legality.RULES if rule not in legality.TRANSFORMER_ENGINE]
+    rules = [rule for rule in compatibility.RULES if rule not in compatibility.TRANSFORMER_ENGINE]
     assert not [rule for rule in rules if id(rule) not in told]
 
 
@@ -82,7 +82,7 @@ def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
         model = ModelConfig("anywhere", transformer_engine=True)
         config = Config(model, parallel=ParallelConfig(stage_layers=stages), memory=memory)
         try:
-            legality.check(config, arch, layout)
+            compatibility.check(config, arch, layout)
         except UserError:
             refused += 1
             continue

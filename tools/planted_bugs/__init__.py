@@ -1,0 +1,14 @@
+"""Bugs that trainers have shipped, to be planted into the engine: a proof that cannot catch them proves nothing.
+
+Each replaces the function that the engine really calls, says which runs must then fail, and leaves all others as they
+were. docs/normalization.md tells where they come from.
+"""
+
+from isoloss.tools.planted_bugs.bug import NO_BUG, PlantedBug, RunTraits
+from isoloss.tools.planted_bugs.dense import DENSE
+from isoloss.tools.planted_bugs.experts import EXPERTS
+from isoloss.tools.planted_bugs.policy import POLICY
+
+PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY)}
+
+__all__ = ["NO_BUG", "PLANTED_BUGS", "PlantedBug", "RunTraits"]
