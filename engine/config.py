@@ -46,7 +46,6 @@ class DataConfig(Keys, group="data"):
         2048,
         "Tokens that a row may have; in reinforcement learning prompt and completion together.",
         at_least=2,
-        refusal="must be at least 2 tokens",
     )
     overlong: Literal["error", "drop", "truncate"] = key(
         "error",
@@ -89,7 +88,6 @@ class ParallelConfig(Degrees, group="parallel"):
         "Layers of each of the pp x vpp stages, in the order of the model; []: balanced by FLOPs, the output "
         "projection counted.",
         at_least=1,
-        refusal="must give each at least 1 layer",
     )
     cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = key(
         "isoloss",
@@ -133,7 +131,6 @@ class MemoryConfig(ActivationMemory):
         "train.precision=bf16.",
         at_least=0,
         at_most=1,
-        refusal="must be between 0 (none of it) and 1 (all of it)",
     )
 
     def __post_init__(self):
@@ -161,21 +158,17 @@ class MoeConfig(Keys, group="moe"):
     aux_loss: str = key(
         "none", "Balance loss: none, or DeepSeek-V3's over each sequence, times aux_loss_coef.", choices=AUX_LOSSES
     )
-    aux_loss_coef: float = key(
-        0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0, refusal="must be a number of at least 0"
-    )
+    aux_loss_coef: float = key(0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0)
     z_loss_coef: float = key(
         0.0,
         "Weight of the squared log-sum-exp of the router's logits, which keeps them small (ST-MoE: 1e-3); 0: none.",
         at_least=0,
-        refusal="must be a number of at least 0",
     )
     bias_update_rate: float = key(
         0.0,
         "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), for models that have "
         "such biases; 0: not at all.",
         at_least=0,
-        refusal="must be a number of at least 0",
     )
 
     def __post_init__(self):
@@ -202,10 +195,7 @@ class LossConfig(Keys, group="loss"):
         choices=MODES,
     )
     norm_length: int | None = key(
-        None,
-        "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others.",
-        above=0,
-        refusal="must be a positive number of tokens",
+        None, "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with the others.", above=0
     )
     count_fully_masked: bool = key(
         False, "Whether means over sequences or prompts count one that has no token to learn from."
@@ -232,11 +222,7 @@ class OptimConfig(Keys, group="optim"):
         0.0, "AdamW's: a step shrinks weights by lr x weight_decay, not biases and norms.", at_least=0
     )
     betas: tuple[float, float] = key(
-        (0.9, 0.95),
-        "AdamW's decay rates of the mean and of the mean square of gradients.",
-        at_least=0,
-        below=1,
-        refusal="must both be in [0, 1)",
+        (0.9, 0.95), "AdamW's decay rates of the mean and of the mean square of gradients.", at_least=0, below=1
     )
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the mean square.", above=0)
     clip: float = key(
@@ -259,7 +245,6 @@ class TrainConfig(Keys, group="train"):
         None,
         "Optimizer steps of the whole run, going round the data; null: as many as train.epochs make.",
         at_least=1,
-        refusal="must be at least 1, or null",
     )
     epochs: int = key(1, "Times through data.train, in a new order each time, where train.steps is null.", at_least=1)
     seed: int = key(0, "Decides the order of the data, random weights, and what is sampled.", at_least=0)
@@ -280,7 +265,6 @@ class TrainConfig(Keys, group="train"):
         "Optimizer steps between evaluations on data.eval, besides one before the first step and one after the last; "
         "0: only those.",
         at_least=0,
-        refusal="must not be negative (0 switches it off)",
     )
     max_bad_steps: int = key(
         3,
@@ -295,10 +279,7 @@ class CheckpointConfig(Keys, group="checkpoint"):
     """What a run leaves in output_dir, and how it goes on (docs/checkpoints.md)."""
 
     every: int = key(
-        0,
-        "Optimizer steps between checkpoints, besides one after the last step; 0: only that one.",
-        at_least=0,
-        refusal="must not be negative (0: only after the last step)",
+        0, "Optimizer steps between checkpoints, besides one after the last step; 0: only that one.", at_least=0
     )
     keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
     resume: bool = key(False, "Go on after the newest checkpoint of output_dir, on any layout.")

@@ -24,10 +24,7 @@ class ActivationMemory(Keys, group="memory"):
         choices=RECOMPUTE_MODULES,
     )
     recompute_layers: int | None = key(
-        None,
-        "With recompute=full: only so many first layers of each pipeline stage; null: all.",
-        at_least=1,
-        refusal="must be at least 1, or null for all",
+        None, "With recompute=full: only so many first layers of each pipeline stage; null: all.", at_least=1
     )
     offload_layers: int = key(
         0, "So many layers' activations wait in host memory until the backward (needs Transformer Engine).", at_least=0
