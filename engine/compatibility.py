@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isoloss.engine.config import RECOMPUTE_MODULES, Config
+from isoloss.engine.key_help import as_written
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import nvidia_apex, transformer_engine
 from isoloss.models.mcore.stages import stage_layers
@@ -47,7 +48,7 @@ def check(config: Config, arch: Architecture, layout: Layout) -> None:
     setup = Setup(config, arch, layout)
     for subject in SUBJECTS:
         for key, why, remedy in subject(setup):
-            raise UserError(f"{key}={_as_written(setup.value(key))} {why}; {remedy}")
+            raise UserError(f"{key}={as_written(setup.value(key))} {why}; {remedy}")
 
 
 def attention_and_mlp(setup: Setup) -> Refusals:
@@ -247,13 +248,6 @@ SUBJECTS = (
     recomputation,
     offloading,
 )
-
-
-def _as_written(value: Any) -> str:
-    """As the user writes it on a command line."""
-    if isinstance(value, tuple):
-        return f"[{','.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _divisors(n: int) -> str:

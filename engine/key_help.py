@@ -97,19 +97,19 @@ def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
 def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
     meaning = meaning_of(field)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    written = None if meaning.required and not default else _written(default)
+    written = None if meaning.required and not default else as_written(default)
     return KeyHelp(f"{prefix}{field.name}", _takes(field), written, meaning.text)
 
 
-def _written(value: Any) -> str:
+def as_written(value: Any) -> str:
     """A value as it is written on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
-    return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
+        return f"{{{','.join(f'{name}:{as_written(item)}' for name, item in value.items())}}}"
+    return f"[{','.join(map(as_written, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _takes(field: "dataclasses.Field[Any]") -> str:
