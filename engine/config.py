@@ -46,7 +46,6 @@ class DataConfig(Keys, group="data"):
         2048,
         "Most tokens of a row; in reinforcement learning, of prompt and completion together.",
         at_least=2,
-        refusal="must be at least 2 tokens",
     )
     overlong: Literal["error", "drop", "truncate"] = key(
         "error",
@@ -89,7 +88,6 @@ class ParallelConfig(Degrees, group="parallel"):
         "Layers of each of the pp x vpp stages, in the order of the model; []: split so that the stages cost about the "
         "same FLOPs, with the output projection.",
         at_least=1,
-        refusal="must give each at least 1 layer",
     )
     cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = key(
         "isoloss",
@@ -133,7 +131,6 @@ class MemoryConfig(ActivationMemory):
         "train.precision=bf16.",
         at_least=0,
         at_most=1,
-        refusal="must be between 0 (none of it) and 1 (all of it)",
     )
 
     def __post_init__(self):
@@ -161,21 +158,17 @@ class MoeConfig(Keys, group="moe"):
     aux_loss: str = key(
         "none", "Balance loss: none, or DeepSeek-V3's over each sequence, times aux_loss_coef.", choices=AUX_LOSSES
     )
-    aux_loss_coef: float = key(
-        0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0, refusal="must be a number of at least 0"
-    )
+    aux_loss_coef: float = key(0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0)
     z_loss_coef: float = key(
         0.0,
         "Weight of the router z-loss, which keeps the router's logits small (ST-MoE: 1e-3); 0: none.",
         at_least=0,
-        refusal="must be a number of at least 0",
     )
     bias_update_rate: float = key(
         0.0,
         "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), in models that have "
         "such biases; 0: not at all.",
         at_least=0,
-        refusal="must be a number of at least 0",
     )
 
     def __post_init__(self):
@@ -205,7 +198,6 @@ class LossConfig(Keys, group="loss"):
         None,
         "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with all others.",
         above=0,
-        refusal="must be a positive number of tokens",
     )
     count_fully_masked: bool = key(False, "Whether means over sequences or prompts also count those without a target.")
 
@@ -234,7 +226,6 @@ class OptimConfig(Keys, group="optim"):
         "AdamW's decay rates of the gradients' mean and mean square.",
         at_least=0,
         below=1,
-        refusal="must both be in [0, 1)",
     )
     eps: float = key(1e-8, "AdamW's epsilon, added to the root of the mean square.", above=0)
     clip: float = key(
@@ -257,7 +248,6 @@ class TrainConfig(Keys, group="train"):
         None,
         "Optimizer steps of the whole run, over the data as often as needed; null: as many as train.epochs make.",
         at_least=1,
-        refusal="must be at least 1, or null",
     )
     epochs: int = key(1, "Passes over data.train, each in a new order, if train.steps is null.", at_least=1)
     seed: int = key(0, "Decides the order of the data, the random weights, and what is sampled.", at_least=0)
@@ -278,7 +268,6 @@ class TrainConfig(Keys, group="train"):
         "Optimizer steps between evaluations on data.eval. There is always one before the first step and one after the "
         "last; 0: only those.",
         at_least=0,
-        refusal="must not be negative (0 switches it off)",
     )
     max_bad_steps: int = key(
         3,
@@ -296,7 +285,6 @@ class CheckpointConfig(Keys, group="checkpoint"):
         0,
         "Optimizer steps between checkpoints. There is always one after the last step; 0: only that one.",
         at_least=0,
-        refusal="must not be negative (0: only after the last step)",
     )
     keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
     resume: bool = key(False, "Continue after the newest checkpoint of output_dir, on any layout.")

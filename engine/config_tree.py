@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from isoloss.parallel import UserError
@@ -64,23 +64,23 @@ def unknown_key(key: str, known: list[str]) -> str:
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 
-def mappings(cls: Any, prefix: str = "") -> list[str]:
+def mappings(cls: Any) -> list[str]:
     """Those of the known keys that hold a mapping, in which any name may stand."""
-    keys = []
-    for name, kind in typing.get_type_hints(cls).items():
-        if dataclasses.is_dataclass(kind):
-            keys += mappings(kind, f"{prefix}{name}.")
-        elif typing.get_origin(kind) is Mapping:
-            keys.append(f"{prefix}{name}")
-    return keys
+    return [name for name, kind in key_types(cls) if typing.get_origin(kind) is Mapping]
 
 
 def known_keys(cls: Any, prefix: str = "") -> list[str]:
     """Every key of a configuration class, dotted."""
-    keys = []
+    return [name for name, _ in key_types(cls, prefix)]
+
+
+def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the type of every key of a configuration class."""
     for name, kind in typing.get_type_hints(cls).items():
-        keys += known_keys(kind, f"{prefix}{name}.") if dataclasses.is_dataclass(kind) else [f"{prefix}{name}"]
-    return keys
+        if dataclasses.is_dataclass(kind):
+            yield from key_types(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
 
 
 def _convert(kind: Any, value: Any, key: str) -> Any:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from isoloss.parallel import UserError
-from isoloss.parallel.keys import choices_of, meaning_of
+from isoloss.parallel.keys import choices_of, is_nullable, meaning_of
 
 READING = (
     "Each key is shown as key=default, then what it takes. Presets change some defaults: --cfg shows what a run would "
@@ -63,7 +63,8 @@ def terminal_help(cls: Any, topic: str, columns: int) -> str:
     that does not exist."""
     shown = list(groups(cls))
     if topic:
-        shown = [group for group in (_only(group, topic) for group in shown) if group.keys]
+        keys = ((group, [key for key in group.keys if topic in (group.name, key.name)]) for group in shown)
+        shown = [dataclasses.replace(group, keys=chosen) for group, chosen in keys if chosen]
     if not shown:
         names = [group.name for group in groups(cls) if group.name]
         near = difflib.get_close_matches(topic, [*names, *(k.name for g in groups(cls) for k in g.keys)], 1, 0.5)
@@ -97,35 +98,29 @@ def _wrapped(text: str, width: int, first: str, rest: str) -> list[str]:
     )
 
 
-def _only(group: Group, topic: str) -> Group:
-    keys = group.keys if group.name == topic else tuple(key for key in group.keys if key.name == topic)
-    return dataclasses.replace(group, keys=keys)
-
-
 def _key(prefix: str, field: "dataclasses.Field[Any]") -> KeyHelp:
     meaning = meaning_of(field)
     default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-    written = None if meaning.required and not default else _written(default)
+    written = None if meaning.required and not default else as_written(default)
     return KeyHelp(f"{prefix}{field.name}", _takes(field), written, meaning.text)
 
 
-def _written(value: Any) -> str:
+def as_written(value: Any) -> str:
     """A value as it is written on a command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{name}:{_written(item)}' for name, item in value.items())}}}"
-    return f"[{','.join(map(_written, value))}]" if isinstance(value, tuple) else str(value)
+        return f"{{{','.join(f'{name}:{as_written(item)}' for name, item in value.items())}}}"
+    return f"[{','.join(map(as_written, value))}]" if isinstance(value, tuple) else str(value)
 
 
 def _takes(field: "dataclasses.Field[Any]") -> str:
     """Such as "integer >= 1 or null", "grpo | gae", "list of 2 numbers >= 0 and < 1"."""
     names = [*choices_of(field), *(["file.py:function"] if meaning_of(field).or_function else [])]
     kind, choices = field.type, " | ".join(names)
-    null = types.NoneType in typing.get_args(kind)
-    if null:
+    if is_nullable(field):
         kind = next(part for part in typing.get_args(kind) if part is not types.NoneType)
     if typing.get_origin(kind) is tuple:
         items = typing.get_args(kind)
@@ -136,5 +131,5 @@ def _takes(field: "dataclasses.Field[Any]") -> str:
     else:
         words = choices or {int: "integer", float: "number", bool: "true | false"}.get(kind, "text")
     bounds = " and ".join(f"{sign} {bound}" for sign, bound in meaning_of(field).bounds())
-    ending = "" if not null else " | null" if "|" in words else " or null"
+    ending = "" if not is_nullable(field) else " | null" if "|" in words else " or null"
     return " ".join(part for part in (words, bounds) if part) + ending

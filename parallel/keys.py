@@ -7,8 +7,9 @@ isoloss.engine.key_help tells a user what is written here.
 import dataclasses
 import math
 import operator
+import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from isoloss.parallel.errors import UserError
@@ -21,7 +22,14 @@ def require(holds: bool, key: str, value: object, hint: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What is known of a key besides its name, type and default; the arguments of `key`."""
+    """What is known of a key besides its name, type and default.
+
+    text: its meaning, for `--help` and docs/configuration.md: units, what null means.
+    required: the default, something empty, is refused.
+    choices: the valid names, where its type, a Literal, does not tell them. or_function: or a function of the user's,
+    file.py:function. Bounds and choices hold for each item of a list, and not for null.
+    refusal: what follows `key=value` where it is out of bounds, if there is more to say than the bounds.
+    """
 
     text: str
     required: bool = False
@@ -42,44 +50,26 @@ class Meaning:
         holds = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
         return all(holds[sign](number, bound) for sign, bound in self.bounds())
 
-    def must(self, each: str) -> str:
-        """What a refused number is told: "must not be negative". each: "" or, of a list, "each "."""
+    def must(self, is_list: bool, nullable: bool) -> str:
+        """What follows a refused number: "must not be negative"."""
         if self.refusal is not None:
             return self.refusal
+        each, or_null = "each " if is_list else "", ", or null" if nullable else ""
         match self.bounds():
-            case [(">=", 0)] if not each:
+            case [(">=", 0)] if not is_list and not nullable:
                 return "must not be negative"
-            case [(">", 0)] if not each:
-                return "must be positive"
+            case [(">", 0)] if not is_list:
+                return f"must be positive{or_null}"
             case [(">=", low), ("<=" | "<" as sign, high)]:
-                return f"must {each}be in [{low}, {high}{']' if sign == '<=' else ')'}"
+                return f"must {each}be in [{low}, {high}{']' if sign == '<=' else ')'}{or_null}"
             case several:
                 words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
-                return f"must {each}be {' and '.join(f'{words[sign]} {bound}' for sign, bound in several)}"
+                return f"must {each}be {' and '.join(f'{words[sign]} {bound}' for sign, bound in several)}{or_null}"
 
 
-def key(
-    default: Any,
-    text: str,
-    *,
-    required: bool = False,
-    choices: Sequence[str] = (),
-    or_function: bool = False,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-    refusal: str | None = None,
-) -> Any:
-    """A field of a `Keys` class.
-
-    text: its meaning, for `--help` and docs/configuration.md: units, what null means.
-    required: the default, something empty, is refused.
-    choices: the valid names, where its type, a Literal, does not tell them. or_function: or a function of the user's,
-    file.py:function. Bounds and choices hold for each item of a list, and not for null.
-    refusal: what follows `key=value` where it is out of bounds, instead of words made from these.
-    """
-    meaning = Meaning(text, required, tuple(choices), or_function, at_least, above, at_most, below, refusal)
+def key(default: Any, text: str, **more: Any) -> Any:
+    """A field of a `Keys` class. more: fields of its `Meaning`."""
+    meaning = Meaning(text, **more)
     if isinstance(default, Mapping):  # a dataclass takes no default that can change, and a dict has no hash
         return dataclasses.field(default_factory=lambda: dict(default), hash=False, metadata={"key": meaning})
     return dataclasses.field(default=default, metadata={"key": meaning})
@@ -114,6 +104,10 @@ def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
     return meaning_of(field).choices or _literals(field.type)
 
 
+def is_nullable(field: "dataclasses.Field[Any]") -> bool:
+    return types.NoneType in typing.get_args(field.type)
+
+
 def _literals(kind: Any) -> tuple[str, ...]:
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
@@ -123,8 +117,9 @@ def _literals(kind: Any) -> tuple[str, ...]:
 def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
     meaning, choices = meaning_of(field), choices_of(field)
     is_list = isinstance(value, tuple)
+    must = meaning.must(is_list, is_nullable(field))
     if meaning.required:
-        require(bool(value), name, list(value) if is_list else value, meaning.must(""))
+        require(bool(value), name, list(value) if is_list else value, must)
     if value is None:
         return
     items = value if is_list else (value,)
@@ -137,4 +132,4 @@ def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
         if isinstance(item, float):
             require(math.isfinite(item), name, value, "must be a finite number")
         if isinstance(item, (int, float)):
-            require(meaning.within(item), name, value, meaning.must("each " if is_list else ""))
+            require(meaning.within(item), name, value, must)

@@ -12,9 +12,8 @@ from isoloss.recipes import launch
 
 
 def run(config: RLConfig, run_name: str) -> None:
-    from isoloss.engine.rl.loop import (
-        train_rl,  # takes seconds: help and a mistake in the command line do not wait for it
-    )
+    # Its import takes seconds: help and a mistake in the command line do not wait for it.
+    from isoloss.engine.rl.loop import train_rl
 
     train_rl(config, run_name)
 

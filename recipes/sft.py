@@ -12,9 +12,8 @@ from isoloss.recipes import launch
 
 
 def run(config: Config, run_name: str) -> None:
-    from isoloss.engine.trainer import (
-        train_sft,  # takes seconds: help and a mistake in the command line do not wait for it
-    )
+    # Its import takes seconds: help and a mistake in the command line do not wait for it.
+    from isoloss.engine.trainer import train_sft
 
     train_sft(config, run_name)
 

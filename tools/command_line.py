@@ -9,3 +9,9 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"isoloss: error: {message}; --help tells more\n")
+
+
+def parser(tool: str, docstring: str | None) -> Parser:
+    """Of `python -m isoloss.tools.TOOL`. docstring: of its module, shown by --help."""
+    as_written = argparse.RawDescriptionHelpFormatter
+    return Parser(prog=f"python -m isoloss.tools.{tool}", description=docstring, formatter_class=as_written)

@@ -3,7 +3,6 @@
 python -m isoloss.tools.configuration          # in the root of the checkout, after a key was added or changed
 """
 
-import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from isoloss.engine.config import Config
 from isoloss.engine.key_help import markdown_lists
 from isoloss.engine.rl.config import RLConfig
+from isoloss.tools import command_line
 
 HEAD = """# Configuration
 
@@ -34,9 +34,7 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m isoloss.tools.configuration", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = command_line.parser("configuration", __doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("docs/configuration.md"), metavar="FILE", help="default: %(default)s"
     )

@@ -7,7 +7,6 @@ and the docstrings of the standard library. Nothing is downloaded. The same CPyt
 version has other documentation, so the shipped files are the reference and this module is how they came about.
 """
 
-import argparse
 import ast
 import hashlib
 import importlib
@@ -20,6 +19,9 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from isoloss.recipes.launch import ASSETS
+from isoloss.tools import command_line
 
 PASSAGE_CHARS = 800
 LEAST_CHARS = 60
@@ -245,42 +247,9 @@ def save_tokenizer(tokenizer, out: Path) -> None:
     config_file.write_text(json.dumps(config, indent=2) + "\n")
 
 
-def model_config() -> dict:
-    """A Qwen3 of 2 million parameters: seconds a step on a laptop's CPU."""
-    return {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "num_hidden_layers": 4,
-        "hidden_size": 192,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "intermediate_size": 512,
-        "vocab_size": VOCAB_SIZE,
-        "tie_word_embeddings": True,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 1024,
-        "torch_dtype": "float32",
-        "use_cache": True,
-        # Ids follow the order of the tokenizer's special tokens.
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-
-
 def main(argv: list[str] | None = None) -> None:
-    """Write train.jsonl, eval.jsonl, the tokenizer, config.json and LICENSE.txt into --out."""
-    parser = argparse.ArgumentParser(
-        prog="python -m isoloss.tools.make_tiny",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    """Write train.jsonl, eval.jsonl, the tokenizer, LICENSE.txt and a copy of the shipped config.json into --out."""
+    parser = command_line.parser("make_tiny", __doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to write; its files of the same names are replaced"
     )
@@ -291,7 +260,7 @@ def main(argv: list[str] | None = None) -> None:
         (out / f"{name}.jsonl").write_text("".join(json_line(row) for row in rows), encoding="ascii")
         print(f"{name}: {len(rows)} rows of {len({row.document for row in rows})} documents")
     train_tokenizer(train, out)
-    (out / "config.json").write_text(json.dumps(model_config(), indent=2) + "\n", encoding="ascii")
+    (out / "config.json").write_bytes((ASSETS / "tiny" / "config.json").read_bytes())
     shutil.copyfile(Path(sysconfig.get_path("stdlib")) / "LICENSE.txt", out / "LICENSE.txt")
 
 

@@ -220,7 +220,7 @@ def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance)
     proves nothing."""
     loss_error = _relative(measured.loss, reference.loss, reference.magnitude)
     limit = tolerance.gradient
-    worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * _size(v)]
+    worse = [k for k, v in reference.details.items() if not abs(measured.details[k] - v) <= limit * max(abs(v), 1.0)]
     norm_error = _relative(measured.grad_norm, reference.grad_norm, reference.grad_norm)
     errors = {
         name: math.sqrt(norms.difference / norms.reference) if norms.reference > 0 else math.inf
@@ -250,10 +250,6 @@ def compare(measured: Measurement, reference: Measurement, tolerance: Tolerance)
 
 def _relative(measured: float, reference: float, size: float) -> float:
     return abs(measured - reference) / abs(size) if size else math.inf
-
-
-def _size(value: float) -> float:
-    return max(abs(value), 1.0)
 
 
 def _set_budget(engine: Engine, case: Case, samples: Sequence[Sample]) -> None:

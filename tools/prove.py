@@ -12,7 +12,6 @@ Exit status: 0 every claim proved, 1 not (with a planted bug it must be 1), 2 a 
 configuration or the data.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import sys
@@ -36,6 +35,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.layout import MODEL_AXES
 from isoloss.recipes.launch import compose_config, print_error_once
+from isoloss.tools import command_line
 from isoloss.tools.certificate import ProofRun, line, report
 from isoloss.tools.fabricated import older_logprobs, rollout_fields
 from isoloss.tools.parity import TOLERANCE, Case, compare, freeze, measure, merge, reference_file
@@ -73,10 +73,8 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
     return report(rows, samples, out, config, TOLERANCE[arguments.precision], arguments.precision, bug)
 
 
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m isoloss.tools.prove", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> command_line.Parser:
+    parser = command_line.parser("prove", __doc__)
     parser.add_argument(
         "--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ulysses2", help="layouts, separated by commas"
     )

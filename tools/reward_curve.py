@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.parallel.errors import UserError
-from isoloss.tools.command_line import Parser
+from isoloss.tools import command_line
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Curve:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0 drawn, 2 a mistake of the user, told in one line on standard error."""
-    parser = Parser(prog="python -m isoloss.tools.reward_curve", description=(__doc__ or "").split("\n\n")[0])
+    parser = command_line.parser("reward_curve", __doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="output_dir of a run that had data.eval")
     parser.add_argument("--out", type=Path, metavar="FILE.png", help="default: reward_curve.png in the first RUN")
     parser.add_argument("--labels", metavar="A,B,...", help="one for each RUN; default: their paths")

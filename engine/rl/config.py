@@ -35,17 +35,13 @@ class RolloutConfig(Keys, group="rollout"):
         "vocabulary, which is biased; rollout.eval_top_p is for evaluations",
     )
     eval_temperature: float | None = key(
-        None,
-        "Temperature of evaluations; 0: greedy, null: rollout.temperature.",
-        at_least=0,
-        refusal="must not be negative (0 is greedy, null the temperature of training)",
+        None, "Temperature of evaluations; 0: greedy, null: rollout.temperature.", at_least=0
     )
     eval_top_p: float = key(
         1.0,
         "Evaluations sample from the most likely tokens of this total probability; 1: all.",
         above=0,
         at_most=1,
-        refusal="must be above 0 and at most 1",
     )
     concurrency: int = key(
         256, "Completions in progress at a time: per rank (transformers), or on all servers (sglang).", at_least=1
@@ -61,7 +57,7 @@ class RolloutConfig(Keys, group="rollout"):
         "memory of the same machine, or through sync_dir.",
     )
     sync_dir: str | None = key(None, "sglang: folder for weight_sync=disk, visible to trainer and servers.")
-    timeout: float = key(600.0, "sglang: seconds to wait for a server.", above=0, refusal="must be positive seconds")
+    timeout: float = key(600.0, "sglang: seconds to wait for a server.", above=0)
     server_command: str | None = key(
         None,
         'sglang: command that starts, and restarts, each of the servers on this machine, such as "python -m '
@@ -99,7 +95,6 @@ class RewardConfig(Keys, group="reward"):
         "Seconds that a call may take; then its worker process is killed. A call is for one completion, in TRL's "
         "convention for the whole batch.",
         above=0,
-        refusal="must be positive seconds",
     )
     workers: int = key(2, "Processes that call the functions.", at_least=1)
 
@@ -138,7 +133,6 @@ class AlgorithmConfig(Keys, group="algorithm"):
         3.0,
         "With loss=clip: the largest ratio that counts where the advantage is negative; null: no limit.",
         above=1,
-        refusal="must be above 1 (null switches it off)",
     )
     kl_coef: float = key(
         0.0, "Weight of the KL divergence from the initial policy; 0: none, and no reference weights.", at_least=0
@@ -190,7 +184,6 @@ class AlgorithmConfig(Keys, group="algorithm"):
         0.2,
         "With gae: how far the critic's value may move from the old one; null: no limit.",
         above=0,
-        refusal="must be positive (null switches it off)",
     )
     critic_lr: float = key(
         1e-5, "With gae: the critic's learning rate, constant. The rest of its optimizer follows optim.", at_least=0
@@ -275,8 +268,9 @@ class RLConfig(Config):
         return self.algorithm.minibatches * self.algorithm.epochs
 
     def resume_fingerprint(self) -> dict[str, object]:
-        """As `Config.identity`: also what decides the completions and rewards of a batch, its optimizer steps, and what
-        is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr may."""
+        """As `Config.resume_fingerprint`: also what decides the completions and rewards of a batch, its optimizer
+        steps, and what is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr
+        may."""
         rollout, algorithm, reward = self.rollout, self.algorithm, self.reward
         return super().resume_fingerprint() | {
             "rollout.num_generations": rollout.num_generations,

@@ -4,13 +4,10 @@ Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py. The layers for
 files append are not part of what the model computes.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture, Latent
 from isoloss.models.families.hf_config import read
 from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
-from isoloss.models.families.hf_fields import positive_int, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
 
 PINNED = {
     **MOE_PINNED,
@@ -27,8 +24,7 @@ IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
 FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     latent = Latent(
         q_rank=None if config.get("q_lora_rank", 0) is None else positive_int(config, "q_lora_rank"),
         kv_rank=positive_int(config, "kv_lora_rank"),

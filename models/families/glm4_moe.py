@@ -5,19 +5,15 @@ Source: transformers, models/glm4_moe/modeling_glm4_moe.py. The layers for multi
 append are not part of what the model computes.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.hf_config import read
 from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
-from isoloss.models.families.hf_fields import flag
+from isoloss.models.families.hf_fields import ConfigJson, flag
 
 FIELDS = GROUPED_EXPERTS | {"attention_bias", "use_qk_norm"}
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(
         config,
         "glm4_moe",

@@ -6,13 +6,10 @@ there, equals the softmax over all, divided by its sum over the chosen. The hub 
 `quantization_config` tells and which is refused: let transformers write a bfloat16 copy first.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families.hf_config import FULL, SLIDING, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
-from isoloss.models.families.hf_fields import refuse
+from isoloss.models.families.hf_fields import ConfigJson, refuse
 
 PINNED = {**MOE_PINNED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token"})
@@ -24,8 +21,7 @@ YARN = {
 }  # fmt: skip
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     per_token = config.get("experts_per_token")
     if per_token is not None and per_token != config.get("num_experts_per_tok"):
         refuse("experts_per_token", per_token, "contradicts num_experts_per_tok; keep one of them")

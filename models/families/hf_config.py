@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture, Latent
-from isoloss.models.families.hf_fields import flag, number_of, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, flag, number_of, positive_int, positive_number, refuse
 from isoloss.models.families.hf_rope import DEFAULT_THETA, rope, rotary_dim
 
 READ = frozenset({
@@ -43,12 +43,15 @@ IRRELEVANT = frozenset({
     "suppress_tokens", "begin_suppress_tokens",
 })  # fmt: skip
 
+# The hub files of Qwen carry a window next to use_sliding_window=false.
+UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
+
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def read(
-    config: Mapping[str, Any],
+    config: ConfigJson,
     family: str,
     *,
     pinned: Mapping[str, Any] = MappingProxyType({}),
@@ -77,8 +80,7 @@ def read(
     pinned = {
         name: value for name, value in {**PINNED, "model_type": family, **pinned}.items() if name not in irrelevant
     }
-    _refuse_unknown(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned))
-    _refuse_unsupported(config, family, pinned)
+    _check_fields(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned), pinned)
     num_layers, num_heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
     max_positions = positive_int(config, "max_position_embeddings")
     if latent is None:
@@ -113,18 +115,14 @@ def read(
     return arch
 
 
-def _refuse_unknown(config: Mapping[str, Any], family: str, known: Set[str]) -> None:
+def _check_fields(config: ConfigJson, family: str, known: Set[str], pinned: Mapping[str, Any]) -> None:
+    unknown = (
+        f"is a field that the {family} family does not know, so the model may be a different one; delete it from "
+        "config.json if it does not change what the model computes"
+    )
     for name, value in config.items():
         if name not in known:
-            refuse(
-                name,
-                value,
-                f"is a field that the {family} family does not know, so the model may be a different "
-                "one; delete it from config.json if it does not change what the model computes",
-            )
-
-
-def _refuse_unsupported(config: Mapping[str, Any], family: str, pinned: Mapping[str, Any]) -> None:
+            refuse(name, value, unknown)
     for name, wanted in pinned.items():
         value = config.get(name)
         if value is not None and value != wanted:
@@ -132,7 +130,7 @@ def _refuse_unsupported(config: Mapping[str, Any], family: str, pinned: Mapping[
 
 
 def _windows(
-    config: Mapping[str, Any], num_layers: int, default: Callable[[int], str], sliding: bool
+    config: ConfigJson, num_layers: int, default: Callable[[int], str], sliding: bool
 ) -> tuple[int | None, ...]:
     """For each layer, how many tokens a token sees; () where every layer sees all."""
     layer_types = config.get("layer_types")
@@ -152,13 +150,13 @@ def _windows(
     return tuple(window if kind == SLIDING else None for kind in layer_types)
 
 
-def _kv_heads(config: Mapping[str, Any], num_heads: int, may_be_absent: bool) -> int:
+def _kv_heads(config: ConfigJson, num_heads: int, may_be_absent: bool) -> int:
     if config.get("num_key_value_heads") is None and (may_be_absent or "num_key_value_heads" in config):
         return num_heads
     return positive_int(config, "num_key_value_heads")
 
 
-def _head_dim(config: Mapping[str, Any], num_heads: int, default: int | None) -> int:
+def _head_dim(config: ConfigJson, num_heads: int, default: int | None) -> int:
     if config.get("head_dim") is not None:
         head_dim = positive_int(config, "head_dim")
     elif default is not None:
@@ -173,7 +171,7 @@ def _head_dim(config: Mapping[str, Any], num_heads: int, default: int | None) ->
     return head_dim
 
 
-def _dtype(config: Mapping[str, Any]) -> str:
+def _dtype(config: ConfigJson) -> str:
     new, old = config.get("dtype"), config.get("torch_dtype")
     if new is not None and old is not None and new != old:
         refuse("dtype", new, f"contradicts torch_dtype={old!r}; keep one of them")

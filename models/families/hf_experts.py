@@ -1,11 +1,11 @@
 """The mixture of experts that a config.json describes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
 from isoloss.models.architecture import MTP_LAYERS, Experts
-from isoloss.models.families.hf_fields import flag, number_of, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, flag, number_of, positive_int, positive_number, refuse
 
 # The fields of a model with `grouped_experts`.
 GROUPED_EXPERTS = frozenset({
@@ -21,7 +21,7 @@ MOE_PINNED = MappingProxyType({"output_router_logits": False, "router_jitter_noi
 
 
 def experts(
-    config: Mapping[str, Any],
+    config: ConfigJson,
     *,
     count: Sequence[str],
     intermediate_size: str = "moe_intermediate_size",
@@ -54,7 +54,7 @@ def experts(
     return experts
 
 
-def grouped_experts(config: Mapping[str, Any]) -> Experts:
+def grouped_experts(config: ConfigJson) -> Experts:
     """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts."""
     return experts(
         config,

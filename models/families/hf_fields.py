@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 
 from isoloss.parallel.errors import UserError
 
+ConfigJson = Mapping[str, Any]  # parsed
+
 
 def refuse(name: str, value: object, why: str) -> NoReturn:
     text = repr(value)
@@ -15,7 +17,7 @@ def missing(name: str) -> NoReturn:
     raise UserError(f"config.json: {name} is missing; add it, as the model's authors published it")
 
 
-def positive_int(config: Mapping[str, Any], name: str, inside: str = "") -> int:
+def positive_int(config: ConfigJson, name: str, inside: str = "") -> int:
     value = config.get(name)
     if value is None:
         missing(inside + name)
@@ -24,7 +26,7 @@ def positive_int(config: Mapping[str, Any], name: str, inside: str = "") -> int:
     return value
 
 
-def positive_number(config: Mapping[str, Any], name: str, inside: str = "") -> float:
+def positive_number(config: ConfigJson, name: str, inside: str = "") -> float:
     value = config.get(name)
     if value is None:
         missing(inside + name)
@@ -33,7 +35,7 @@ def positive_number(config: Mapping[str, Any], name: str, inside: str = "") -> f
     return value
 
 
-def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
+def flag(config: ConfigJson, name: str, default: bool = False) -> bool:
     value = config.get(name)
     if value is None:
         return default
@@ -42,7 +44,7 @@ def flag(config: Mapping[str, Any], name: str, default: bool = False) -> bool:
     return value
 
 
-def number_of(config: Mapping[str, Any], *spellings: str) -> int:
+def number_of(config: ConfigJson, *spellings: str) -> int:
     """A field that may be 0, under one of its spellings; absent means 0."""
     for name in spellings:
         value = config.get(name)

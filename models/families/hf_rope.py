@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from isoloss.models.architecture import LinearScaling, Llama3Scaling, Rope, YarnScaling
-from isoloss.models.families.hf_fields import flag, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse
 
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),
@@ -18,7 +18,7 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
 DEFAULT_THETA = 10000.0  # what transformers takes where the file says nothing (Llama 1 and 2)
 
 
-def rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None) -> int:
+def rotary_dim(config: ConfigJson, head_dim: int, default: float | None) -> int:
     given = config.get("rope_parameters") or config.get("rope_scaling")
     inner = given.get("partial_rotary_factor") if isinstance(given, Mapping) else None
     outer = config.get("partial_rotary_factor")
@@ -36,7 +36,7 @@ def rotary_dim(config: Mapping[str, Any], head_dim: int, default: float | None) 
     return int(head_dim * fraction)
 
 
-def rope(config: Mapping[str, Any], theta_default: float, max_positions: int, interleaved: bool) -> Rope:
+def rope(config: ConfigJson, theta_default: float, max_positions: int, interleaved: bool) -> Rope:
     if config.get("rope_parameters") is not None and config.get("rope_scaling") is not None:
         refuse("rope_scaling", config["rope_scaling"], "stands beside rope_parameters; keep one of them")
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
@@ -107,7 +107,7 @@ def _yarn(given: Mapping[str, Any], factor: float, inside: str, max_positions: i
     )
 
 
-def _rope_theta(config: Mapping[str, Any], given: Mapping[str, Any], inside: str, default: float) -> float:
+def _rope_theta(config: ConfigJson, given: Mapping[str, Any], inside: str, default: float) -> float:
     outer = config.get("rope_theta")
     if given.get("rope_theta") is not None:
         theta = positive_number(given, "rope_theta", inside)

@@ -3,11 +3,9 @@
 Source: transformers, models/llama/modeling_llama.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_fields import ConfigJson
 
 PINNED = {
     "attention_bias": False,
@@ -19,6 +17,5 @@ PINNED = {
 }
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(config, "llama", pinned=PINNED, qkv_bias=False, qk_norm=False, kv_heads_default=True)

@@ -3,17 +3,14 @@
 Source: transformers, models/mistral/modeling_mistral.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.hf_config import SLIDING, read
+from isoloss.models.families.hf_fields import ConfigJson
 
 FIELDS = frozenset({"sliding_window"})
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(
         config,
         "mistral",

@@ -3,18 +3,15 @@
 Source: transformers, models/mixtral/modeling_mixtral.py. The weights of the chosen experts always add up to 1.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families.hf_config import SLIDING, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
+from isoloss.models.families.hf_fields import ConfigJson
 
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"})
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(
         config,
         "mixtral",

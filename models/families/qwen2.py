@@ -3,17 +3,12 @@
 Source: transformers, models/qwen2/modeling_qwen2.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_config import UNUSED_WINDOW, read
+from isoloss.models.families.hf_fields import ConfigJson
 
 PINNED = {"use_sliding_window": False, "use_mrope": False}
-# The hub files carry a window next to use_sliding_window=false.
-IRRELEVANT = frozenset({"sliding_window", "max_window_layers"})
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
-    return read(config, "qwen2", pinned=PINNED, irrelevant=IRRELEVANT, qkv_bias=True, qk_norm=False)
+def architecture(config: ConfigJson) -> Architecture:
+    return read(config, "qwen2", pinned=PINNED, irrelevant=UNUSED_WINDOW, qkv_bias=True, qk_norm=False)

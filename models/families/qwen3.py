@@ -3,19 +3,14 @@
 Source: transformers, models/qwen3/modeling_qwen3.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_config import UNUSED_WINDOW, read
+from isoloss.models.families.hf_fields import ConfigJson
 
 PINNED = {"attention_bias": False, "use_sliding_window": False}
-# The hub files carry a window next to use_sliding_window=false.
-IRRELEVANT = frozenset({"sliding_window", "max_window_layers"})
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(
-        config, "qwen3", pinned=PINNED, irrelevant=IRRELEVANT, qkv_bias=False, qk_norm=True, head_dim_default=128
+        config, "qwen3", pinned=PINNED, irrelevant=UNUSED_WINDOW, qkv_bias=False, qk_norm=True, head_dim_default=128
     )

@@ -3,13 +3,10 @@
 Source: transformers, models/qwen3_moe/modeling_qwen3_moe.py.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.hf_config import read
+from isoloss.models.families.hf_config import UNUSED_WINDOW, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
-from isoloss.models.families.hf_fields import flag
+from isoloss.models.families.hf_fields import ConfigJson, flag
 
 # Dense layers between the sparse ones are not supported; no published model has them.
 PINNED = {
@@ -19,20 +16,17 @@ PINNED = {
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
 }
-# The hub files carry a window next to use_sliding_window=false.
-IRRELEVANT = frozenset({"sliding_window", "max_window_layers"}) | MOE_IRRELEVANT
 FIELDS = frozenset(
     {"num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"}
 )
 
 
-def architecture(config: Mapping[str, Any]) -> Architecture:
-    """The architecture of a parsed config.json; raises UserError naming the field that is not supported."""
+def architecture(config: ConfigJson) -> Architecture:
     return read(
         config,
         "qwen3_moe",
         pinned=PINNED,
-        irrelevant=IRRELEVANT,
+        irrelevant=UNUSED_WINDOW | MOE_IRRELEVANT,
         fields=FIELDS,
         qkv_bias=False,
         qk_norm=True,

@@ -1,7 +1,6 @@
 """The models that isoloss trains, by the name that config.json gives under `architectures`."""
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -10,8 +9,10 @@ from typing import Any
 from isoloss.models.architecture import Architecture
 from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
 from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError
 
+# Each has `architecture(config)`, of a parsed config.json. It raises UserError naming the field that is not supported.
 FAMILIES: Mapping[str, ModuleType] = {
     "LlamaForCausalLM": llama,
     "MistralForCausalLM": mistral,
@@ -66,13 +67,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors")
     if not path.is_file():
         raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); copy it again from the model's source") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(config).__name__}")
-    return config
+    return read_json(path, "copy it again from the model's source")
 
 
 def _architecture_name(config: Mapping[str, Any], folder: Path) -> str:

@@ -27,7 +27,6 @@ class ActivationMemory(Keys, group="memory"):
         None,
         "With recompute=full: recompute only the first so many layers of each pipeline stage; null: all.",
         at_least=1,
-        refusal="must be at least 1, or null for all",
     )
     offload_layers: int = key(
         0, "Layers whose activations wait in CPU memory until the backward. Needs Transformer Engine.", at_least=0

@@ -35,7 +35,7 @@ def test_a_batch_counts_once(folder):
     expected = (
         "run: held-out reward 0.250 -> 0.750 (+0.500) in 4 steps; dynamic sampling dropped and redrew 2 of 10 groups"
     )
-    assert reward_curve.told(curve) == expected
+    assert reward_curve.summary(curve) == expected
 
 
 def test_a_row_that_is_being_written_is_left_out(folder):

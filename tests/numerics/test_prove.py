@@ -18,7 +18,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
 from isoloss.tools import prove
-from isoloss.tools.certificate import Row, claims, verdict
+from isoloss.tools.certificate import ProofRun, claims, verdict
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
 from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
 from isoloss.tools.planted_bugs.dense import DENSE
@@ -97,9 +97,11 @@ def test_one_rank_proves_nothing_about_layouts(run):
     assert proof["claims"]["token-mean"] == "proved by 2 runs"
 
 
-def row(layout: str, filled: int, mode: str) -> Row:
+def row(layout: str, filled: int, mode: str) -> ProofRun:
     whole = measurement(a=Norms(1.0, 1.0, 0.0))
-    return Row(Layout.parse(layout), Case(0, LossConfig(mode)), whole, compare(whole, whole, TOLERANCE), filled, False)
+    return ProofRun(
+        Layout.parse(layout), Case(0, LossConfig(mode)), whole, compare(whole, whole, TOLERANCE), filled, False
+    )
 
 
 def test_an_aggregation_is_exercised_where_the_step_is_cut():

@@ -1,4 +1,4 @@
-"""Runs that cannot be, and what is said of each: the rows that every rule of engine/compatibility is tested by.
+"""Runs that cannot be, and what is said of each: the rows that every rule of engine/compatibility.py is tested by.
 
 A row is a model, overrides on top of a run that works, and the words that the one line must have: the key with its
 value (the first override, unless `shown` says how it is written), the reason, and a value that would do.
@@ -70,7 +70,7 @@ STAGES = (
     no("dense", "parallel.stage_layers=[3,3] parallel.pp=2 parallel.vpp=2", "pp=2 x vpp=2", "makes 4", "[]", world=2),
     no("dense", "parallel.stage_layers=[6,6] parallel.pp=2", "adds up to 12", "6 layers", "leave it at []", world=2),
     no("moe", "parallel.stage_layers=[1,2] parallel.pp=2", "adds up to 3", "4 layers", "leave it at []", world=2),
-    no("dense", "parallel.stage_layers=[0,6] parallel.pp=2", "at least 1 layer", shown="stage_layers=(0, 6)", world=2),
+    no("dense", "parallel.stage_layers=[0,6] parallel.pp=2", "each be at least", shown="stage_layers=(0, 6)", world=2),
 )
 
 EXPERTS = (
@@ -101,7 +101,7 @@ BALANCE = (
     no("moe", "moe.aux_loss=balanced", "unknown", "none, sequence", shown="moe.aux_loss='balanced'"),
     no("moe", "moe.aux_loss_coef=0.001", "moe.aux_loss=sequence", "leave it at 0"),
     no("moe", "moe.aux_loss=sequence", "set it", "moe.aux_loss=none", shown="moe.aux_loss_coef=0.0"),
-    no("moe", "moe.z_loss_coef=-1", "at least 0", shown="moe.z_loss_coef=-1.0"),
+    no("moe", "moe.z_loss_coef=-1", "not be negative", shown="moe.z_loss_coef=-1.0"),
 )  # fmt: skip
 
 PRECISION_AND_OPTIMIZER = (
@@ -146,12 +146,12 @@ MEMORY = (
        "core_attn, moe, layernorm"),
     no("dense", "memory.recompute_layers=2", "memory.recompute=full"),
     no("dense", "memory.recompute_layers=2 memory.recompute=selective", "memory.recompute=full"),
-    no("dense", "memory.recompute_layers=0 memory.recompute=full", "at least 1", "null for all"),
+    no("dense", "memory.recompute_layers=0 memory.recompute=full", "at least 1, or null"),
     no("dense", "memory.recompute_layers=7 memory.recompute=full", "6 layers", "null for all"),
     no("latent", "memory.recompute_layers=4 memory.recompute=full parallel.pp=2 parallel.stage_layers=[3,1]",
        "3 layers of the largest", "null for all", world=2),
-    no("dense", "memory.offload_optimizer=1.5 train.precision=bf16", "0 (none of it) and 1 (all of it)"),
-    no("dense", "memory.offload_optimizer=-0.5 train.precision=bf16", "0 (none of it) and 1 (all of it)"),
+    no("dense", "memory.offload_optimizer=1.5 train.precision=bf16", "in [0, 1]"),
+    no("dense", "memory.offload_optimizer=-0.5 train.precision=bf16", "in [0, 1]"),
     no("dense", "memory.offload_optimizer=0.5", "train.precision=fp32", "train.precision=bf16"),
     no("moe", "memory.offload_optimizer=1.0 train.precision=fp64", "train.precision=fp64", "train.precision=bf16"),
     no("tied", "memory.offload_optimizer=1.0 train.precision=bf16 parallel.distributed_optimizer=false",

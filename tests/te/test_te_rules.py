@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
+from support.refusals import first_refusal, rule_lines, silent
 
 from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
-from isoloss.engine.compatibility.rule import Setup
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.engine.packing import pack
 from isoloss.models.architecture import Architecture, Experts, Latent, Rope
@@ -28,9 +28,7 @@ def here(monkeypatch, version: str | None, gpu: bool = True) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
 
 
-def test_it_is_off_until_asked_for(monkeypatch):
-    here(monkeypatch, "2.11")
-    assert not Setup(config("bf16", False), DENSE, Layout()).uses_transformer_engine
+def test_it_is_off_until_asked_for():
     assert ModelConfig("anywhere") == ModelConfig("anywhere", transformer_engine=False)
 
 
@@ -116,12 +114,12 @@ def test_refuses_by_name(version, arch, settings, message, monkeypatch):
 
 
 def test_every_rule_speaks(monkeypatch):
-    told = set()
+    refusals = []
     for version, arch, settings, _ in REFUSED:
         here(monkeypatch, version)
-        setup = Setup(settings, arch, settings.parallel.layout())
-        told.add(id(next(rule for rule in compatibility.RULES if rule.broken(setup))))
-    assert not [rule.key for rule in compatibility.TRANSFORMER_ENGINE if id(rule) not in told]
+        refusals.append(first_refusal(settings, arch, settings.parallel.layout()))
+    lines = [n for name, lines in rule_lines().items() if name.startswith("transformer_engine") for n in lines]
+    assert len(lines) == 13 and silent(lines, refusals) == []
 
 
 @pytest.mark.parametrize(

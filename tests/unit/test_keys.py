@@ -124,7 +124,9 @@ class Sample(Keys, group="sample"):
     """Every form of a bound."""
 
     low: float = key(1.0, "Text.", at_least=0)
-    positive: int | None = key(None, "Text.", above=0)
+    positive: int = key(1, "Text.", above=0)
+    low_or_null: int | None = key(None, "Text.", at_least=0)
+    positive_or_null: int | None = key(None, "Text.", above=0)
     share: float = key(0.5, "Text.", at_least=0, at_most=1)
     half_open: tuple[float, ...] = key((), "Text.", at_least=0, below=1)
     odd: float = key(0.5, "Text.", above=0, at_most=1)
@@ -145,6 +147,8 @@ class Whole:
     [
         ("low", -1.0, "sample.low=-1.0 must not be negative"),
         ("positive", 0, "sample.positive=0 must be positive"),
+        ("low_or_null", -1, "sample.low_or_null=-1 must be at least 0, or null"),
+        ("positive_or_null", 0, "sample.positive_or_null=0 must be positive, or null"),
         ("share", 1.5, "sample.share=1.5 must be in [0, 1]"),
         ("half_open", (0.5, 1.0), "sample.half_open=(0.5, 1.0) must each be in [0, 1)"),
         ("odd", 0.0, "sample.odd=0.0 must be above 0 and at most 1"),
@@ -164,7 +168,9 @@ def test_every_form_of_a_key_is_told():
     told = key_help.terminal_help(Whole, "sample", 120)
     assert [line.strip() for line in told.splitlines() if line.startswith("  sample.")] == [
         "sample.low=1.0  (number >= 0)",
-        "sample.positive=null  (integer > 0 or null)",
+        "sample.positive=1  (integer > 0)",
+        "sample.low_or_null=null  (integer >= 0 or null)",
+        "sample.positive_or_null=null  (integer > 0 or null)",
         "sample.share=0.5  (number >= 0 and <= 1)",
         "sample.half_open=[]  (list of numbers >= 0 and < 1)",
         "sample.odd=0.5  (number > 0 and <= 1)",

@@ -89,7 +89,7 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
         torch.tensor([*document, -1, -1]), torch.tensor([*origin, -1, -1]), torch.tensor([*LENGTHS, 2]), one_rank
     )
     routing = route(x_TE, experts, torch.tensor(bias) if biased else None)
-    (0.0 * started.add_losses(routing.weights_TK, routing, tokens)).sum().backward()
+    (0.0 * started.add(routing.weights_TK, routing, tokens)).sum().backward()
 
     aux, z = started.sums_B.tolist()
     assert COEFFICIENTS[0] * aux + COEFFICIENTS[1] * z == pytest.approx(formula(logits(), score, bias, mode), rel=1e-13)
@@ -155,7 +155,7 @@ def test_nothing_is_balanced_unless_asked():
         ({"aux_loss": "seqence"}, "moe.aux_loss='seqence' is unknown; use one of none, sequence"),
         ({"aux_loss_coef": 0.1}, "moe.aux_loss_coef=0.1 weighs no loss: set moe.aux_loss=sequence"),
         ({"aux_loss": "sequence"}, "moe.aux_loss_coef=0.0 leaves moe.aux_loss=sequence without effect"),
-        ({"z_loss_coef": -0.1}, "moe.z_loss_coef=-0.1 must be a number of at least 0"),
+        ({"z_loss_coef": -0.1}, "moe.z_loss_coef=-0.1 must not be negative"),
         ({"bias_update_rate": float("nan")}, "moe.bias_update_rate=nan must be a finite number"),
     ],
 )

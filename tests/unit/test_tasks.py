@@ -12,6 +12,7 @@ from isoloss.engine.chat import load_tokenizer, tokenize_row
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rows import read_rows
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.weights.weight_map import num_parameters
 from isoloss.tools import make_tasks
 
 ASSETS = Path(str(files("isoloss.recipes") / "assets"))
@@ -42,6 +43,15 @@ def test_shipped_files_are_what_the_tool_makes(task, tmp_path):
     made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert made == {path.name: path.read_bytes() for path in (ASSETS / task).iterdir()}
     assert all(len(data) < 1_000_000 for data in made.values())
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_readme_has_the_numbers_of_the_tool(task):
+    made, text = make_tasks.TASKS[task], (ASSETS / task / "README.md").read_text()
+    assert f"{made.sft_rows:,} demonstrations" in text and f"{made.mistake_rate:.0%} of" in text
+    assert f"{made.rl_rows:,} problems" in text and f"{make_tasks.EVAL_ROWS} problems" in text
+    assert f"{len(make_tasks.WORDS)} words" in text and f"--task {task} " in text
+    assert f"{num_parameters(read_architecture(ASSETS / task)):,} parameters" in text
 
 
 @pytest.mark.parametrize("task", TASKS)

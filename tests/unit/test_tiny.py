@@ -82,7 +82,9 @@ def test_unigram_baseline(tmp_path):
 
 def test_documents_are_never_divided():
     """Between train and eval; each row stands in one of them, once."""
-    rows = [make_tiny.Row(f"document {n}", f"question {n}.{k}", "x" * 60) for n in range(40) for k in range(1 + n % 30)]
+    rows = [
+        make_tiny.Question(f"document {n}", f"question {n}.{k}", "x" * 60) for n in range(40) for k in range(1 + n % 30)
+    ]
     train, held_out = make_tiny.split(rows)
     assert sorted(map(str, [*train, *held_out])) == sorted(map(str, rows)) and held_out
     assert not {row.document for row in train} & {row.document for row in held_out}

@@ -1,0 +1,254 @@
+"""What cannot be run: loss x layout x model x precision x optimizer x memory.
+
+Rules about the value of a single key stand where the key is defined (engine/config.py), and so do those that a `Layout`
+fulfils whatever runs on it (parallel/layout.py). Here is all that needs two of configuration, model and layout, and
+every assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no weights.
+
+Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
+stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
+and a run that breaks it into tests/support/impossible.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from isoloss.engine.config import RECOMPUTE_MODULES, Config
+from isoloss.engine.key_help import as_written
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore import nvidia_apex, transformer_engine
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.parallel import Layout, UserError
+
+Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before it exists. layout: with its dp, where the world is known."""
+
+    config: Config
+    arch: Architecture
+    layout: Layout
+
+    def value(self, key: str) -> Any:
+        """What the user set a key to; of a degree, what the layout says."""
+        group, name = key.split(".")
+        if group == "parallel" and hasattr(self.layout, name):
+            return getattr(self.layout, name)
+        return getattr(getattr(self.config, group), name)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return not all(map(self.arch.has_experts, range(self.arch.num_layers)))
+
+
+def check(config: Config, arch: Architecture, layout: Layout) -> None:
+    """Raises UserError for the first rule that the setup breaks."""
+    setup = Setup(config, arch, layout)
+    for subject in SUBJECTS:
+        for key, why, remedy in subject(setup):
+            raise UserError(f"{key}={as_written(setup.value(key))} {why}; {remedy}")
+
+
+def attention_and_mlp(setup: Setup) -> Refusals:
+    arch, tp = setup.arch, setup.layout.tp
+    heads, kv_heads = arch.num_heads, arch.num_kv_heads
+    if heads % tp:
+        yield "parallel.tp", f"does not divide the model's {heads} attention heads", _divisors(heads)
+    if kv_heads % tp and tp % kv_heads:
+        why = f"neither divides nor is a multiple of the model's {kv_heads} key/value heads"
+        yield "parallel.tp", why, _divisors(kv_heads)
+    if setup.has_dense_layers and arch.intermediate_size % tp:
+        why = f"does not divide the model's intermediate_size {arch.intermediate_size}"
+        yield "parallel.tp", why, _divisors(arch.intermediate_size)
+    if arch.critic and arch.hidden_size % tp:
+        why = f"does not divide the hidden_size {arch.hidden_size} that the critic's value head reads"
+        yield "parallel.tp", why, _divisors(arch.hidden_size)
+    rank_heads = heads // tp
+    if rank_heads % setup.layout.ulysses:
+        why = f"does not divide the {rank_heads} attention heads of a TP rank ({heads} heads / tp {tp})"
+        yield "parallel.ulysses", why, f"{_divisors(rank_heads)}, and parallel.ring for more context ranks"
+
+
+def stages(setup: Setup) -> Refusals:
+    num_layers, pp, vpp = setup.arch.num_layers, setup.layout.pp, setup.layout.vpp
+    chosen = setup.config.parallel.stage_layers
+    if pp * vpp > num_layers:
+        why = f"x vpp={vpp} makes more stages than the model's {num_layers} layers"
+        yield "parallel.pp", why, f"use at most {num_layers} stages"
+    if chosen and len(chosen) != pp * vpp:
+        why = f"names {len(chosen)} stages, and pp={pp} x vpp={vpp} makes {pp * vpp}"
+        yield "parallel.stage_layers", why, "give one number for each, or leave it at []"
+    if chosen and sum(chosen) != num_layers:
+        why = f"adds up to {sum(chosen)}, not to the model's {num_layers} layers"
+        yield "parallel.stage_layers", why, "change a number, or leave it at []"
+
+
+def mixture_of_experts(setup: Setup) -> Refusals:
+    layout, experts = setup.layout, setup.arch.experts
+    if experts is None:
+        for key, degree in (("parallel.ep", layout.ep), ("parallel.etp", layout.etp)):
+            if degree > 1:
+                yield key, "is for mixture-of-experts models and this one is dense", "set it to 1"
+        return
+    if layout.tp > 1 and not layout.sequence_parallel:
+        why = "does not work with experts and parallel.tp > 1: every TP rank would send the same tokens to the experts"
+        yield "parallel.sequence_parallel", why, "leave it at null"
+    if experts.count % layout.ep:
+        yield "parallel.ep", f"does not divide the model's {experts.count} experts", _divisors(experts.count)
+    if experts.intermediate_size % layout.etp:
+        why = f"does not divide the model's expert width {experts.intermediate_size}"
+        yield "parallel.etp", why, _divisors(experts.intermediate_size)
+    if experts.shared_size % layout.tp:
+        why = f"does not divide the model's shared expert's width {experts.shared_size}"
+        yield "parallel.tp", why, _divisors(experts.shared_size)
+    if layout.etp > 1 and setup.arch.linear_bias:
+        yield "parallel.etp", "does not work with biases in the experts", "set it to 1"
+
+
+def load_balancing(setup: Setup) -> Refusals:
+    moe, experts = setup.config.moe, setup.arch.experts
+    if experts is None:
+        for name, off in (("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0)):
+            if getattr(moe, name) != off:
+                yield f"moe.{name}", "is for mixture-of-experts models and this one is dense", f"leave it at {off}"
+    elif moe.bias_update_rate > 0 and not experts.selection_bias:
+        why = f"moves selection biases, and models of the family {setup.arch.family} have none"
+        yield "moe.bias_update_rate", why, "leave it at 0 and balance with moe.aux_loss=sequence"
+
+
+def precision_and_optimizer(setup: Setup) -> Refusals:
+    parallel, fp64 = setup.config.parallel, setup.config.train.precision == "fp64"
+    if fp64 and parallel.distributed_optimizer:
+        why = "does not work with train.precision=fp64 (Megatron's distributed optimizer holds fp32 state)"
+        yield "parallel.distributed_optimizer", why, "leave it at null"
+    if not parallel.gradient_accumulation_fusion:
+        return
+    key = "parallel.gradient_accumulation_fusion"
+    if fp64:
+        why = "does not work with train.precision=fp64, whose gradients no fused kernel accumulates"
+        yield key, why, "leave it at false"
+    if not setup.config.model.transformer_engine and not nvidia_apex.fuses_weight_gradients():
+        package = "NVIDIA's apex built with --cpp_ext and --cuda_ext"
+        remedy = "leave it at false, or use model.transformer_engine=true, whose layers have a kernel of their own"
+        yield key, f"needs {package}, whose fused_weight_gradient_mlp_cuda is not here", remedy
+
+
+def transformer_engine_layers(setup: Setup) -> Refusals:
+    """docs/transformer_engine.md names the sources, also of the attention's rules."""
+    if not setup.config.model.transformer_engine:
+        return
+    key, own_layers = "model.transformer_engine", "use model.transformer_engine=false"
+    version, oldest = transformer_engine.installed(), transformer_engine.OLDEST
+    if version is None:
+        why = "needs the package transformer_engine, which does not import here"
+        yield key, why, f"install it, or {own_layers}"
+    elif version < oldest:
+        why = f"needs Transformer Engine {oldest}, and here is {version}"
+        yield key, why, f"install a newer one, or {own_layers}"
+    if setup.config.train.precision == "fp64":
+        why = "does not work with train.precision=fp64, which its kernels do not have"
+        yield key, why, f"{own_layers}, or train.precision=fp32 or bf16"
+
+
+def transformer_engine_attention(setup: Setup) -> Refusals:
+    arch, kernel, precision = setup.arch, setup.config.parallel.cp_kernel, setup.config.train.precision
+    if kernel == "isoloss":
+        return
+    key, own_kernel = "parallel.cp_kernel", "use parallel.cp_kernel=isoloss"
+    if not setup.config.model.transformer_engine:
+        why = "is a kernel of Transformer Engine, which this run does not use"
+        yield key, why, f"{own_kernel}, or model.transformer_engine=true"
+    if precision != "bf16":
+        why = f"does not work with train.precision={precision}, which no fused attention has"
+        yield key, why, f"{own_kernel}, or train.precision=bf16"
+    splits_tokens = setup.layout.context > 1  # with one context rank, its kernels for several do nothing more
+    version, since = transformer_engine.installed(), transformer_engine.SPLITS_PACKED_ROWS_SINCE
+    assert version is not None, "an earlier rule asks for a version"
+    if splits_tokens and version < since[kernel]:
+        why = f"splits packed rows from Transformer Engine {since[kernel]} on, and here is {version}"
+        yield key, why, f"use {', '.join(name for name in since if version >= since[name])} or isoloss"
+    if arch.latent is not None:
+        yield key, "does not attend for latent attention here", own_kernel
+    if arch.sinks:
+        yield key, "has no attention sinks in packed rows", own_kernel
+    if arch.head_dim % 8:
+        yield key, f"needs heads of a multiple of 8 channels, and the model's have {arch.head_dim}", own_kernel
+    if splits_tokens and kernel in ("p2p", "a2a+p2p") and any(arch.windows):
+        yield key, "has no attention windows", "use parallel.cp_kernel=a2a, all_gather or isoloss"
+
+
+def transformer_engine_context_ranks(setup: Setup) -> Refusals:
+    layout, kernel = setup.layout, setup.config.parallel.cp_kernel
+    if kernel in ("p2p", "all_gather") and layout.ulysses > 1:
+        why = f"divides heads, and parallel.cp_kernel={kernel} exchanges keys and values only"
+        yield "parallel.ulysses", why, f"set it to 1, and parallel.ring to {layout.context}"
+    if kernel == "a2a" and layout.ring > 1:
+        why = "passes keys and values round, and parallel.cp_kernel=a2a exchanges heads only"
+        yield "parallel.ring", why, f"set it to 1, and parallel.ulysses to {layout.context}"
+    rank_kv_heads = max(setup.arch.num_kv_heads // layout.tp, 1)  # tp ranks beyond their number share one
+    if kernel in ("a2a", "a2a+p2p") and rank_kv_heads % layout.ulysses:
+        why = f"does not divide the {rank_kv_heads} key/value heads of a TP rank"
+        remedy = f"{_divisors(rank_kv_heads)}, or parallel.cp_kernel=isoloss"
+        yield "parallel.ulysses", f"{why}, which parallel.cp_kernel={kernel} does not repeat", remedy
+
+
+def recomputation(setup: Setup) -> Refusals:
+    memory, arch, experts = setup.config.memory, setup.arch, setup.arch.experts
+    lacking = {
+        "mlp": "" if setup.has_dense_layers else "experts in every layer",
+        "moe": "" if experts else "no experts",
+        "shared_experts": "" if experts and experts.shared_size else "no shared experts",
+        "mla_up_proj": "" if arch.latent else "no latent attention",
+    }
+    for module, what in lacking.items():
+        if what and module in memory.recompute_modules:
+            usable = ", ".join(name for name in RECOMPUTE_MODULES if not lacking.get(name))
+            yield "memory.recompute_modules", f"names {module}, and the model has {what}", f"use some of {usable}"
+    if memory.recompute_layers is not None:
+        largest = max(stage_layers(arch, setup.layout, setup.config.parallel.stage_layers))
+        if memory.recompute_layers > largest:
+            why = f"is more than the {largest} layers of the largest pipeline stage"
+            yield "memory.recompute_layers", why, "leave it at null for all of them"
+
+
+def offloading(setup: Setup) -> Refusals:
+    memory, num_layers, precision = setup.config.memory, setup.arch.num_layers, setup.config.train.precision
+    if memory.offload_optimizer > 0 and precision != "bf16":
+        why = f"does not work with train.precision={precision} (it holds fp32 weights of bf16 ones)"
+        yield "memory.offload_optimizer", why, "use train.precision=bf16, or 0"
+    if memory.offload_optimizer > 0 and not setup.config.distributed_optimizer:
+        remedy = "leave parallel.distributed_optimizer at null, or use 0"
+        yield "memory.offload_optimizer", "needs the distributed optimizer", remedy
+    if memory.offload_layers == 0:
+        return
+    key = "memory.offload_layers"
+    if memory.offload_layers >= num_layers:
+        yield key, f"is not less than the model's {num_layers} layers", f"use at most {num_layers - 1}"
+    if setup.layout.pp > 1:
+        yield key, f"does not work in a pipeline (parallel.pp={setup.layout.pp})", "use 0, or parallel.pp=1"
+    if memory.recompute != "none":
+        remedy = "use one of the two: 0 here, or memory.recompute=none"
+        yield key, f"does not work with memory.recompute={memory.recompute}", remedy
+    if not setup.config.model.transformer_engine:
+        why = "needs the layers of Transformer Engine, which this run does not use"
+        yield key, why, "use 0, or model.transformer_engine=true where it is installed"
+
+
+SUBJECTS = (
+    attention_and_mlp,
+    stages,
+    mixture_of_experts,
+    load_balancing,
+    precision_and_optimizer,
+    transformer_engine_layers,
+    transformer_engine_attention,
+    transformer_engine_context_ranks,
+    recomputation,
+    offloading,
+)
+
+
+def _divisors(n: int) -> str:
+    return f"use one of {[d for d in range(1, n + 1) if n % d == 0]}"
