@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import httpx2
 
-from isoloss.engine.rl.trajectory import Finish, Request, Sampling
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for a question that any living server answers at once
@@ -34,16 +34,6 @@ class Refused(Exception):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What one call of `Server.generate` gave: tokens [T], their logprobs [T] and weight versions [T], why it ended."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish: Finish
 
 
 @dataclass(frozen=True)
@@ -87,8 +77,9 @@ class Server(ABC):
     # ---- what every kind does ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Continuation:
-        """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most."""
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
+        """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most; the new
+        tokens alone."""
 
     @abstractmethod
     def pause(self) -> None:
