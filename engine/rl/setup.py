@@ -14,7 +14,9 @@ from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
-from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
+from isoloss.engine.rl.backends.servers.backend import ServerBackend
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
+from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
@@ -137,5 +139,6 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
 
 def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
     if config.rollout.backend == "sglang":
-        return SGLangBackend(config.rollout, config.model.path, output_dir / "sglang")
+        logs = output_dir / "sglang"
+        return ServerBackend(config.rollout, config.model.path, logs, SGLangServer, weight_sync)
     return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

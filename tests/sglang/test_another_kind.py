@@ -9,7 +9,7 @@ import torch
 from support.servers import requests
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
-from isoloss.engine.rl.backends.servers.server import Server, ServerLost
+from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Sampling
 
@@ -78,23 +78,15 @@ class Memory(Server):
     def end_update(self): ...
 
 
-class Copying:
-    """A `WeightSync`."""
-
+class Copying(WeightSync):
     receives = "rank 0"
 
     def prepare(self, bucket):
         return bucket
 
-    def begin(self, servers, rebuild): ...
-
     def send(self, servers, payload):
         for server in servers:
             server.state.weight = payload[0][1].item()
-
-    def end(self, servers): ...
-
-    def close(self, servers): ...
 
 
 @pytest.fixture

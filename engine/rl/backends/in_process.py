@@ -6,7 +6,6 @@ import traceback
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from isoloss.engine.rl.backends.generation import check_requests, generate
-from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
@@ -31,7 +30,7 @@ class InProcessBackend:
     concurrency: rows that decode together on this rank. dtype: of the weights here. Collective over the world.
     """
 
-    receives: Literal["every rank", "rank 0"] = "every rank"
+    receives: Receives = "every rank"
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device, concurrency: int):
         self.arch = read_architecture(folder)

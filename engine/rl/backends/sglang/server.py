@@ -76,11 +76,9 @@ class SGLangServer(Server):
 
     def release_memory(self, tags: Sequence[str]) -> None:
         self.post("/release_memory_occupation", {"tags": list(tags)}, answer=False)
-        self.asleep |= set(tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         self.post("/resume_memory_occupation", {"tags": list(tags)}, answer=False)
-        self.asleep -= set(tags)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
