@@ -1,9 +1,8 @@
 """The initial policy, in the layout of the policy and without a second model."""
 
-import contextlib
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -37,14 +36,9 @@ class Reference:
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """As `Engine.logprobs`, of the initial policy."""
-        with self._in_place():
-            return self._engine.logprobs(samples, temperature)
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
         self._exchange()
         try:
-            yield
+            return self._engine.logprobs(samples, temperature)
         finally:
             self._exchange()
 
