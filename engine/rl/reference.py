@@ -14,6 +14,7 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import ModelSource
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
+from isoloss.parallel.collectives import gather_objects
 
 
 class Reference:
@@ -57,9 +58,8 @@ def fingerprint(source: ModelSource) -> Fingerprint:
     """
     weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
     mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
-    everyone: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    digest = hashlib.sha256(repr(sorted(chain.from_iterable(everyone))).encode()).hexdigest()[:16]
+    checksums = sorted(chain.from_iterable(gather_objects(mine)))
+    digest = hashlib.sha256(repr(checksums).encode()).hexdigest()[:16]
     return Fingerprint("the reference (the weights of model.path)", digest, "a file of model.path")
 
 

@@ -27,8 +27,7 @@ from torch.nn.functional import silu
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
-from isoloss.models.mcore.expert_layer import ExpertLayer, ExpertTransformerLayer
-from isoloss.models.mcore.gpt import PackedGPT, unwrap
+from isoloss.models.mcore.gpt import ExpertLayer, ExpertTransformerLayer, PackedGPT, unwrap
 from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
 from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
@@ -191,14 +190,9 @@ def build_chunks(
     stages: Sequence[int],
     memory: ActivationMemory,
     *,
-    te: bool = False,
+    te: bool,
 ) -> Sequence[PackedGPT]:
-    """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
-
-    stages: layers of each stage, in the order of the model.
-    te: of Transformer Engine's modules (docs/transformer_engine.md).
-    Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
-    """
+    """The chunks of `Model.build`. stages: layers of each stage, in the order of the model."""
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     config = transformer_config(arch, mesh.layout, dtype, stages, memory, te=te, cp_kernel=mesh.cp_kernel)

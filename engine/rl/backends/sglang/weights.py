@@ -24,6 +24,7 @@ from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
 from isoloss.parallel import UserError
+from isoloss.parallel.collectives import gather_objects
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
 
@@ -146,8 +147,7 @@ class TensorSync(WeightSync):
         handles: list[Any] = [serialize(flat) if flat else None]
         if flat and flat.flat_B.is_cuda:
             torch.cuda.synchronize()  # the bytes must be there before another process looks
-            handles = [None] * self._group.size()
-            dist.all_gather_object(handles, serialize(flat), group=self._group)
+            handles = gather_objects(serialize(flat), self._group)
         # The bucket before this one is freed only here: rank 0 came to the gathering after the servers had read it.
         self._held = flat
         return handles
