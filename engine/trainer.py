@@ -56,7 +56,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     engine = Engine(config, source)
     with (
         open_folder(config, run_name) as output_dir,
-        Run.open(engine, config, output_dir, data.total_steps, fingerprints) as run,
+        Run(engine, config, output_dir, data.total_steps, fingerprints) as run,
     ):
         return _train(config, data, engine, run)
 
@@ -132,9 +132,4 @@ def summary(result: RunResult, unigram: float | None) -> list[str]:
             f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; "
             f"better by {unigram - last:.3f}"
         )
-    model = f"model for transformers in {result.export}; " if result.export else ""
-    lines.append(
-        f"done: {model}checkpoint in {result.checkpoint}; metrics in {result.output_dir}/metrics.jsonl; "
-        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
-    )
-    return lines
+    return [*lines, result.closing_line("metrics", "metrics.jsonl")]

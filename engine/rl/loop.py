@@ -42,7 +42,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = stack.enter_context(open_folder(config, run_name))
         rollout = stack.enter_context(open_rollout(config, policy, data, score, folder))
-        run = stack.enter_context(Run.open(policy, config, folder, data.total_steps, fingerprints))
+        run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
         log = stack.enter_context(RolloutLog(folder, run.metrics, enabled=is_main(), start_step=run.done))
         return _train(config, data, policy, reference, critic, rollout, run, log)
 

@@ -173,9 +173,4 @@ def summary(result: RunResult) -> list[str]:
             f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
             f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
         )
-    model = f"model for transformers in {result.export}; " if result.export else ""
-    lines.append(
-        f"done: {model}checkpoint in {result.checkpoint}; completions in {result.output_dir}/rollouts.jsonl; "
-        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
-    )
-    return lines
+    return [*lines, result.closing_line("completions", "rollouts.jsonl")]

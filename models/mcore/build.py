@@ -94,12 +94,7 @@ def transformer_config(
         # silently; overlapped messages are exact.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        # Megatron's fusions are off by default, and stay so.
         **_expert_settings(arch, layout, te),
         **memory.settings(),
     )
@@ -218,7 +213,9 @@ def build_chunks(
         if arch.critic and mesh.is_last_stage(index):
             chunk.output_layer = ValueHead(arch.hidden_size, mesh.tp)
         _mark_parameters(chunk)
-        chunks.append(_cast(chunk, dtype))
+        for parameter in chunk.parameters():  # no buffer: the experts' selection bias keeps its precision
+            parameter.data = parameter.data.to(dtype)
+        chunks.append(chunk)
     return chunks
 
 
@@ -254,10 +251,3 @@ def _mark_parameters(chunk: PackedGPT) -> None:
                 parameter.allreduce = False
                 parameter.sequence_parallel = False
                 parameter.tensor_model_parallel = True  # TP ranks hold other experts, or copies that are not counted
-
-
-def _cast(chunk: PackedGPT, dtype: torch.dtype) -> PackedGPT:
-    """The chunk in `dtype`, but for buffers (the experts' selection bias), which keep theirs."""
-    for parameter in chunk.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return chunk
