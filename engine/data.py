@@ -233,7 +233,7 @@ def load_cached(folder: Path) -> TokenDataset | None:
 
 
 def checksum(path: Path) -> int:
-    return zlib.crc32(np.memmap(path, mode="r"))
+    return zlib.crc32(np.memmap(path, mode="r").data)
 
 
 # --------------------------------------------------------------------------------------------------------------- order

@@ -68,8 +68,9 @@ class Run:
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
         newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
-        self.state: Mapping[str, Any] | None = None if newest is None else engine.load(newest)
-        self.done = 0 if self.state is None else int(self.state["step"])
+        state: Any = None if newest is None else engine.load(newest)
+        self.state: Mapping[str, Any] | None = state
+        self.done = 0 if state is None else int(state["step"])
         self._guard = BadStepGuard(config.train.max_bad_steps)
         self._peak = peak_flops(engine.device)
         self._started = time.perf_counter()
