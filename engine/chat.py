@@ -66,7 +66,9 @@ def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHI
         tokens_T, mask_T = tokenize_completion(values["prompt"], values["completion"], template)
     elif "text" in values:
         refuse_tools(template, "text")
-        tokens_T = with_end(encode(tokenizer, check_text(values["text"], "text", place)), tokenizer)
+        if not isinstance(values["text"], str):
+            raise UserError(f"{place}: `text` must be text, not {shown(values['text'])}")
+        tokens_T = with_end(encode(tokenizer, values["text"]), tokenizer)
         mask_T = [True] * len(tokens_T)
     else:
         keys = ", ".join(sorted(values)) or "none"
@@ -98,12 +100,6 @@ def tokenize_completion(prompt: Any, completion: Any, template: Template) -> Tok
         completion = [{"role": "assistant", "content": completion}]
     completion = check_messages(completion, "completion", place)
     return tokenize_chat(prompt + completion, template, first=len(prompt))
-
-
-def check_text(value: Any, key: str, place: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{place}: `{key}` must be text, not {shown(value)}")
-    return value
 
 
 def check_messages(value: Any, key: str, place: str) -> Messages:

@@ -19,6 +19,7 @@ from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest
 from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.parallel import UserError
+from isoloss.parallel.collectives import gather_objects
 
 STEP_FOLDER = "step_{:08d}"
 COMMON = "common.pt"  # what Megatron writes besides tensors
@@ -105,10 +106,9 @@ def export_hf(folder: Path, model: Model) -> None:
     """
     mine = ((name, tensor.cpu()) for name, tensor, write in model.hf_tensors(model.arch.torch_dtype) if write)
     entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, entries)
+    entries_of_ranks = gather_objects(entries)
     if dist.get_rank() == 0:
-        hf_checkpoint.finish(folder, [entry for entry in everyone if entry])
+        hf_checkpoint.finish(folder, [entry for entry in entries_of_ranks if entry])
     dist.barrier()
 
 
@@ -141,9 +141,7 @@ def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
     paths = [path for path in folder.rglob("*") if path.is_file()]
     mine = [p for p in paths if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
     records = {p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.crc32(p)) for p in mine}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, records)
-    return {name: record for records in everyone for name, record in records.items()}
+    return {name: record for rank_records in gather_objects(records) for name, record in rank_records.items()}
 
 
 def _describe(folder: Path, model: Model, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
@@ -171,8 +169,6 @@ def verify(folder: Path) -> None:
         manifest.check_checksums(folder, written, names)
     except UserError as error:
         problem = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, problem)
-    for message in everyone:
+    for message in gather_objects(problem):
         if message:
             raise UserError(message)

@@ -17,20 +17,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer, tokenize_row
-from isoloss.engine.chat_template import NOTHING, check_template_kwargs
+from isoloss.engine.chat_template import check_template_kwargs
 from isoloss.engine.config import DataConfig
 from isoloss.engine.rows import check_paths, read_rows
 from isoloss.parallel.errors import UserError
 
 FORMAT = 2  # of the cache folder and of the tokenization; a new number leaves old folders unread
-OVERLONG = ("error", "drop", "truncate")
 ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
 
 
@@ -69,40 +68,28 @@ class TokenDataset:
 
 
 def load_dataset(
-    paths: Sequence[str],
-    tokenizer_dir: str,
-    *,
-    max_length: int,
-    overlong: str,
-    vocab_size: int,
-    cache_dir: Path,
-    key: str = "data.train",
-    template_kwargs: Mapping[str, Any] = NOTHING,
+    data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, *, vocab_size: int, cache_dir: Path
 ) -> TokenDataset:
-    """Rows of JSON Lines or Parquet files as token sequences with loss masks (see `chat` for the forms of rows).
+    """Rows of data.train or data.eval as token sequences with loss masks (see `chat` for the forms of rows).
 
-    max_length: tokens; overlong: what happens to a longer row: "error", "drop" or "truncate" (its end is cut off).
+    data: also says what happens to a row of more than max_length tokens, "error", "drop" or "truncate" (its end is cut
+    off), and gives the chat template its variables; a row's `tools` reach it as well.
     cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
         may call at once: one tokenizes, the others wait and load.
-    key: how messages name the files.
-    template_kwargs: variables for the chat template, which gets the row's `tools` as well.
 
     Raises UserError, one line, for every mistake in files, rows, tokenizer or options. Enters no collective.
     """
-    if overlong not in OVERLONG:
-        raise UserError(f"data.overlong={overlong}: choose one of {', '.join(OVERLONG)}")
-    check_paths(paths, key)
-    cache_dir = Path(cache_dir)
-    options = {"max_length": max_length, "overlong": overlong, "vocab_size": vocab_size}
-    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(template_kwargs))
+    paths: tuple[str, ...] = getattr(data, split)
+    check_paths(paths, f"data.{split}")
+    options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
+    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_kwargs))
     folder = cache_dir / name
     dataset = load_cached(folder)
     if dataset is None:
         with exclusively(folder):
             dataset = load_cached(folder)
             if dataset is None:
-                built = tokenize(paths, tokenizer_dir, **options, key=key, template_kwargs=template_kwargs)
-                write_cache(folder, built)
+                write_cache(folder, tokenize(data, split, tokenizer_dir, vocab_size))
                 dataset = load_cached(folder)
     assert dataset is not None, f"{folder} cannot be read back"
     return dataset
@@ -129,29 +116,23 @@ def exclusively(folder: Path) -> Iterator[None]:
         yield
 
 
-def tokenize(
-    paths: Sequence[str],
-    tokenizer_dir: str,
-    max_length: int,
-    overlong: str,
-    vocab_size: int,
-    key: str,
-    template_kwargs: Mapping[str, Any],
-) -> TokenDataset:
+def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> TokenDataset:
     """The data set, in memory."""
+    paths: tuple[str, ...] = getattr(data, split)
+    max_length = data.max_length
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
-    check_template_kwargs(template_kwargs, tokenizer)
+    check_template_kwargs(data.template_kwargs, tokenizer)
     tokens, mask, lengths = [], [], [0]
     dropped = truncated = 0
-    for row in read_rows(paths, key):
-        tokens_T, mask_T = tokenize_row(row, tokenizer, template_kwargs)
+    for row in read_rows(paths, f"data.{split}"):
+        tokens_T, mask_T = tokenize_row(row, tokenizer, data.template_kwargs)
         if (length := len(tokens_T)) > max_length:
-            if overlong == "error":
+            if data.overlong == "error":
                 raise UserError(
                     f"{row.place}: {length} tokens are more than data.max_length={max_length}: raise it, or set "
                     f"data.overlong to drop (leave such rows out) or truncate (cut their end off); now it is error"
                 )
-            if overlong == "drop":
+            if data.overlong == "drop":
                 dropped += 1
                 continue
             truncated += 1
@@ -165,16 +146,19 @@ def tokenize(
         mask.append(np.array(mask_T, np.bool_))
         lengths.append(len(tokens_T))
     if not tokens:
-        files = ", ".join(paths)
-        if dropped:
-            raise UserError(
-                f"{key}: all {dropped} rows of {files} were dropped, being over data.max_length={max_length}: raise it"
-            )
-        raise UserError(f"{key}: no rows in {files}: give files with at least one row")
+        raise nothing_left(f"data.{split}", paths, dropped, "rows", f"data.max_length={max_length}")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
     return TokenDataset(**arrays, stats=stats, fingerprint=fingerprint(arrays))
+
+
+def nothing_left(key: str, paths: Sequence[str], dropped: int, rows: str, limit: str) -> UserError:
+    """The refusal of files without a row to take. rows: their name. limit: what the dropped ones were over."""
+    files = ", ".join(paths)
+    if dropped:
+        return UserError(f"{key}: all {dropped} {rows} of {files} were dropped, being over {limit}: raise it")
+    return UserError(f"{key}: no rows in {files}: give files with at least one row")
 
 
 def fingerprint(arrays: Mapping[str, np.ndarray]) -> str:
@@ -249,11 +233,7 @@ def load_cached(folder: Path) -> TokenDataset | None:
 
 
 def checksum(path: Path) -> int:
-    value = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            value = zlib.crc32(block, value)
-    return value
+    return zlib.crc32(np.memmap(path, mode="r").data)
 
 
 # --------------------------------------------------------------------------------------------------------------- order

@@ -63,22 +63,20 @@ class MetricsLog:
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them."""
-        if not self.enabled:
-            return
-        row = {key: _number(value) for key, value in values.items()}
-        _write(self._train, step, row)
-        for key, value in row.items():
-            self._tensorboard.add_scalar(f"train/{key}", value, step)
-        self._progress.show(step, row)
+        if self.enabled:
+            self._progress.show(step, self._record("train", self._train, step, values))
 
     def log_eval(self, step: int, values: Mapping[str, float]) -> None:
         """Report an evaluation after optimizer step `step`, 0 for one before training."""
-        if not self.enabled:
-            return
+        if self.enabled:
+            self._record("eval", self._eval, step, values)
+
+    def _record(self, group: str, file: TextIO, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}
-        _write(self._eval, step, row)
+        _write(file, step, row)
         for key, value in row.items():
-            self._tensorboard.add_scalar(f"eval/{key}", value, step)
+            self._tensorboard.add_scalar(f"{group}/{key}", value, step)
+        return row
 
     def text(self, name: str, markdown: str, step: int) -> None:
         """Show a text in TensorBoard."""

@@ -1,7 +1,6 @@
 """A run of a recipe: resume, evaluate, save, guard, log, export. SFT and reinforcement learning share it; what they do
 in an optimizer step is theirs."""
 
-import contextlib
 import math
 import shutil
 import sys
@@ -19,7 +18,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, OptimResult
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.run_folder import Fingerprint, is_main, record, resume_fingerprint
+from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
@@ -40,9 +39,18 @@ class RunResult:
     first_eval: Mapping[str, float]
     last_eval: Mapping[str, float]
 
+    def closing_line(self, what: str, file: str) -> str:
+        """Where everything is and what to do next. what: is in this `file` of the run's folder."""
+        model = f"model for transformers in {self.export}; " if self.export else ""
+        return (
+            f"done: {model}checkpoint in {self.checkpoint}; {what} in {self.output_dir}/{file}; "
+            f"next: tensorboard --logdir {self.output_dir}/tensorboard"
+        )
+
 
 class Run:
-    """One run, on every rank; `Run.open` makes it.
+    """One run, on every rank: a new one in the folder that `open_folder` made, or with checkpoint.resume one that goes
+    on from the newest checkpoint there. A context manager, whose end closes its metrics; collective over the world.
 
     done: optimizer steps done so far. total_steps: of the whole run.
     state: what `save` was given in the checkpoint that the run resumed from; None for a new run.
@@ -55,36 +63,26 @@ class Run:
         config: Config,
         output_dir: Path,
         total_steps: int,
-        fingerprints: Sequence[Fingerprint],
-        state: Mapping[str, Any] | None,
-        log: MetricsLog,
+        fingerprints: Sequence[Fingerprint] = (),
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
-        self.output_dir, self.total_steps, self.state, self.metrics = output_dir, total_steps, state, log
+        self.output_dir, self.total_steps = output_dir, total_steps
+        newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
+        state: Any = None if newest is None else engine.load(newest)
+        self.state: Mapping[str, Any] | None = state
         self.done = 0 if state is None else int(state["step"])
         self._guard = BadStepGuard(config.train.max_bad_steps)
         self._peak = peak_flops(engine.device)
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
+        self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
 
-    @classmethod
-    @contextlib.contextmanager
-    def open(
-        cls,
-        engine: Engine,
-        config: Config,
-        output_dir: Path,
-        total_steps: int,
-        fingerprints: Sequence[Fingerprint] = (),
-    ) -> Iterator["Run"]:
-        """A new run in the folder that `open_folder` made, or with checkpoint.resume one that goes on from the newest
-        checkpoint there. Collective over the world."""
-        newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
-        state: Any = None if newest is None else engine.load(newest)
-        done = 0 if state is None else int(state["step"])
-        with MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=done) as log:
-            yield cls(engine, config, output_dir, total_steps, fingerprints, state, log)
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.metrics.close()
 
     def steps(
         self, evaluate: Callable[[int], Mapping[str, float]], save: Callable[[], None] | None = None
@@ -128,7 +126,8 @@ class Run:
         if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
             return
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
-        self._engine.save(folder, {"step": self.done, **fingerprint, **record(self._fingerprints), **state})
+        of_data = {each.of: each.value for each in self._fingerprints}
+        self._engine.save(folder, {"step": self.done, **fingerprint, **of_data, **state})
         if is_main():
             checkpoint.prune(folder.parent, self._config.checkpoint.keep)
 

@@ -110,11 +110,6 @@ def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fin
             )
 
 
-def record(fingerprints: Sequence[Fingerprint]) -> dict[str, object]:
-    """What a checkpoint keeps of fingerprints."""
-    return {each.of: each.value for each in fingerprints}
-
-
 def recorded(extra: Mapping[str, object], key: str, newest: Path) -> object:
     """What a checkpoint tells of `key`. Raises UserError where it tells nothing: nobody knows if it is the same run."""
     if key not in extra:
@@ -173,7 +168,8 @@ def _claim(config: Config, run_name: str) -> Iterator[Path]:
     with _alone(folder):
         check_free(config, folder)  # once more: a run may have begun and ended here since
         resolved = dataclasses.replace(config, output_dir=str(folder))
-        (folder / "config.yaml").write_text(yaml.safe_dump(_plain(resolved), sort_keys=False))
+        plain = json.loads(json.dumps(dataclasses.asdict(resolved)))  # tuples become lists
+        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
         (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
         yield folder
 
@@ -204,10 +200,6 @@ def _alone(folder: Path) -> Iterator[None]:
         except OSError:
             pass  # a network file system that has no locks: then nobody knows of the other
         yield
-
-
-def _plain(config: Config) -> dict:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
 
 
 def _provenance(config: Config) -> dict:

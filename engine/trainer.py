@@ -56,7 +56,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     engine = Engine(config, source)
     with (
         open_folder(config, run_name) as output_dir,
-        Run.open(engine, config, output_dir, data.total_steps, fingerprints) as run,
+        Run(engine, config, output_dir, data.total_steps, fingerprints) as run,
     ):
         return _train(config, data, engine, run)
 
@@ -80,22 +80,15 @@ def load_data(config: Config, arch: Architecture) -> RunData:
     """Tokenize (or load from the cache) the training and evaluation rows. Enters no collective."""
     folder = hf_folder(config.model.path)
     check_files(config.data)
-    max_length = config.data.max_length
-    if max_length > arch.max_positions:
+    if config.data.max_length > arch.max_positions:
         raise UserError(
-            f"data.max_length={max_length} is more than max_position_embeddings={arch.max_positions} in "
+            f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
             f"{folder}/config.json: set it to at most {arch.max_positions}"
         )
-    options = {
-        "max_length": max_length,
-        "overlong": config.data.overlong,
-        "template_kwargs": config.data.template_kwargs,
-        "vocab_size": arch.vocab_size,
-        "cache_dir": cache_folder(config),
-    }
     tokenizer = config.model.tokenizer or str(folder)
-    train = load_dataset(config.data.train, tokenizer, **options)
-    evaluation = load_dataset(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
+    options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
+    train = load_dataset(config.data, "train", tokenizer, **options)
+    evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
     unigram = unigram_nats(train, evaluation, arch.vocab_size) if evaluation is not None else None
     return RunData(train, evaluation, steps, unigram)
@@ -139,9 +132,4 @@ def summary(result: RunResult, unigram: float | None) -> list[str]:
             f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; "
             f"better by {unigram - last:.3f}"
         )
-    model = f"model for transformers in {result.export}; " if result.export else ""
-    lines.append(
-        f"done: {model}checkpoint in {result.checkpoint}; metrics in {result.output_dir}/metrics.jsonl; "
-        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
-    )
-    return lines
+    return [*lines, result.closing_line("metrics", "metrics.jsonl")]

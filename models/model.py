@@ -2,21 +2,41 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.mcore.build import build_chunks
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
-from isoloss.models.mcore.parameters import Owned, gather, hf_tensors, owned_parameters
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
+from isoloss.models.weights.checkpoint_names import local_name
 from isoloss.models.weights.hf_checkpoint import WeightSource
+from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
-from isoloss.parallel.collectives import gather_rows, sum_gradient
+from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
 from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
+
+
+@dataclass(frozen=True)
+class Owned:
+    """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
+
+    tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
+    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); whoever visits
+    every weight once skips it.
+    first: whether, of the ranks of its stage that hold this very shard, this one is the first.
+    """
+
+    weight: Weight
+    parameter: Tensor
+    tp: dist.ProcessGroup
+    replica: bool
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -121,18 +141,51 @@ class Model:
             owned.parameter.copy_(owned.weight.form.shard(whole, owned.tp.size(), owned.tp.rank()))
 
     def owned(self) -> list[Owned]:
-        """Every parameter and buffer of this rank, in the order of the model."""
-        return owned_parameters(self.modules, self.arch, self.mesh)
+        """Every parameter and buffer of this rank, in the order of the model.
+
+        Raises KeyError for one that the weight map lacks.
+        """
+        weights = {weight.name: weight for weight in weight_map(self.arch)}
+        owned = []
+        for module in self.modules:
+            for name, parameter in module.state_dict(keep_vars=True).items():
+                if name.endswith("_extra_state"):  # scales of fp8, which nothing here has
+                    continue
+                replica = name == "output_layer.weight" and self.arch.tie_embeddings
+                if replica:
+                    name = "embedding.word_embeddings.weight"
+                elif name.startswith("decoder.layers."):
+                    name = self._global_name(name, module)
+                weight = weights[name]
+                if weight.expert is None:
+                    tp, first = self.mesh.tp, self.mesh.dp_context.rank() == 0
+                else:
+                    tp, first = self.mesh.etp, self.mesh.expert_dp.rank() == 0
+                owned.append(Owned(weight, parameter, tp, replica, first))
+        return owned
+
+    def _global_name(self, name: str, module: PackedGPT) -> str:
+        """The name in the whole model of a parameter of a layer of `module`."""
+        decoder, layers, index, *within = name.split(".")
+        modules: Any = module.decoder.layers
+        layer = modules[int(index)].layer_number - 1
+        rest = local_name(".".join(within), self.arch, layer).split(".")
+        if "local_experts" in rest:
+            assert self.arch.experts is not None
+            place = rest.index("local_experts") + 1
+            first_expert = self.mesh.ep.rank() * (self.arch.experts.count // self.mesh.layout.ep)
+            rest[place] = str(int(rest[place]) + first_expert)
+        return ".".join([decoder, layers, str(layer), *rest])
 
     def whole_tensors(self, of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[Owned, Tensor]]:
         """Every weight of this rank, whole, one at a time (`of` picks the tensor: the data, the gradient ...).
 
         That is every weight of its pipeline stage, and with ep > 1 its share of the experts. A copy of a tied embedding
-        is left out. Collective over tp and etp: all their ranks must iterate to the end.
+        is left out. Collective over tp and etp, one all-gather a weight: all their ranks must iterate to the end.
         """
         for owned in self.owned():
             if not owned.replica:
-                yield owned, gather(of(owned.parameter), owned)
+                yield owned, owned.weight.form.unshard(gather_shards(of(owned.parameter), owned.tp))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights of this rank, as `whole_tensors`."""
@@ -142,9 +195,25 @@ class Model:
     def hf_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, bool]]:
         """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
 
-        Tensors are on the model's device and may be the parameters themselves. Collective over tp, etp and ep.
+        Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
+        where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.
         """
-        return hf_tensors(self.whole_tensors(), self.mesh.ep, dtype)
+        ep = self.mesh.ep
+        rows: dict[str, list[Tensor]] = {}
+        for owned, whole in self.whole_tensors():
+            weight = owned.weight
+            for part, tensor in zip(weight.parts, weight.form.split(whole)):
+                tensor = tensor.to(dtype if weight.trained else torch.float32)
+                mine = owned.first and owned.tp.rank() == 0
+                if part.rows is None:
+                    yield part.tensor, tensor, mine
+                    continue
+                kept = rows.setdefault(part.tensor, [])
+                kept.append(tensor)
+                if len(kept) == part.rows // ep.size():
+                    shards = gather_shards(torch.stack(rows.pop(part.tensor)), ep)
+                    all_experts = shards[0] if ep.size() == 1 else torch.cat(shards)
+                    yield part.tensor, all_experts, mine and ep.rank() == 0
 
     def weight_stream(
         self, bucket_bytes: int, receives: Receives, dtype: torch.dtype | None = None

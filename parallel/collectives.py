@@ -1,35 +1,43 @@
-"""Differentiable collectives over an explicit group. Every one is the identity on a group of one rank."""
+"""Collectives over an explicit group, differentiable where they say nothing else. Every one of tensors is the identity
+on a group of one rank."""
 
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-
-def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """all-to-all of the leading dimension: out[j] on rank i is x[i] of rank j."""
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    dist.all_to_all_single(out, x, group=group)
-    return out
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return _exchange(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        # The exchange is a permutation of blocks over the ranks and its own inverse, hence its own transpose.
-        return _exchange(grad, ctx.group), None
+Item = TypeVar("Item")
 
 
 def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """x: [ranks, ...]; block j goes to rank j, block j of the result came from rank j. One all-to-all each way."""
-    return x if group.size() == 1 else _AllToAll.apply(x, group)
+    return x if group.size() == 1 else mappings.all_to_all(group, x)
+
+
+def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Concatenate dim 0 over `group`; the gradient is summed and scattered (the exit of TP sequence parallelism)."""
+    if group.size() == 1:
+        return x
+    return mappings.gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=True, group=group)
+
+
+def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """`shard` of every rank of the group, in their order; not differentiable. One all-gather."""
+    if group.size() == 1:
+        return [shard]
+    shards = [torch.empty_like(shard, memory_format=torch.contiguous_format) for _ in range(group.size())]
+    dist.all_gather(shards, shard.contiguous(), group=group)
+    return shards
+
+
+def gather_objects(mine: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
+    """`mine` of every rank of the group (default: the world), in their order. One all-gather, by pickle."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[], Tensor]:
@@ -69,7 +77,8 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Identity whose gradient is summed over `group`: entry of a region where each rank adds a part (Megatron's f)."""
+    """Identity whose gradient is summed over `group`: entry of a region where each rank adds a part. Megatron's own, f,
+    sums contiguous gradients only, and those in place."""
     return x if group.size() == 1 else _SumGradient.apply(x, group)
 
 
@@ -95,23 +104,3 @@ def sum_over_ranks(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The sum of every rank's `x`, for losses that are themselves summed over the ranks: every rank's loss reads it, so
     the gradient is summed as well. One all-reduce each way."""
     return sum_parts(sum_gradient(x, group), group)
-
-
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        out = grad.new_empty((grad.shape[0] // ctx.group.size(), *grad.shape[1:]))
-        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
-        return out, None
-
-
-def gather_rows(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate dim 0 over `group`; the gradient is summed and scattered (the exit of TP sequence parallelism)."""
-    return x if group.size() == 1 else _GatherRows.apply(x, group)

@@ -49,14 +49,10 @@ class _Generators:
         return torch.default_generator
 
 
-def _is_cuda(device) -> bool:
-    return device is not None and str(device).startswith("cuda")
-
-
 def _on_cpu(factory):
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
-        if _is_cuda(kwargs.get("device")):
+        if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False

@@ -4,11 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.pipeline_parallel.schedules import (
-    forward_backward_no_pipelining,
-    forward_backward_pipelining_with_interleaving,
-    forward_backward_pipelining_without_interleaving,
-)
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 
 from isoloss.parallel.mesh import Mesh
@@ -50,12 +46,7 @@ def run_schedule(
 
         return forward(chunk, micro_batch), loss_func
 
-    if layout.pp == 1:
-        run = forward_backward_no_pipelining
-    elif layout.vpp == 1:
-        run = forward_backward_pipelining_without_interleaving
-    else:
-        run = forward_backward_pipelining_with_interleaving
+    run = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
     iterators = [iter(micro_batches) for _ in chunks]
     return run(
         forward_step_func=forward_step,

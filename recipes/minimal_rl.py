@@ -23,12 +23,13 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.rl.backends.in_process import InProcessBackend
-from isoloss.engine.rl.prompts import load_prompts, prompt_order
+from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
 from isoloss.models.families.registry import read_architecture
 
@@ -103,8 +104,9 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
         train=TrainConfig(precision="fp32", seed=SEED),
     )
     tokenizer = load_tokenizer(folder, read_architecture(folder).vocab_size)
+    data = DataConfig(train=(str(task / "rl.jsonl"),), eval=(str(task / "eval.jsonl"),))
     problems, held_out = (
-        load_prompts([str(task / name)], tokenizer, max_prompt_tokens=64) for name in ("rl.jsonl", "eval.jsonl")
+        load_prompts(data, split, tokenizer, max_prompt_tokens=64).prompts for split in ("train", "eval")
     )
     engine = Engine(config)
     policy = Policy(engine, folder)
@@ -123,8 +125,8 @@ def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
         if not history:
             tell(f"held-out reward {held_out_reward():.3f}")
         first = len(history) // MINIBATCHES * NUM_PROMPTS
-        draws = prompt_order(len(problems), first, NUM_PROMPTS, SEED)
-        drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(draws, start=first)]
+        rows = draw_indices(len(problems), first, NUM_PROMPTS, SEED).tolist()
+        drawn = [(f"{problems[row].id}/{draw}", problems[row]) for draw, row in enumerate(rows, start=first)]
         prompts = [prompt for _, prompt in drawn for _ in range(NUM_GENERATIONS)]
         ids = [f"{id}/{k}" for id, _ in drawn for k in range(NUM_GENERATIONS)]
         completions, rewards = policy.generate(prompts, ids)

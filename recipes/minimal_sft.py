@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.data import load_dataset, step_indices
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, negative_log_likelihood
@@ -30,14 +30,8 @@ def main(steps: int = 20) -> list[float]:
         optim=OptimConfig(lr=4e-3, warmup_steps=20, weight_decay=0.1),
         train=TrainConfig(precision="fp32", seed=SEED),
     )
-    data = load_dataset(
-        [str(TINY / "train.jsonl")],
-        str(TINY),
-        max_length=512,
-        overlong="error",
-        vocab_size=2048,
-        cache_dir=Path("runs/.cache"),
-    )
+    rows = DataConfig(train=(str(TINY / "train.jsonl"),), max_length=512)
+    data = load_dataset(rows, "train", str(TINY), vocab_size=2048, cache_dir=Path("runs/.cache"))
     engine = Engine(config)
     loss = Loss.of(negative_log_likelihood, aggregation="token-mean")
 

@@ -4,38 +4,36 @@ Shape suffixes: S completions of the batch, T tokens of one sample (prompt and c
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
+from isoloss.engine.engine import Engine
 from isoloss.engine.rl import advantages as estimators
 from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import kl_estimator
+from isoloss.engine.rl.reference import Reference
 from isoloss.engine.rl.trajectory import Group, Trajectory
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A generated batch.
+    """A generated batch, and how far the run has come in it.
 
-    steps: the samples of each of its optimizer steps. done: how many of them have been taken.
-    stats: what the metrics tell of the batch.
+    cursor: prompts that the run has drawn so far. steps: the samples of each of its optimizer steps. done: how many of
+    them have been taken. stats: what the metrics tell of the batch.
     """
 
-    samples: tuple[Sample, ...]
-    steps: tuple[tuple[int, ...], ...]
-    stats: Mapping[str, float]
+    cursor: int = 0
+    samples: tuple[Sample, ...] = ()
+    steps: tuple[tuple[int, ...], ...] = ()
+    stats: Mapping[str, float] = field(default_factory=dict)
     done: int = 0
-
-    @classmethod
-    def of(cls, samples: Sequence[Sample], step: int, config: RLConfig, stats: Mapping[str, float]) -> "RolloutBatch":
-        """step: the number of the first optimizer step that it feeds."""
-        return cls(tuple(samples), minibatches(len(samples), step, config), stats)
 
     @property
     def exhausted(self) -> bool:
@@ -46,60 +44,25 @@ class RolloutBatch:
         return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
 
     def state(self) -> dict[str, object]:
-        """As a checkpoint holds it: plain containers and tensors."""
+        """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along."""
+        if self.exhausted:
+            return {"cursor": self.cursor, "experience": None}
         samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in self.samples]
-        return {
-            "samples": samples,
-            "steps": [list(step) for step in self.steps],
-            "stats": dict(self.stats),
-            "done": self.done,
-        }
+        steps = [list(step) for step in self.steps]
+        rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
+        return {"cursor": self.cursor, "experience": rest}
 
     @classmethod
     def from_state(cls, state: Mapping) -> "RolloutBatch":
-        samples = tuple(Sample(*sample) for sample in state["samples"])
-        return cls(samples, tuple(tuple(step) for step in state["steps"]), state["stats"], state["done"])
-
-
-@dataclass
-class Progress:
-    """Where a run is: prompts drawn so far, and the generated batch whose steps are not all done."""
-
-    cursor: int = 0
-    batch: RolloutBatch = RolloutBatch((), (), {})
-
-    def begin(self, cursor: int, batch: RolloutBatch) -> None:
-        self.cursor, self.batch = cursor, batch
-
-    def next_samples(self) -> list[Sample]:
-        """Of the next optimizer step."""
-        samples, self.batch = self.batch.next()
-        return samples
-
-    def state(self) -> dict[str, object]:
-        """For a checkpoint: in the middle of a batch the rest of it goes along."""
-        return {"cursor": self.cursor, "experience": None if self.batch.exhausted else self.batch.state()}
-
-    @classmethod
-    def from_state(cls, state: Mapping) -> "Progress":
-        left = state["experience"]
-        return cls(state["cursor"]) if left is None else cls(state["cursor"], RolloutBatch.from_state(left))
-
-
-class Policy(Protocol):
-    """An `Engine`, or a `Reference`."""
-
-    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]: ...
-
-
-class Values(Protocol):
-    """A `Critic`."""
-
-    def values(self, samples: Sequence[Sample]) -> list[Tensor]: ...
+        rest = state["experience"]
+        if rest is None:
+            return cls(state["cursor"])
+        samples = tuple(Sample(*sample) for sample in rest["samples"])
+        return cls(state["cursor"], samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
 
 
 def with_logprobs(
-    groups: Sequence[Group], policy: Policy, reference: Policy | None, critic: Values | None, config: RLConfig
+    groups: Sequence[Group], policy: Engine, reference: Reference | None, critic: Critic | None, config: RLConfig
 ) -> list[Sample]:
     """The completions as samples, with what the models say of each token as fields.
 

@@ -5,14 +5,13 @@ import contextlib
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.algorithms import check_functions
-from isoloss.engine.rl.batch import Progress, RolloutBatch, with_advantages, with_logprobs
+from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, rollout_stats, summary
-from isoloss.engine.rl.rollout import Rollout
-from isoloss.engine.rl.sampling import sample_groups
+from isoloss.engine.rl.rollout import Rollout, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import check_fingerprints, check_folder, is_main, open_folder
@@ -43,7 +42,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = stack.enter_context(open_folder(config, run_name))
         rollout = stack.enter_context(open_rollout(config, policy, data, score, folder))
-        run = stack.enter_context(Run.open(policy, config, folder, data.total_steps, fingerprints))
+        run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
         log = stack.enter_context(RolloutLog(folder, run.metrics, enabled=is_main(), start_step=run.done))
         return _train(config, data, policy, reference, critic, rollout, run, log)
 
@@ -59,23 +58,25 @@ def _train(
     log: RolloutLog,
 ) -> RunResult:
     loss = policy_loss(config)
-    progress = restore(run, critic)
+    batch = restore(run, critic)
     run.print(banner(config, data, run))
 
-    for step in run.steps(
-        evaluate=lambda step: evaluate(rollout, data, log, step), save=lambda: save(run, critic, progress)
-    ):
-        if progress.batch.exhausted:
+    def save_now() -> None:
+        save(run, critic, batch)
+
+    for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
+        if batch.exhausted:
             rollout.sync_weights(step)
-            groups = sample_groups(rollout, progress.cursor, config)  # generates and rewards
+            groups = sample_groups(rollout, batch.cursor, config)  # generates and rewards
             samples = with_logprobs(groups.kept, policy, reference, critic, config)
             samples = with_advantages(samples, groups.kept, config)
-            progress.begin(groups.cursor, RolloutBatch.of(samples, step, config, batch_stats(groups)))
-            log.batch(step + 1, groups, progress.batch)
-        samples = progress.next_samples()
+            steps = minibatches(len(samples), step, config)
+            batch = RolloutBatch(groups.cursor, tuple(samples), steps, batch_stats(groups))
+            log.batch(step + 1, groups, batch)
+        samples, batch = batch.next()
         values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr())
-        run.log(samples, metrics, result, {**values, **progress.batch.stats, **rollout.take_seconds()})
+        run.log(samples, metrics, result, {**values, **batch.stats, **rollout.take_seconds()})
 
     ended = run.finish()
     run.print(summary(ended))
@@ -87,25 +88,25 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
     if data.eval is None:
         return {}
     rollout.sync_weights(step)
-    trajectories = rollout.evaluate(data.eval)
+    trajectories = rollout.evaluate(data.eval.prompts)
     rollout.take_seconds()
     log.evaluation(step, trajectories)
     return rollout_stats(trajectories)
 
 
-def save(run: Run, critic: Critic | None, progress: Progress) -> None:
+def save(run: Run, critic: Critic | None, batch: RolloutBatch) -> None:
     """A checkpoint. The critic's comes first: where there is one of the policy, there is one of its critic."""
     if critic is not None:
         critic.save(run.output_dir, run.done)
-    run.save(progress.state())
+    run.save(batch.state())
     if critic is not None:
         critic.prune(run.output_dir)
 
 
-def restore(run: Run, critic: Critic | None) -> Progress:
+def restore(run: Run, critic: Critic | None) -> RolloutBatch:
     """Where the checkpoint was taken that the run goes on from."""
     if run.state is None:
-        return Progress()
+        return RolloutBatch()
     if critic is not None:
         critic.load(run.output_dir, run.done)
-    return Progress.from_state(run.state)
+    return RolloutBatch.from_state(run.state)

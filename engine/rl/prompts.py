@@ -1,4 +1,4 @@
-"""Rows of files -> Prompts, and the order in which a run draws them.
+"""Rows of files -> Prompts.
 
 A row has `prompt`, text or messages, or `messages`; what else it may have is told at `to_prompt`. Messages go through
 the chat template, up to where the assistant starts to speak; text is encoded as it is.
@@ -8,13 +8,12 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from isoloss.engine.chat import check_messages, encode
 from isoloss.engine.chat_template import (
-    NOTHING,
     Template,
     check_template,
     check_template_kwargs,
@@ -22,7 +21,8 @@ from isoloss.engine.chat_template import (
     refuse_tools,
     render,
 )
-from isoloss.engine.data import draw_indices
+from isoloss.engine.config import DataConfig
+from isoloss.engine.data import nothing_left
 from isoloss.engine.rl.trajectory import Prompt
 from isoloss.engine.rows import Row, read_rows, shown
 from isoloss.parallel.errors import UserError
@@ -33,8 +33,8 @@ ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution"
 
 
 @dataclass(frozen=True)
-class PromptSet(Sequence[Prompt]):
-    """A sequence of Prompts. dropped: rows that were left out for their length."""
+class PromptSet:
+    """dropped: rows that were left out for their length."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
@@ -47,54 +47,36 @@ class PromptSet(Sequence[Prompt]):
             digest.update(json.dumps(astuple(prompt), sort_keys=True, default=repr).encode())
         return digest.hexdigest()[:16]
 
-    def __len__(self) -> int:
-        return len(self.prompts)
-
-    def __getitem__(self, index):
-        return self.prompts[index]
-
-    def __iter__(self) -> Iterator[Prompt]:
-        return iter(self.prompts)
-
 
 def load_prompts(
-    paths: Sequence[str],
+    data: DataConfig,
+    split: Literal["train", "eval"],
     tokenizer,
     *,
     max_prompt_tokens: int,
-    overlong: str = "error",
-    key: str = "data.train",
     limit: str = "data.max_length",
-    template_kwargs: Mapping[str, Any] = NOTHING,
 ) -> PromptSet:
-    """The rows of JSON Lines or Parquet files, in their order. The same on every rank; enters no collective.
+    """The rows of data.train or data.eval, in their order. The same on every rank; enters no collective.
 
-    overlong: what happens to a prompt of more than max_prompt_tokens: "error" or "drop".
-    key, limit: how messages name the files and max_prompt_tokens.
-    template_kwargs: variables for the chat template, which gets the row's `tools` as well.
+    data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", and gives the chat
+    template its variables; a row's `tools` reach it as well. limit: how messages name max_prompt_tokens.
 
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
     """
-    if overlong == "truncate":
-        raise UserError(
-            "data.overlong=truncate is for fine-tuning: a prompt that is cut short asks another question than its "
-            "answer belongs to; choose error or drop"
-        )
-    if overlong not in ("error", "drop"):
-        raise UserError(f"data.overlong={overlong}: choose one of error, drop")
-    check_template_kwargs(template_kwargs, tokenizer)
+    paths: tuple[str, ...] = getattr(data, split)
+    check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
     prompts, dropped = [], 0
-    for row in read_rows(paths, key):
+    for row in read_rows(paths, f"data.{split}"):
         path, _, line = row.place.rpartition(":")
         name = os.path.basename(path)
         file = name if names[name] == 1 else path
-        template = Template(tokenizer, row.place, check_tools(row.values.get("tools"), row.place), template_kwargs)
+        template = Template(tokenizer, row.place, check_tools(row.values.get("tools"), row.place), data.template_kwargs)
         prompt = to_prompt(row, template, f"{file}:{line.removeprefix(' row ')}", os.path.splitext(name)[0])
         if (length := len(prompt.tokens)) <= max_prompt_tokens:
             prompts.append(prompt)
-        elif overlong == "drop":
+        elif data.overlong == "drop":
             dropped += 1
         else:
             raise UserError(
@@ -102,11 +84,7 @@ def load_prompts(
                 f"set data.overlong=drop (leave such rows out); now it is error"
             )
     if not prompts:
-        files = ", ".join(paths)
-        if dropped:
-            raise UserError(f"{key}: all {dropped} prompts of {files} were dropped, being over {limit}="
-                            f"{max_prompt_tokens}: raise it")  # fmt: skip
-        raise UserError(f"{key}: no rows in {files}: give files with at least one row")
+        raise nothing_left(f"data.{split}", paths, dropped, "prompts", f"{limit}={max_prompt_tokens}")
     return PromptSet(tuple(prompts), dropped)
 
 
@@ -161,11 +139,3 @@ def find_answer(values: Mapping[str, Any]) -> Any:
         if value is not None:
             return value
     return None
-
-
-def prompt_order(num_prompts: int, start: int, count: int, seed: int) -> list[int]:
-    """The prompts of draws start to start + count of a run: epoch 0's permutation, epoch 1's, and so on.
-
-    A pure function, the same on every rank: going on after any draw needs the number of draws and nothing else.
-    """
-    return draw_indices(num_prompts, start, count, seed).tolist()

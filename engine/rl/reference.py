@@ -1,9 +1,8 @@
 """The initial policy, in the layout of the policy and without a second model."""
 
-import contextlib
 import hashlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
@@ -15,6 +14,7 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import ModelSource
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
+from isoloss.parallel.collectives import gather_objects
 
 
 class Reference:
@@ -37,14 +37,9 @@ class Reference:
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """As `Engine.logprobs`, of the initial policy."""
-        with self._in_place():
-            return self._engine.logprobs(samples, temperature)
-
-    @contextlib.contextmanager
-    def _in_place(self) -> Iterator[None]:
         self._exchange()
         try:
-            yield
+            return self._engine.logprobs(samples, temperature)
         finally:
             self._exchange()
 
@@ -63,9 +58,8 @@ def fingerprint(source: ModelSource) -> Fingerprint:
     """
     weights = weight_map(source.arch)[dist.get_rank() :: dist.get_world_size()]
     mine = [(weight.name, _crc32(source.weights.whole(weight))) for weight in weights]
-    everyone: list[list[tuple[str, int]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    digest = hashlib.sha256(repr(sorted(chain.from_iterable(everyone))).encode()).hexdigest()[:16]
+    checksums = sorted(chain.from_iterable(gather_objects(mine)))
+    digest = hashlib.sha256(repr(checksums).encode()).hexdigest()[:16]
     return Fingerprint("the reference (the weights of model.path)", digest, "a file of model.path")
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from isoloss.engine.metrics import MetricsLog, open_after
 from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.sampling import SampledGroups
+from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run import Run, RunResult
@@ -151,11 +151,11 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     """What is about to be trained, on what, and where it goes."""
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
-    prompts = (
-        f"prompts: {len(data.train):,} of {', '.join(config.data.train)}"
-        + (f", {data.train.dropped:,} dropped for their length" if data.train.dropped else "")
-        + (f"; evaluated on {len(data.eval):,} of {', '.join(config.data.eval)}" if data.eval else "; no data.eval")
-    )
+    dropped = f", {data.train.dropped:,} dropped for their length" if data.train.dropped else ""
+    held_out = "no data.eval"
+    if data.eval:
+        held_out = f"evaluated on {len(data.eval.prompts):,} of {', '.join(config.data.eval)}"
+    prompts = f"prompts: {len(data.train.prompts):,} of {', '.join(config.data.train)}{dropped}; {held_out}"
     work = (
         f"algorithm: {algorithm.advantage} advantages, {algorithm.loss} loss, {config.loss.aggregation}; "
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
@@ -173,9 +173,4 @@ def summary(result: RunResult) -> list[str]:
             f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
             f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
         )
-    model = f"model for transformers in {result.export}; " if result.export else ""
-    lines.append(
-        f"done: {model}checkpoint in {result.checkpoint}; completions in {result.output_dir}/rollouts.jsonl; "
-        f"next: tensorboard --logdir {result.output_dir}/tensorboard"
-    )
-    return lines
+    return [*lines, result.closing_line("completions", "rollouts.jsonl")]

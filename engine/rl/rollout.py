@@ -1,13 +1,14 @@
-"""Prompts -> completions -> rewards, and the weights that go the other way."""
+"""Prompts -> completions -> rewards: the groups of a batch; and the weights that go the other way."""
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
+from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.prompts import prompt_order
 from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
@@ -68,15 +69,13 @@ class Rollout:
             if self.backend.weight_version() == version:
                 break
             try:
-                self.backend.update_weights(self._weights(), version)
+                weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
+                self.backend.update_weights(weights, version)
             except UserError:
                 if not left:
                     raise
                 self.backend.check_health()  # brings lost servers back, or says what is to be done
         self._seconds["sync_seconds"] += time.perf_counter() - started
-
-    def _weights(self) -> Iterator[Bucket]:
-        return self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
 
     def take_seconds(self) -> dict[str, float]:
         """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
@@ -89,8 +88,8 @@ class Rollout:
         first_draw: prompts that the run has drawn before. Collective over the world.
         """
         count = self._generations
-        drawn = prompt_order(len(self._prompts), first_draw, num_prompts, self._seed)
-        prompts = [self._prompts[index] for index in drawn]
+        drawn = draw_indices(len(self._prompts), first_draw, num_prompts, self._seed)
+        prompts = [self._prompts[index] for index in drawn.tolist()]
         ids = [f"{prompt.id}/{first_draw + index}" for index, prompt in enumerate(prompts)]
         trajectories = self._trajectories(prompts, ids, count, self.sampling)
         return [
@@ -139,3 +138,50 @@ class Rollout:
             f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
             "in a row; look at the servers' logs"
         )
+
+
+@dataclass(frozen=True)
+class SampledGroups:
+    """What was sampled for a batch.
+
+    kept: the groups to learn from, in the order of their draws.
+    dropped: those that dynamic sampling left out, for having no variance.
+    cursor: prompts that the run has drawn so far.
+    """
+
+    kept: tuple[Group, ...]
+    dropped: tuple[Group, ...]
+    rounds: int
+    cursor: int
+
+
+def sample_groups(rollout: Rollout, cursor: int, config: RLConfig) -> SampledGroups:
+    """The groups of a batch: batch.global_size of them, or with dynamic sampling as many that have variance.
+
+    cursor: prompts drawn before. A round draws exactly what is still missing, so nothing is generated and then left
+    over; what is dropped is logged. (DAPO, arXiv 2503.14476, section 3.2.)
+    Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
+    nothing that was drawn could be rewarded.
+    """
+    algorithm, wanted = config.algorithm, config.batch.global_size
+    kept: list[Group] = []
+    dropped: list[Group] = []
+    for rounds in itertools.count(1):
+        missing = wanted - len(kept)
+        groups = rollout.groups(cursor, missing)
+        cursor += missing
+        for group in groups:
+            (dropped if algorithm.dynamic_sampling and not group.varied else kept).append(group)
+        check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
+        enough = len(kept) == wanted
+        if enough or rounds == algorithm.max_draws:
+            break
+    if not enough and (algorithm.on_shortage == "error" or not kept):
+        solved = sum(any(t.valid and t.reward > 0 for t in group.trajectories) for group in dropped)
+        raise UserError(
+            f"dynamic sampling: after algorithm.max_draws={algorithm.max_draws} rounds only {len(kept)} of "
+            f"batch.global_size={wanted} groups have rewards that differ ({len(dropped)} dropped, "
+            f"{solved} of them all right); raise max_draws or rollout.num_generations, choose prompts of "
+            "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
+        )
+    return SampledGroups(tuple(kept), tuple(dropped), rounds, cursor)

@@ -14,7 +14,9 @@ from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
-from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
+from isoloss.engine.rl.backends.servers.backend import ServerBackend
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
+from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
@@ -71,16 +73,10 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
             f"{limits[key]}; lower the one or raise the other"
         )
     tokenizer = load_tokenizer(config.model.tokenizer or str(folder), arch.vocab_size)
-    limit = f"{key} - rollout.max_new_tokens"
-    options = {
-        "max_prompt_tokens": room,
-        "overlong": config.data.overlong,
-        "limit": limit,
-        "template_kwargs": config.data.template_kwargs,
-    }
-    train = load_prompts(config.data.train, tokenizer, **options)
-    evaluation = load_prompts(config.data.eval, tokenizer, key="data.eval", **options) if config.data.eval else None
-    batches = steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
+    options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
+    train = load_prompts(config.data, "train", tokenizer, **options)
+    evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
+    batches = steps_for_epochs(len(train.prompts), config.train.epochs, config.batch.global_size)
     return RLData(
         train,
         evaluation,
@@ -119,7 +115,8 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
     if environment.rank_and_world()[0] > 0:
         yield ask_rank_0
         return
-    with Rewarder(config.reward, data.tokenizer, [*data.train, *(data.eval or ())]) as rewarder:
+    prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
+    with Rewarder(config.reward, data.tokenizer, prompts) as rewarder:
         yield rewarder.score
 
 
@@ -129,7 +126,8 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        with contextlib.closing(Rollout(engine, backend, score, config, data.train, data.stop_token_ids)) as rollout:
+        rollout = Rollout(engine, backend, score, config, data.train.prompts, data.stop_token_ids)
+        with contextlib.closing(rollout):
             yield rollout
     finally:
         backend.close()
@@ -137,5 +135,6 @@ def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, o
 
 def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
     if config.rollout.backend == "sglang":
-        return SGLangBackend(config.rollout, config.model.path, output_dir / "sglang")
+        logs = output_dir / "sglang"
+        return ServerBackend(config.rollout, config.model.path, logs, SGLangServer, weight_sync)
     return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

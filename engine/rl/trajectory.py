@@ -65,6 +65,11 @@ class Completion:
                 f"{len(self.versions)} versions must be as many"
             )
 
+    def followed_by(self, more: "Completion") -> "Completion":
+        """This one and the tokens that continue it; `more` says how it ended."""
+        logprobs, versions = self.logprobs + more.logprobs, self.versions + more.versions
+        return Completion(self.id, self.tokens + more.tokens, logprobs, versions, more.finish)
+
 
 @dataclass(frozen=True)
 class Request:

@@ -27,8 +27,7 @@ from torch.nn.functional import silu
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
-from isoloss.models.mcore.expert_layer import ExpertLayer, ExpertTransformerLayer
-from isoloss.models.mcore.gpt import PackedGPT, unwrap
+from isoloss.models.mcore.gpt import ExpertLayer, ExpertTransformerLayer, PackedGPT, unwrap
 from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
 from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
@@ -95,12 +94,7 @@ def transformer_config(
         # silently; overlapped messages are exact.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
-        gradient_accumulation_fusion=False,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        apply_rope_fusion=False,
-        persist_layer_norm=False,
+        # Megatron's fusions are off by default, and stay so.
         **_expert_settings(arch, layout, te),
         **memory.settings(),
     )
@@ -191,14 +185,9 @@ def build_chunks(
     stages: Sequence[int],
     memory: ActivationMemory,
     *,
-    te: bool = False,
+    te: bool,
 ) -> Sequence[PackedGPT]:
-    """This rank's model chunks (one; `vpp` of them in an interleaved pipeline), with uninitialised weights.
-
-    stages: layers of each stage, in the order of the model.
-    te: of Transformer Engine's modules (docs/transformer_engine.md).
-    Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
-    """
+    """The chunks of `Model.build`. stages: layers of each stage, in the order of the model."""
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     config = transformer_config(arch, mesh.layout, dtype, stages, memory, te=te, cp_kernel=mesh.cp_kernel)
@@ -224,7 +213,9 @@ def build_chunks(
         if arch.critic and mesh.is_last_stage(index):
             chunk.output_layer = ValueHead(arch.hidden_size, mesh.tp)
         _mark_parameters(chunk)
-        chunks.append(_cast(chunk, dtype))
+        for parameter in chunk.parameters():  # no buffer: the experts' selection bias keeps its precision
+            parameter.data = parameter.data.to(dtype)
+        chunks.append(chunk)
     return chunks
 
 
@@ -260,10 +251,3 @@ def _mark_parameters(chunk: PackedGPT) -> None:
                 parameter.allreduce = False
                 parameter.sequence_parallel = False
                 parameter.tensor_model_parallel = True  # TP ranks hold other experts, or copies that are not counted
-
-
-def _cast(chunk: PackedGPT, dtype: torch.dtype) -> PackedGPT:
-    """The chunk in `dtype`, but for buffers (the experts' selection bias), which keep theirs."""
-    for parameter in chunk.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return chunk

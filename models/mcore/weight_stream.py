@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoloss.parallel.collectives import gather_objects
+
 Named = tuple[str, Tensor]
 Receives = Literal["every rank", "rank 0"]
 ALIGNMENT = 16  # bytes; a tensor of any type can then be a view of the bytes that travelled
@@ -43,8 +45,7 @@ def stream_weights(
     rank = dist.get_rank()
     for mine in _rounds(tensors, bucket_bytes):
         labels = [Label(name, tuple(tensor.shape), tensor.dtype) for name, tensor in mine or ()]
-        everyone: list[list[Label] | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, None if mine is None else labels)
+        everyone = gather_objects(None if mine is None else labels)
         if all(rank_labels is None for rank_labels in everyone):
             return
         for source, rank_labels in enumerate(everyone):

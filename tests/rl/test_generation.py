@@ -9,7 +9,7 @@ from support import transformers_fp64
 from support.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from isoloss.engine.rl import generation
+from isoloss.engine.rl.backends import generation
 from isoloss.engine.rl.backends.generation import check_requests, choose, exponentials, generate, noise_key
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError

@@ -22,7 +22,6 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
 from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.sampling import SampledGroups
 from isoloss.engine.rl.trajectory import Group, Trajectory
 from isoloss.recipes import grpo, launch
 
@@ -65,22 +64,15 @@ def run(tmp_path_factory) -> Iterator[Run]:
     batches: list[tuple[list[Group], RolloutBatch]] = []
     steps: list[list[torch.Tensor]] = []
     evaluations: list[list[Trajectory]] = []
-    sampled: list[SampledGroups] = []
-    sample = loop.sample_groups
-    split, train_step, evaluate = RolloutBatch.of, Engine.train_step, loop.Rollout.evaluate
+    train_step, evaluate = Engine.train_step, loop.Rollout.evaluate
 
     def keep(engine: Engine) -> None:
         folders.append(tmp_path_factory.mktemp("weights"))
         engine.export_hf(folders[-1])
         policies.append(PlainPolicy(folders[-1]))
 
-    def sampling(*args):
-        sampled.append(sample(*args))
-        return sampled[-1]
-
-    def splitting(*args):
-        batches.append((list(sampled[-1].kept), split(*args)))
-        return batches[-1][1]
+    def logging(log, step, groups, batch):
+        batches.append((list(groups.kept), batch))
 
     def stepping(engine, samples, *rest):
         keep(engine)
@@ -113,8 +105,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
         "algorithm.clip_high=0.3",
     ]
     with (
-        mock.patch.object(loop, "sample_groups", sampling),
-        mock.patch.object(RolloutBatch, "of", splitting),
+        mock.patch.object(loop.RolloutLog, "batch", logging),
         mock.patch.object(Engine, "train_step", stepping),
         mock.patch.object(loop.Rollout, "evaluate", evaluating),
     ):

@@ -13,9 +13,10 @@ import pytest
 from support import families
 from support.servers import MODEL
 
+from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.backends.servers.server import ServerLost
-from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
+from isoloss.engine.rl.backends.sglang import weights
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.config import RolloutConfig
 
@@ -89,17 +90,17 @@ def service(request) -> Service:
 
 
 @pytest.fixture
-def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[..., SGLangBackend]]:
+def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[..., ServerBackend]]:
     """backend(weight_sync, **more of RolloutConfig) -> a backend, closed after the test; on the test's service where
     `servers` does not say otherwise."""
-    made: list[SGLangBackend] = []
+    made: list[ServerBackend] = []
 
-    def make(weight_sync: str = "tensor", **changes) -> SGLangBackend:
+    def make(weight_sync: str = "tensor", **changes) -> ServerBackend:
         config = {"timeout": START_SECONDS, "sync_dir": str(tmp_path / "sync")} | changes
         if "servers" not in config:
             config["servers"] = (request.getfixturevalue("service").url,)
         config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
-        made.append(SGLangBackend(config, model_folder, tmp_path / "logs"))
+        made.append(ServerBackend(config, model_folder, tmp_path / "logs", SGLangServer, weights.weight_sync))
         return made[-1]
 
     yield make

@@ -9,9 +9,9 @@ import torch
 from support.servers import requests
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
-from isoloss.engine.rl.backends.servers.server import Piece, Server, ServerLost
+from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.trajectory import Sampling
+from isoloss.engine.rl.trajectory import Completion, Sampling
 
 URLS = ("http://a:1", "http://b:2")
 PROMPT = 6
@@ -40,7 +40,8 @@ class Memory(Server):
         count = min(7, budget)
         made = tuple(range(len(tokens), len(tokens) + count))
         logprobs = tuple(-self.state.weight * token for token in made)
-        return Piece(made, logprobs, (self.state.version,) * count, "length" if count == budget else "stop")
+        finish = "length" if count == budget else "stop"
+        return Completion(request.id, made, logprobs, (self.state.version,) * count, finish)
 
     @property
     def state(self) -> State:
@@ -77,23 +78,15 @@ class Memory(Server):
     def end_update(self): ...
 
 
-class Copying:
-    """A `WeightSync`."""
-
+class Copying(WeightSync):
     receives = "rank 0"
 
     def prepare(self, bucket):
         return bucket
 
-    def begin(self, servers, rebuild): ...
-
     def send(self, servers, payload):
         for server in servers:
             server.state.weight = payload[0][1].item()
-
-    def end(self, servers): ...
-
-    def close(self, servers): ...
 
 
 @pytest.fixture

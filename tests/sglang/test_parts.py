@@ -23,7 +23,7 @@ from isoloss.engine.rl.backends.servers.process import GUARD, ServerProcess
 from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
 from isoloss.engine.rl.backends.sglang.group import own_address
-from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_piece, sampling_params
+from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_reply, sampling_params
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel import UserError, environment, processes
 
@@ -56,19 +56,19 @@ def span(version, start, end):
     ],
 )
 def test_versions_of_tokens(given_spans, versions):
-    piece = read_piece(reply(5, given_spans))
-    assert piece.versions == versions
-    assert piece.tokens == (0, 1, 2, 3, 4) and piece.logprobs == (0.0, -0.5, -1.0, -1.5, -2.0)
+    completion = read_reply("a", reply(5, given_spans))
+    assert completion.versions == versions
+    assert completion.tokens == (0, 1, 2, 3, 4) and completion.logprobs == (0.0, -0.5, -1.0, -1.5, -2.0)
 
 
 def test_nothing_came_out():
-    piece = read_piece(reply(0, [span("3", 0, 0)], finish="abort"))
-    assert (piece.tokens, piece.versions, piece.finish) == ((), (), "abort")
+    completion = read_reply("a", reply(0, [span("3", 0, 0)], finish="abort"))
+    assert (completion.tokens, completion.versions, completion.finish) == ((), (), "abort")
 
 
 def test_tokens_of_weights_that_are_not_ours_are_lost():
     with pytest.raises(ServerLost, match=r"restarted.*'default'"):
-        read_piece(reply(4, [span("3", 0, 2), span("default", 2, 4)]))
+        read_reply("a", reply(4, [span("3", 0, 2), span("default", 2, 4)]))
 
 
 def test_sampling_seed_is_of_the_run_and_the_request():

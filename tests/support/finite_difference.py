@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.config import BatchConfig, Config, DataConfig, LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.data import load_dataset
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
@@ -22,8 +22,8 @@ def slope(cache_dir: str) -> tuple[float, float]:
         train=TrainConfig(precision="fp64"),
     )
     engine = Engine(config)
-    options = {"max_length": 512, "overlong": "error", "vocab_size": 2048, "cache_dir": Path(cache_dir)}
-    rows = load_dataset([f"{tiny}/eval.jsonl"], tiny, **options)
+    data = DataConfig(eval=(f"{tiny}/eval.jsonl",), max_length=512)
+    rows = load_dataset(data, "eval", tiny, vocab_size=2048, cache_dir=Path(cache_dir))
     samples, loss = [rows[index] for index in range(4)], cross_entropy(LossConfig("seq-mean-token-mean"))
     engine.forward_backward(samples, loss)
     engine.reduce_gradients()

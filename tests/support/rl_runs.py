@@ -85,11 +85,11 @@ def train(
     kept: Arrays = {}
     save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.groups
 
-    def keep_weights(run, critic, progress):
+    def keep_weights(run, critic, batch):
         kept.update(weights(run._engine))
         if critic:
             kept.update({f"critic/{name}": weight for name, weight in weights(critic._engine).items()})
-        save(run, critic, progress)
+        save(run, critic, batch)
 
     def write_or_die(run, *rest):
         if run.done == killed_in_save:

@@ -8,7 +8,9 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from isoloss.engine.rl.backends.protocol import Bucket
-from isoloss.engine.rl.backends.sglang.backend import SGLangBackend
+from isoloss.engine.rl.backends.servers.backend import ServerBackend
+from isoloss.engine.rl.backends.sglang.server import SGLangServer
+from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
@@ -69,7 +71,7 @@ def greedy(model: PreTrainedModel, request: Request, length: int) -> tuple[int, 
 def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[str, Any]:
     """What a rank sees of an update, a generation, a refused update and a refused request."""
     config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
-    backend = SGLangBackend(config, model_folder, sync_dir)
+    backend = ServerBackend(config, model_folder, sync_dir, SGLangServer, weight_sync)
     model, seen = policy(5), {}
     drawn = []
 

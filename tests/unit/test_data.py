@@ -16,6 +16,7 @@ from support.runs import write_rows
 from isoloss.engine import data
 from isoloss.engine.batch import Sample
 from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.config import DataConfig
 from isoloss.engine.data import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs
 from isoloss.parallel.errors import UserError
 
@@ -29,9 +30,9 @@ ROWS = [
 
 @pytest.fixture
 def load(tmp_path):
-    def load(*paths, tokenizer=TINY, **options):
-        settings = {"max_length": 512, "overlong": "error", "vocab_size": 2048, "cache_dir": tmp_path / "cache"}
-        return load_dataset([str(path) for path in paths], tokenizer, **(settings | options))
+    def load(*paths, tokenizer=TINY, split="train", vocab_size=2048, **options):
+        data = DataConfig(**{split: tuple(map(str, paths)), "max_length": 512} | options)
+        return load_dataset(data, split, tokenizer, vocab_size=vocab_size, cache_dir=tmp_path / "cache")
 
     return load
 
@@ -135,14 +136,14 @@ def test_bad_files(load, write, tmp_path):
     with pytest.raises(UserError, match=r"latin.jsonl:1: not UTF-8"):
         load(tmp_path / "latin.jsonl")
     with pytest.raises(UserError, match=r"data.eval is empty"):
-        load(key="data.eval")
-    with pytest.raises(UserError, match=r"data.overlong=cut: choose one of error, drop, truncate"):
+        load(split="eval")
+    with pytest.raises(UserError, match=r"data.overlong='cut' is not one of error, drop, truncate"):
         load(path, overlong="cut")
     with pytest.raises(UserError, match="ids up to 2047, but the model's vocab_size is 100"):
         load(path, vocab_size=100)
     pq.write_table(pa.table({"text": ["One two", "three four"], "n": [1, 2]}), tmp_path / "ok.parquet")
     with pytest.raises(UserError, match=r"ok.parquet: row 1: \d+ tokens"):
-        load(tmp_path / "ok.parquet", max_length=1)
+        load(tmp_path / "ok.parquet", max_length=2)
 
 
 # --------------------------------------------------------------------------------------------------------------- cache

@@ -11,8 +11,9 @@ import pytest
 from support.runs import write_rows
 
 from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.data import step_indices
-from isoloss.engine.rl.prompts import load_prompts, prompt_order
+from isoloss.engine.config import DataConfig
+from isoloss.engine.data import draw_indices, step_indices
+from isoloss.engine.rl.prompts import load_prompts
 from isoloss.parallel.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -43,8 +44,9 @@ def write(tmp_path):
 
 @pytest.fixture
 def load(tokenizer):
-    def load(*paths, tokenizer=tokenizer, **options):
-        return load_prompts(paths, tokenizer, **({"max_prompt_tokens": 256, "overlong": "error"} | options))
+    def load(*paths, tokenizer=tokenizer, split="train", max_prompt_tokens=256, limit="data.max_length", **options):
+        data = DataConfig(**{split: paths}, **options)
+        return load_prompts(data, split, tokenizer, max_prompt_tokens=max_prompt_tokens, limit=limit)
 
     return load
 
@@ -52,14 +54,14 @@ def load(tokenizer):
 def test_messages_and_text(load, write, tokenizer):
     text = {"prompt": "One, two,", "answer": 3, "level": "easy"}
     path = write({"prompt": ASK, "answer": "2", "data_source": "sums"}, "", {"messages": ASK}, text)
-    first, second, third = load(path)
+    first, second, third = load(path).prompts
     rendered = tokenizer.apply_chat_template(ASK, tokenize=False, add_generation_prompt=True)
     assert rendered.endswith("<|im_start|>assistant\n") and tokenizer.decode(first.tokens) == rendered
     assert first.tokens == second.tokens and first.prompt == second.prompt == tuple(ASK)
     assert tokenizer.decode(third.tokens) == third.prompt == "One, two,"
-    assert [prompt.id for prompt in load(path)] == ["train.jsonl:1", "train.jsonl:3", "train.jsonl:4"]
-    assert [prompt.answer for prompt in load(path)] == ["2", None, 3]
-    assert [prompt.source for prompt in load(path)] == ["sums", "train", "train"]
+    assert [prompt.id for prompt in load(path).prompts] == ["train.jsonl:1", "train.jsonl:3", "train.jsonl:4"]
+    assert [prompt.answer for prompt in load(path).prompts] == ["2", None, 3]
+    assert [prompt.source for prompt in load(path).prompts] == ["sums", "train", "train"]
     assert third.extra == {"level": "easy"} and first.extra == second.extra == {}
 
 
@@ -74,7 +76,7 @@ def test_tools_and_variables_reach_the_template(load, write):
     ]
     path = write({"prompt": ASK, "tools": tools}, {"messages": ASK}, {"prompt": parts, "tools": json.dumps(tools)})
     for kwargs in ({}, {"mood": "glad"}):
-        first, second, third = load(path, tokenizer=tokenizer, template_kwargs=kwargs)
+        first, second, third = load(path, tokenizer=tokenizer, template_kwargs=kwargs).prompts
         for prompt, given in ((first, tools), (second, None), (third, tools)):
             expected = tokenizer.apply_chat_template(ASK, tools=given, add_generation_prompt=True, **kwargs)
             assert list(prompt.tokens) == expected["input_ids"] and prompt.prompt == tuple(ASK)
@@ -105,11 +107,11 @@ def test_fingerprint(load, write, tmp_path):
 
 
 def test_names_of_verl_and_trl(load, write, tmp_path):
-    (row,) = load(write(VERL))
+    (row,) = load(write(VERL)).prompts
     assert (row.answer, row.source) == ("2", "gsm8k")
     assert row.extra == {key: VERL[key] for key in ("ability", "reward_model", "extra_info")}
     pq.write_table(pa.Table.from_pylist([VERL]), tmp_path / "train.parquet")
-    (same,) = load(str(tmp_path / "train.parquet"))
+    (same,) = load(str(tmp_path / "train.parquet")).prompts
     assert same.id == "train.parquet:1"
     assert (same.tokens, same.prompt, same.answer, dict(same.extra)) == (row.tokens, row.prompt, "2", dict(row.extra))
     rows = [
@@ -118,7 +120,7 @@ def test_names_of_verl_and_trl(load, write, tmp_path):
         {"prompt": "x", "solution": "s", "reward_model": {"ground_truth": "r"}, "ground_truth": "g"},
         {"prompt": "x", "solution": "s", "ground_truth": "g", "answer": 0},
     ]
-    loaded = load(write(*rows))
+    loaded = load(write(*rows)).prompts
     assert [prompt.answer for prompt in loaded] == ["s", "r", "g", 0]
     assert loaded[3].extra == {"solution": "s", "ground_truth": "g"}
 
@@ -126,26 +128,22 @@ def test_names_of_verl_and_trl(load, write, tmp_path):
 def test_ids_of_files_with_the_same_name(load, write, tmp_path):
     row = {"prompt": "x"}
     one, two, other = write(row, name="a/x.jsonl"), write(row, name="b/x.jsonl"), write(row, name="b/y.jsonl")
-    prompts = load(one, two, other)
+    prompts = load(one, two, other).prompts
     assert [prompt.id for prompt in prompts] == [f"{one}:1", f"{two}:1", "y.jsonl:1"]
     assert [prompt.source for prompt in prompts] == ["x", "x", "y"]
 
 
 def test_overlong(load, write):
     path = write({"prompt": "short"}, {"prompt": "long " * 50})
-    lengths = [len(prompt.tokens) for prompt in load(path)]
+    lengths = [len(prompt.tokens) for prompt in load(path).prompts]
     limit = lengths[1] - 1
-    assert len(load(path, max_prompt_tokens=lengths[1])) == 2
+    assert len(load(path, max_prompt_tokens=lengths[1]).prompts) == 2
     kept = load(path, max_prompt_tokens=limit, overlong="drop")
-    assert [prompt.id for prompt in kept] == ["train.jsonl:1"] and kept.dropped == 1
+    assert [prompt.id for prompt in kept.prompts] == ["train.jsonl:1"] and kept.dropped == 1
     with pytest.raises(UserError, match=rf"train.jsonl:2: .* {lengths[1]} tokens .*data.max_length={limit}.*drop"):
         load(path, max_prompt_tokens=limit)
     with pytest.raises(UserError, match=r"data.eval: all 2 prompts .*dropped.*rollout.x=0: raise it"):
-        load(path, max_prompt_tokens=0, overlong="drop", key="data.eval", limit="rollout.x")
-    with pytest.raises(UserError, match=r"data.overlong=truncate .*another question"):
-        load(path, overlong="truncate")
-    with pytest.raises(UserError, match=r"data.overlong=cut: choose one of error, drop"):
-        load(path, overlong="cut")
+        load(path, max_prompt_tokens=0, overlong="drop", split="eval", limit="rollout.x")
 
 
 @pytest.mark.parametrize(
@@ -174,23 +172,26 @@ def test_bad_files(load, write):
     with pytest.raises(UserError, match=r"data.train: no rows in .*train.jsonl"):
         load(write(""))
     with pytest.raises(UserError, match=r"data.eval: no such file: .*trian.jsonl; did you mean .*train.jsonl"):
-        load(write({"prompt": "x"}).replace("train.jsonl", "trian.jsonl"), key="data.eval")
+        load(write({"prompt": "x"}).replace("train.jsonl", "trian.jsonl"), split="eval")
 
 
 def test_messages_without_a_chat_template(load, write):
     plain = load_tokenizer(TINY, 2048)
     plain.chat_template = None
-    assert len(load(write({"prompt": "x"}), tokenizer=plain)) == 1
+    assert len(load(write({"prompt": "x"}), tokenizer=plain).prompts) == 1
     with pytest.raises(UserError, match=r"train.jsonl:1: messages need a chat template.*`prompt` as plain text"):
         load(write({"prompt": ASK}), tokenizer=plain)
 
 
 def test_order():
-    stream = prompt_order(7, 0, 21, seed=3)
+    def draws(start: int, count: int, seed: int = 3) -> list[int]:
+        return draw_indices(7, start, count, seed).tolist()
+
+    stream = draws(0, 21)
     assert all(Counter(stream[i : i + 7]) == Counter(range(7)) for i in (0, 7, 14))
     assert stream[:7] != stream[7:14]
-    assert prompt_order(7, 5, 11, seed=3) == stream[5:16]
-    assert prompt_order(7, 0, 21, seed=4) != stream
-    assert prompt_order(7, 8, 4, seed=3) == step_indices(7, 2, 4, 3).tolist()
+    assert draws(5, 11) == stream[5:16]
+    assert draws(0, 21, seed=4) != stream
+    assert draws(8, 4) == step_indices(7, 2, 4, 3).tolist()
     with pytest.raises(ValueError, match="count=0"):
-        prompt_order(7, 0, 0, seed=3)
+        draws(0, 0)

@@ -13,7 +13,7 @@ import torch
 from oracles.rl import formulas
 from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
 
-from isoloss.engine import totals
+from isoloss.engine import step
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.losses import Loss, TokenInputs
 from isoloss.engine.rl import losses
@@ -357,16 +357,16 @@ def test_the_tail_of_trainer_against_rollout(one_rank):
     inputs = batch.inputs(one_rank)
     (of_token,), (pair,) = loss.largest.values(), loss.correlated.values()
     train_N, rollout_N = batch.fields["train_logprobs"], batch.fields["rollout_logprobs"]
-    assert float(totals.largest_of(of_token(inputs))) == pytest.approx(abs(train_N - rollout_N).max(), rel=1e-14)
-    parts = [torch.stack(totals.moments_of(*(of[at] for of in pair(inputs)))) for at in (slice(0, 7), slice(7, 20))]
-    correlation = totals.correlation(sum(parts).tolist(), len(train_N))
+    assert float(step.largest_of(of_token(inputs))) == pytest.approx(abs(train_N - rollout_N).max(), rel=1e-14)
+    parts = [torch.stack(step.moments_of(*(of[at] for of in pair(inputs)))) for at in (slice(0, 7), slice(7, 20))]
+    correlation = step.correlation(sum(parts).tolist(), len(train_N))
     assert correlation == pytest.approx(np.corrcoef(np.exp(train_N), np.exp(rollout_N))[0, 1], rel=1e-12)
     assert {*loss.largest, *loss.correlated} == {"train_rollout_logprob_diff_max", "train_rollout_correlation"}
-    alike = torch.stack(totals.moments_of(torch.full((9,), 0.3), torch.rand(9)))
-    assert totals.correlation(alike.tolist(), 9) == 1
+    alike = torch.stack(step.moments_of(torch.full((9,), 0.3), torch.rand(9)))
+    assert step.correlation(alike.tolist(), 9) == 1
     nothing = torch.zeros(0)
-    assert float(totals.largest_of(nothing)) == 0
-    assert totals.correlation(torch.stack(totals.moments_of(nothing, nothing)).tolist(), 0) == 1
+    assert float(step.largest_of(nothing)) == 0
+    assert step.correlation(torch.stack(step.moments_of(nothing, nothing)).tolist(), 0) == 1
 
 
 def test_observed_without_logprobs_of_the_trainer(one_rank):

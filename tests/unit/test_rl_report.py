@@ -10,7 +10,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.metrics import MetricsLog
 from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, rollout_stats
-from isoloss.engine.rl.sampling import SampledGroups
+from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
 # (source, tokens, how it ended, reward). Of ten one has an infinite reward, one none, and one no tokens.
@@ -95,7 +95,7 @@ def logged(tmp_path):
     """What is written of a batch: lines of rollouts.jsonl."""
 
     def log(groups: SampledGroups, samples: list[Sample], step: int = 3, start_step: int = 2) -> list[dict]:
-        batch = RolloutBatch(tuple(samples), (tuple(range(len(samples))),), {})
+        batch = RolloutBatch(46, tuple(samples), (tuple(range(len(samples))),))
         with (
             MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=start_step) as metrics,
             RolloutLog(tmp_path, metrics, enabled=True, start_step=start_step) as rollouts,

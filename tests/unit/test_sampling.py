@@ -6,7 +6,7 @@ import pytest
 
 from isoloss.engine.config import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
-from isoloss.engine.rl.sampling import sample_groups
+from isoloss.engine.rl.rollout import sample_groups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.parallel import UserError
 

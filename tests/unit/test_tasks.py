@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from isoloss.engine.chat import load_tokenizer, tokenize_row
+from isoloss.engine.config import DataConfig
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rows import read_rows
 from isoloss.models.families.registry import read_architecture
@@ -101,8 +102,9 @@ def test_both_phases_read_the_question_alike(task, tmp_path):
     tokenizer = load_tokenizer(str(ASSETS / task), 320)
     rows = list(read_rows([str(ASSETS / task / "sft.jsonl")], "data.train"))[:200]
     path = tmp_path / "prompts.jsonl"
+    data = DataConfig(train=(str(path),))
     path.write_text("".join(json.dumps({"prompt": row.values["prompt"]}) + "\n" for row in rows))
-    for row, prompt in zip(rows, load_prompts([str(path)], tokenizer, max_prompt_tokens=32)):
+    for row, prompt in zip(rows, load_prompts(data, "train", tokenizer, max_prompt_tokens=32).prompts):
         tokens_T, mask_T = tokenize_row(row, tokenizer)
         head = len(prompt.tokens)
         assert tuple(tokens_T[:head]) == prompt.tokens

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.config import DataConfig
 from isoloss.engine.data import DataStats, TokenDataset, load_dataset, unigram_nats
 from isoloss.tools import make_tiny
 
@@ -17,8 +18,8 @@ TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 
 
 def load(name: str, tokenizer, tmp_path) -> TokenDataset:
-    options = {"max_length": 512, "overlong": "error", "vocab_size": 2048, "cache_dir": tmp_path / "cache"}
-    return load_dataset([f"{TINY}/{name}.jsonl"], str(tokenizer), **options)
+    data = DataConfig(train=(f"{TINY}/{name}.jsonl",), max_length=512)
+    return load_dataset(data, "train", str(tokenizer), vocab_size=2048, cache_dir=tmp_path / "cache")
 
 
 def read(name: str) -> list[list[dict]]:

@@ -6,7 +6,6 @@ import traceback
 import uuid
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from isoloss.engine.rl.backends.generation import check_requests, generate
-from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, weight_map
+from isoloss.parallel.collectives import gather_objects
 
 POLL_SECONDS = 0.05  # how often ranks other than 0 look whether to pause or to end
 
@@ -31,7 +31,7 @@ class InProcessBackend:
     concurrency: rows that decode together on this rank. dtype: of the weights here. Collective over the world.
     """
 
-    receives: Literal["every rank", "rank 0"] = "every rank"
+    receives: Receives = "every rank"
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: torch.device, concurrency: int):
         self.arch = read_architecture(folder)
@@ -60,8 +60,7 @@ class InProcessBackend:
             mine = generate(self.model, share, sampling, self.concurrency, self._version, self._gate.open)
         except Exception:  # the other ranks wait below and have to be told
             failure = traceback.format_exc()
-        everyone: list[tuple[str, list[Completion]]] = [("", [])] * world
-        dist.all_gather_object(everyone, (failure, mine))
+        everyone = gather_objects((failure, mine))
         for rank, (failure, _) in enumerate(everyone):
             if failure:
                 raise RuntimeError(f"generation failed on rank {rank}:\n{failure}")
@@ -91,8 +90,7 @@ class InProcessBackend:
 
     def weight_version(self) -> int | None:
         """As `RolloutBackend.weight_version`. One all-gather over the world."""
-        versions: list[int | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(versions, self._version)
+        versions = gather_objects(self._version)
         return versions[0] if len(set(versions)) == 1 else None
 
     def pause(self) -> None:

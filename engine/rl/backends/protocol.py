@@ -1,13 +1,12 @@
 """What the loop asks of a rollout backend, be it a model in this process or a fleet of servers."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import Protocol
 
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.models.mcore.weight_stream import Named, Receives
 
-Bucket = list[tuple[str, Tensor]]
+Bucket = list[Named]
 
 
 class RolloutBackend(Protocol):
@@ -16,7 +15,7 @@ class RolloutBackend(Protocol):
     receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets.
     """
 
-    receives: Literal["every rank", "rank 0"]
+    receives: Receives
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Completion | None]:
         """One completion a request, in the order of the requests, on every rank. Collective over the world.

@@ -5,9 +5,9 @@ verl      f(data_source, solution_str, ground_truth, extra_info=None)       numb
 TRL       f(prompts, completions, **columns) -> numbers and None            one call for the whole batch
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from isoloss.engine.rl.reward.pool import Call
 from isoloss.engine.rl.trajectory import Completion, Prompt
@@ -19,8 +19,7 @@ VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL_NAMES = ("prompts", "completions", "completion_ids")
 
 
-@dataclass(frozen=True)
-class Attempt:
+class Attempt(NamedTuple):
     """A completion that wants a reward, and its text."""
 
     prompt: Prompt
@@ -28,30 +27,12 @@ class Attempt:
     text: str
 
 
-@dataclass(frozen=True)
-class Parameter:
+class Parameter(NamedTuple):
     """kind: as inspect.Parameter has it."""
 
     name: str
     kind: str
     required: bool
-
-
-@dataclass(frozen=True)
-class RowColumns:
-    """What the rows have: names of extra columns that some row has, and whether some row has an answer."""
-
-    names: frozenset[str]
-    has_answer: bool
-
-    @classmethod
-    def of(cls, prompts: Iterable[Prompt]) -> "RowColumns":
-        names: set[str] = set()
-        has_answer = False
-        for prompt in prompts:
-            names.update(prompt.extra)
-            has_answer = has_answer or prompt.answer is not None
-        return cls(frozenset(names), has_answer)
 
 
 @dataclass(frozen=True)
@@ -87,19 +68,20 @@ class RewardFunction:
         return arguments
 
 
-def recognise(function: str, parameters: Sequence[Parameter], columns: RowColumns) -> Convention:
-    """The convention of a function. UserError where it asks for something that nothing provides."""
+def recognise(function: str, parameters: Sequence[Parameter], prompts: Sequence[Prompt]) -> Convention:
+    """The convention of a function. UserError where it asks for something that none of the prompts provides."""
     names = {parameter.name for parameter in parameters}
+    columns = {name for prompt in prompts for name in prompt.extra}
     answers: tuple[str, ...]
     if names & set(TRL_NAMES):
         convention, answers = "trl", ("answer",)
-        provided = {*TRL_NAMES, "trainer_state", "data_source", "answer", *columns.names}
+        provided = {*TRL_NAMES, "trainer_state", "data_source", "answer", *columns}
     elif "solution_str" in names:
         convention, answers, provided = "verl", ("ground_truth",), set(VERL_NAMES)
     else:
         convention, answers = "isoloss", ("answer",)
-        provided = {*NAMES, *columns.names}
-    if not columns.has_answer:
+        provided = {*NAMES, *columns}
+    if all(prompt.answer is None for prompt in prompts):
         provided.difference_update(answers)
     for parameter in parameters:
         if parameter.kind == "POSITIONAL_ONLY":

@@ -8,13 +8,13 @@ never taken for 0.
 import difflib
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward.conventions import Attempt, Parameter, RewardFunction, RowColumns, recognise
+from isoloss.engine.rl.reward.conventions import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.reward.pool import RewardPool
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.errors import UserError
@@ -44,14 +44,13 @@ class Rewarder:
     Raises UserError where a function cannot be imported, or asks for what nothing provides.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer, prompts: Iterable[Prompt]):
-        columns = RowColumns.of(prompts)
+    def __init__(self, config: RewardConfig, tokenizer, prompts: Sequence[Prompt]):
         self._names, self._tokenizer = config.function, tokenizer
         weights = config.weights or (1.0,) * len(config.function)
         self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout)
         try:
             self._functions = [
-                described(index, name, label, weight, self._pool.described[index], columns)
+                described(index, name, label, weight, self._pool.described[index], prompts)
                 for index, (name, label, weight) in enumerate(zip(self._names, labels(self._names), weights))
             ]
         except UserError:
@@ -121,11 +120,13 @@ def labels(names: Sequence[str]) -> list[str]:
     return [each if count[each] == 1 else name for each, name in zip(short, names)]
 
 
-def described(index: int, name: str, label: str, weight: float, answer: Any, columns: RowColumns) -> RewardFunction:
+def described(
+    index: int, name: str, label: str, weight: float, answer: Any, prompts: Sequence[Prompt]
+) -> RewardFunction:
     if isinstance(answer, str):
         raise UserError(f"reward.function={name} {answer}")
     parameters = tuple(Parameter(*each) for each in answer)
-    return RewardFunction(index, label, weight, recognise(name, parameters, columns), parameters)
+    return RewardFunction(index, label, weight, recognise(name, parameters, prompts), parameters)
 
 
 def decode(completions: Sequence[Completion], tokenizer) -> list[str]:

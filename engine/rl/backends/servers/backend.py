@@ -5,11 +5,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import torch.distributed as dist
 
-from isoloss.engine.rl.backends.protocol import Bucket
+from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
 from isoloss.engine.rl.backends.servers.health import (
     POLL_SECONDS,
@@ -24,8 +23,7 @@ from isoloss.engine.rl.backends.servers.health import (
     wait_until,
 )
 from isoloss.engine.rl.backends.servers.process import ServerProcess
-from isoloss.engine.rl.backends.servers.server import Server, ServerLost, on_all
-from isoloss.engine.rl.backends.servers.weight_sync import WeightSync
+from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
@@ -57,7 +55,7 @@ class ServerBackend:
         self._config = config
         self._rank0 = RankZero(partial(explain, timeout=config.timeout))
         self._sync = weight_sync(config, model, self._rank0.group)
-        self.receives: Literal["every rank", "rank 0"] = self._sync.receives
+        self.receives: Receives = self._sync.receives
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
         self._aborted = threading.Event()
         self._paused = False
@@ -170,10 +168,8 @@ class ServerBackend:
             self._rank0.attempt(lambda undo=undo: on_all(self._servers, undo))
 
     def weight_version(self) -> int | None:
-        return self._rank0.run(self._agreed_version)
-
-    def _agreed_version(self) -> int | None:
-        versions = set(self._served_versions().values())
+        """See `RolloutBackend`."""
+        versions = self._rank0.run(lambda: set(self._served_versions().values()))
         return self._version if versions == {self._version} else None
 
     # ---- memory of colocated servers --------------------------------------------------------------------------------
@@ -183,22 +179,11 @@ class ServerBackend:
         those survive it (--enable-weights-cpu-backup). Nothing may be under way."""
         if self._config.colocated:
             tags = MEMORY if self._keeps_weights else ("kv_cache",)
-            self._change_memory(tags, lambda server, tags: server.release_memory(tags), asleep=True)
+            on_all(self._servers, lambda server: server.sleep(tags))
 
     def wake(self, tags: Sequence[str]) -> None:
         """On rank 0: the servers take back what of `tags` ("weights", "kv_cache") they have given away."""
-        self._change_memory(tags, lambda server, tags: server.resume_memory(tags), asleep=False)
-
-    def _change_memory(
-        self, tags: Sequence[str], change: Callable[[Server, Sequence[str]], None], asleep: bool
-    ) -> None:
-        def of(server: Server) -> None:
-            # A server's scheduler dies when it is told twice.
-            needed = [tag for tag in tags if (tag in server.asleep) != asleep]
-            if needed:
-                change(server, needed)
-
-        on_all(self._servers, of)
+        on_all(self._servers, lambda server: server.wake(tags))
 
     # ---- life -------------------------------------------------------------------------------------------------------
 

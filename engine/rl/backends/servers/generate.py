@@ -1,14 +1,14 @@
-"""Completions from several servers: many requests at a time, failures survived, pieces joined."""
+"""Completions from several servers: many requests at a time, failures survived, continuations joined."""
 
 import contextlib
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from isoloss.engine.rl.backends.servers.server import Continuation, Refused, Server, ServerLost
-from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 
 FIRST_RETRY_SECONDS, LAST_RETRY_SECONDS = 0.1, 5.0
@@ -97,20 +97,21 @@ def _complete(
     fleet: Fleet, request: Request, sampling: Sampling, timeout: float, aborted: threading.Event
 ) -> Completion | None:
     """One request to its end, over as many calls and servers as it takes."""
-    so_far = _Joined(request)
+    so_far = request.partial or Completion(request.id, (), (), (), "abort")
     failed, deadline, pause = None, None, FIRST_RETRY_SECONDS
     while not aborted.is_set():
         budget = sampling.max_new_tokens - len(so_far.tokens)
         if budget <= 0:
-            return so_far.completion("length")
+            return replace(so_far, finish="length")
         server = fleet.take(but=failed)
         if server is None:
             return None
+        context = [*request.prompt_tokens, *so_far.tokens]
         try:
-            piece = server.generate(request, so_far.context, sampling, budget)
+            continuation = server.generate(request, context, sampling, budget)
         except Refused as refused:
             raise UserError(
-                f"{request.id} of {len(so_far.context)} tokens, with at most {budget} to follow, was refused by "
+                f"{request.id} of {len(context)} tokens, with at most {budget} to follow, was refused by "
                 f"{refused}; shorten the prompt, lower rollout.max_new_tokens, or give the server a longer context"
             ) from None
         except ServerLost as loss:
@@ -126,31 +127,8 @@ def _complete(
             continue
         finally:
             fleet.give(server)
-        so_far.add(piece)
+        so_far = so_far.followed_by(continuation)
         # A server also stops at the end-of-sequence tokens of its own configuration: go on where they are not ours.
-        if piece.finish != "stop" or piece.tokens[-1] in sampling.stop_token_ids:
-            return so_far.completion(piece.finish)
-    return so_far.completion("abort")
-
-
-class _Joined:
-    """A completion in the making: what an earlier attempt left, and the pieces since."""
-
-    def __init__(self, request: Request):
-        begun = request.partial
-        self._request = request
-        self.tokens = list(begun.tokens) if begun else []
-        self._logprobs = list(begun.logprobs) if begun else []
-        self._versions = list(begun.versions) if begun else []
-
-    @property
-    def context(self) -> list[int]:
-        return [*self._request.prompt_tokens, *self.tokens]
-
-    def add(self, piece: Continuation) -> None:
-        self.tokens += piece.tokens
-        self._logprobs += piece.logprobs
-        self._versions += piece.versions
-
-    def completion(self, finish: Finish) -> Completion:
-        return Completion(self._request.id, tuple(self.tokens), tuple(self._logprobs), tuple(self._versions), finish)
+        if so_far.finish != "stop" or so_far.tokens[-1] in sampling.stop_token_ids:
+            return so_far
+    return replace(so_far, finish="abort")

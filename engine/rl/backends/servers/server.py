@@ -1,4 +1,4 @@
-"""One inference server over HTTP: what `ServerBackend` asks of any, and the two ways in which that fails."""
+"""What `ServerBackend` asks of an inference server over HTTP, of a way for weights to reach it, and how that fails."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +8,8 @@ from typing import Any, ClassVar, TypeVar
 
 import httpx2
 
-from isoloss.engine.rl.trajectory import Finish, Request, Sampling
+from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for a question that any living server answers at once
@@ -34,16 +35,6 @@ class Refused(Exception):
     def __init__(self, message: str, status: int):
         super().__init__(message)
         self.status = status
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What one call of `Server.generate` gave: tokens [T], their logprobs [T] and weight versions [T], why it ended."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
-    finish: Finish
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,9 @@ class Server(ABC):
     # ---- what every kind does ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Continuation:
-        """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most."""
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
+        """Continue `tokens`, the prompt and what was made of the completion so far, by `budget` tokens at most; the new
+        tokens alone."""
 
     @abstractmethod
     def pause(self) -> None:
@@ -129,6 +121,20 @@ class Server(ABC):
     def end_update(self) -> None:
         """After they did, or after a failure."""
 
+    def sleep(self, tags: Sequence[str]) -> None:
+        """Give back what of `tags` the server still holds: its scheduler dies of a second request to do so."""
+        held = [tag for tag in tags if tag not in self.asleep]
+        if held:
+            self.release_memory(held)
+            self.asleep |= set(held)
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take back what of `tags` the server has given away."""
+        released = [tag for tag in tags if tag in self.asleep]
+        if released:
+            self.resume_memory(released)
+            self.asleep -= set(released)
+
     # ---- what some do -----------------------------------------------------------------------------------------------
 
     def info(self) -> ServerInfo:
@@ -139,10 +145,11 @@ class Server(ABC):
         return []
 
     def release_memory(self, tags: Sequence[str]) -> None:
-        """Give back the memory of "weights" or "kv_cache"."""
+        """Give back the memory of "weights" or "kv_cache", which the server holds."""
         raise NotImplementedError
 
     def resume_memory(self, tags: Sequence[str]) -> None:
+        """Take back what `release_memory` gave."""
         raise NotImplementedError
 
     # ---- how --------------------------------------------------------------------------------------------------------
@@ -173,6 +180,32 @@ class Server(ABC):
             return reply.json()
         except ValueError:
             raise ServerLost(f"{self.url}{path}: an answer that is not JSON: {reply.text[:80]!r}") from None
+
+
+class WeightSync:
+    """One way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
+    bucket. Of its methods only `prepare` is called on every rank.
+
+    receives: which ranks `prepare` needs the tensors on.
+    """
+
+    receives: Receives
+
+    def prepare(self, bucket: Bucket) -> Any:
+        """What `send` takes, from the bucket of this rank. May be collective over the world."""
+        raise NotImplementedError
+
+    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
+        """Before the first bucket. rebuild: the servers may not be those of the last update any more."""
+
+    def send(self, servers: Sequence[Server], payload: Any) -> None:
+        raise NotImplementedError
+
+    def end(self, servers: Sequence[Server]) -> None:
+        """After the last bucket."""
+
+    def close(self, servers: Sequence[Server]) -> None:
+        """Let go of everything. The servers may be gone."""
 
 
 def on_all(servers: Sequence[AnyServer], call: Callable[[AnyServer], Result]) -> list[Result]:

@@ -34,10 +34,16 @@ def together(servers: Sequence[Server], call: Callable[[Server], Any], here: Cal
     Raises soon after one side fails: the other is then left to end by its own time limit. What a server says comes
     first, since this side can only say that nobody came.
     """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def here_on_device() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)  # every thread begins on device 0
+        here()
+
     threads = ThreadPoolExecutor(max_workers=len(servers) + 1)
     asked: list[Future] = [threads.submit(call, server) for server in servers]
-    device = torch.cuda.current_device() if torch.cuda.is_available() else None
-    done = threads.submit(_on_device, device, here)
+    done = threads.submit(here_on_device)
     wait([*asked, done], return_when=FIRST_EXCEPTION)
     threads.shutdown(wait=False)
     if done.done() and done.exception() is not None:
@@ -45,12 +51,6 @@ def together(servers: Sequence[Server], call: Callable[[Server], Any], here: Cal
     for future in (*asked, done):
         if future.done():
             future.result()
-
-
-def _on_device(device: int | None, call: Callable[[], None]) -> None:
-    if device is not None:
-        torch.cuda.set_device(device)  # every thread begins on device 0
-    call()
 
 
 def own_address(url: str) -> str:

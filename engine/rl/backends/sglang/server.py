@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from isoloss.engine.rl.backends.servers.server import Continuation, Refused, Server, ServerInfo, ServerLost
-from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerInfo, ServerLost
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
 
 class SGLangServer(Server):
@@ -21,12 +21,12 @@ class SGLangServer(Server):
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Continuation:
+    def generate(self, request: Request, tokens: Sequence[int], sampling: Sampling, budget: int) -> Completion:
         params = sampling_params(request, sampling, budget)
         body = {"input_ids": list(tokens), "sampling_params": params, "return_logprob": True}
         reply = self.post("/generate", body)
         try:
-            return read_piece(reply)
+            return read_reply(request.id, reply)
         except (KeyError, TypeError, IndexError) as error:
             raise ServerLost(f"{self.url}/generate answered without {error}") from None
 
@@ -76,11 +76,9 @@ class SGLangServer(Server):
 
     def release_memory(self, tags: Sequence[str]) -> None:
         self.post("/release_memory_occupation", {"tags": list(tags)}, answer=False)
-        self.asleep |= set(tags)
 
     def resume_memory(self, tags: Sequence[str]) -> None:
         self.post("/resume_memory_occupation", {"tags": list(tags)}, answer=False)
-        self.asleep -= set(tags)
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +110,7 @@ class SGLangServer(Server):
         self.post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
 
 
-def read_piece(reply: Mapping[str, Any]) -> Continuation:
+def read_reply(request_id: str, reply: Mapping[str, Any]) -> Completion:
     """The tokens of a reply of /generate. ServerLost where weights that are not ours produced some of them."""
     tokens = tuple(int(token) for token in reply["output_ids"])
     meta = reply["meta_info"]
@@ -124,7 +122,7 @@ def read_piece(reply: Mapping[str, Any]) -> Continuation:
     strange = [version for version in versions if not version.isdecimal()]
     if strange:
         raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
-    return Continuation(tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
+    return Completion(request_id, tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
 
 
 def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:

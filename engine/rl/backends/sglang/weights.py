@@ -11,32 +11,32 @@ from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from isoloss.engine.rl.backends.protocol import Bucket
-from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
-from isoloss.engine.rl.backends.servers.weight_sync import WeightSync
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.backends.sglang.bucket import FlatBucket, flatten, serialize
 from isoloss.engine.rl.backends.sglang.group import new_group, own_address, together
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
 from isoloss.parallel import UserError
+from isoloss.parallel.collectives import gather_objects
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
 
 
-class BroadcastSync:
+class BroadcastSync(WeightSync):
     """A process group of rank 0 and every process of every server: NCCL between GPUs, gloo on CPUs.
 
     The group stays from one update to the next. A server that leaves it, or never joins, fails the update after
     `timeout` seconds at most.
     """
 
-    receives: Literal["every rank", "rank 0"] = "rank 0"
+    receives = "rank 0"
 
     def __init__(self, timeout: float):
         self._timeout = timeout
@@ -73,9 +73,6 @@ class BroadcastSync:
                 raise ServerLost(f"the broadcast of weights broke off: {str(error).splitlines()[0]}") from None
 
         together(servers, lambda server: server.post("/update_weights_from_distributed", body), broadcast)
-
-    def end(self, servers: Sequence[Server]) -> None:
-        pass
 
     def close(self, servers: Sequence[Server]) -> None:
         self._leave(servers)
@@ -130,14 +127,14 @@ class BroadcastSync:
 # ---- tensor ----------------------------------------------------------------------------------------------------------
 
 
-class TensorSync:
+class TensorSync(WeightSync):
     """Handles to memory of this machine: CUDA memory on GPUs, shared memory on a CPU. Nothing is copied on the way.
 
     On GPUs each process of a server opens memory of its own device, from the rank that shares the device with it: the
     servers' processes, in the order of rollout.servers, go with ranks 0, 1, 2 ... On a CPU all read rank 0's.
     """
 
-    receives: Literal["every rank", "rank 0"] = "every rank"
+    receives = "every rank"
 
     def __init__(self, group: dist.ProcessGroup):
         self._group = group
@@ -150,8 +147,7 @@ class TensorSync:
         handles: list[Any] = [serialize(flat) if flat else None]
         if flat and flat.flat_B.is_cuda:
             torch.cuda.synchronize()  # the bytes must be there before another process looks
-            handles = [None] * self._group.size()
-            dist.all_gather_object(handles, serialize(flat), group=self._group)
+            handles = gather_objects(serialize(flat), self._group)
         # The bucket before this one is freed only here: rank 0 came to the gathering after the servers had read it.
         self._held = flat
         return handles
@@ -194,10 +190,10 @@ class TensorSync:
 # ---- disk ------------------------------------------------------------------------------------------------------------
 
 
-class DiskSync:
+class DiskSync(WeightSync):
     """A Hugging Face folder in `sync_dir`, which trainer and servers see under the same name. The last one is kept."""
 
-    receives: Literal["every rank", "rank 0"] = "rank 0"
+    receives = "rank 0"
 
     def __init__(self, sync_dir: str | Path, model: str | Path):
         self._sync_dir = Path(sync_dir).absolute()
@@ -227,9 +223,6 @@ class DiskSync:
         for older in self._sync_dir.glob("weights-*"):
             if older != self._folder:
                 shutil.rmtree(older)
-
-    def close(self, servers: Sequence[Server]) -> None:
-        pass
 
 
 def weight_sync(config: RolloutConfig, model: str | Path, group: dist.ProcessGroup) -> WeightSync:
