@@ -1,6 +1,6 @@
 """Prove, on your data and configuration, that the loss and gradients of a step do not depend on the layout.
 
-    python -m isoloss.tools.prove --layouts "tp2,pp2,ulysses2,ulysses8,tp2+pp2+ulysses2"
+    python -m isoloss.tools.prove --layouts "tp2,pp2,ulysses2,dp2,tp2+pp2+ring2"
     python -m isoloss.tools.prove --layouts dp2,tp2 model.path=DIR data.train=FILE batch.global_size=64
     python -m isoloss.tools.prove --layouts dp2,ring2 --loss clip algorithm.kl_coef=0.1
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
 def parser() -> command_line.Parser:
     parser = command_line.parser("prove", __doc__)
     parser.add_argument(
-        "--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ulysses2", help="layouts, separated by commas"
+        "--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ring2", help="layouts, separated by commas"
     )
     parser.add_argument(
         "--budgets",

@@ -15,8 +15,8 @@ from isoloss.engine.plan import Plan
 from isoloss.engine.rl.config import AlgorithmConfig
 from isoloss.parallel import Layout, Mesh
 
-# Of a function, the wrong one that takes its place.
-Wrong = Callable[[Any], Callable]
+# Of what the engine looks up, the wrong thing that takes its place.
+Wrong = Callable[[Any], Any]
 # Of a step, what becomes of the weights [A, N] of its micro-batch number i.
 Reweigh = Callable[[Sequence[Sample], Plan, Mesh], Callable[[int, Tensor], Tensor]]
 
