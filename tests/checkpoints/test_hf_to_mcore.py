@@ -19,6 +19,7 @@ from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.faults import struck
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.serialization import get_crc32_options
 
 from isoloss.models.conversion import hf_to_mcore, tensors, transfer
 from isoloss.models.conversion.distcp_write import envelope
@@ -146,9 +147,8 @@ def test_an_envelope_is_what_torch_save_writes_around_the_bytes():
         assert torch.equal(loaded, tensor) and loaded.dtype == tensor.dtype
         assert loaded.untyped_storage().nbytes() == tensor.nbytes
         archive = zipfile.ZipFile(io.BytesIO(before + bytes(tensor.nbytes) + after))
-        checksums = {info.filename.partition("/")[2]: info.CRC for info in archive.infolist()}
-        assert checksums.pop("data/0") == 0
-        assert all(zlib.crc32(archive.read(f"archive/{name}")) == crc32 for name, crc32 in checksums.items())
+        assert not any(info.CRC for info in archive.infolist())  # rather than that of the zeros
+    assert get_crc32_options()  # of training checkpoints
 
 
 def test_shards_and_sidecars_are_remembered(tmp_path):
@@ -381,12 +381,12 @@ def test_a_shard_without_a_tensor_of_the_model_is_forgotten(tmp_path):
     """One of layers for multi-token prediction: the way back would write an empty file. The order is kept: of the files
     that of the index, of the tensors that of their bytes."""
     one = torch.ones(2, dtype=torch.bfloat16)
-    save_file({"x": one, "mtp": one + 1, "large": torch.ones(2)}, tmp_path / "b")
+    save_file({"x": one, "mtp": one + 1, "zz": torch.ones(2)}, tmp_path / "b")
     save_file({"y": one}, tmp_path / "mtp")
     save_file({"z": one}, tmp_path / "a", metadata={"format": "pt"})
-    file_of = {"x": "b", "y": "mtp", "mtp": "b", "z": "a", "large": "b"}
+    file_of = {"x": "b", "y": "mtp", "mtp": "b", "z": "a", "zz": "b"}
     (tmp_path / INDEX).write_text(json.dumps({"weight_map": file_of}))
-    layout = ShardLayout.of(HFReader(tmp_path), {"x", "z", "large"})
+    layout = ShardLayout.of(HFReader(tmp_path), {"x", "z", "zz"})
     assert list(layout.files) == ["b", "a"] and layout.indexed
-    assert list(layout.files["b"].tensors.items()) == [("large", "F32"), ("x", "BF16")]
+    assert list(layout.files["b"].tensors.items()) == [("zz", "F32"), ("x", "BF16")]
     assert layout.files["b"].metadata is None and layout.files["a"].metadata == {"format": "pt"}
