@@ -25,7 +25,9 @@ class Helper:
     which may be a pipe to a program that reads results. options: those of subprocess.Popen.
     """
 
-    def __init__(self, command: Sequence[str | os.PathLike], *, stdout: int = 2, **options: Any):
+    def __init__(
+        self, command: Sequence[str | os.PathLike], *, stdout: int = 2, pass_fds: Sequence[int] = (), **options: Any
+    ):
         theirs, self._lifeline = os.pipe()
         try:
             self._process = subprocess.Popen(
@@ -33,7 +35,7 @@ class Helper:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stdout,
-                pass_fds=(theirs,),
+                pass_fds=(*pass_fds, theirs),
                 start_new_session=True,  # a group of its own, which Ctrl-C does not reach: the owner handles that
                 **options,
             )

@@ -19,14 +19,16 @@ _REQUEST_BYTES, _AHEAD_BYTES = 128 << 10, 16 << 20
 # Of Linux: begin to read; read to the end, and tell what fails (since 5.14; older ones refuse it).
 _WILLNEED, _POPULATE_READ = 3, 22
 _EHWPOISON = 133
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
 _madvise = ctypes.CDLL(None, use_errno=True).madvise
 _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(path: Path) -> mmap.mmap:
+    """Of any size: no memory is set aside for it."""
     with path.open("rb") as file:
         # A private mapping: torch takes no read-only memory, and nothing is ever written to it.
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
 def view(mapped: mmap.mmap, offset: int, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
