@@ -27,7 +27,7 @@ class Output:
 
     def add(self, data: Tensor | bytes) -> None:
         """The bytes of a tensor are its numbers, row-major."""
-        rest = memoryview(data.contiguous().view(-1).view(uint8).numpy() if isinstance(data, Tensor) else data)
+        rest = data.contiguous().view(-1).view(uint8).numpy().data if isinstance(data, Tensor) else memoryview(data)
         while rest:
             piece, rest = rest[:PIECE_BYTES], rest[PIECE_BYTES:]
             self._crc32 = zlib.crc32(piece, self._crc32)

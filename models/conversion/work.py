@@ -3,6 +3,7 @@
 Threads suffice, as all that takes long runs beside other threads: copying, hashing, reading and writing.
 """
 
+import ctypes
 import hashlib
 import json
 import os
@@ -20,6 +21,8 @@ from isoloss.models.conversion.output import PIECE_BYTES, Output, write_whole
 from isoloss.models.conversion.plan import OutputFile, Plan, Source
 from isoloss.models.weights.manifest import FileRecord, crc32
 from isoloss.parallel.errors import UserError
+
+_MMAP_THRESHOLD = -3  # of mallopt: from this size on, memory that is freed goes back to the system at once
 
 
 class _Stopped(Exception):
@@ -40,6 +43,9 @@ class Work:
 
     def do(self, num_threads: int, label: str) -> None:
         """All of it. Raises what the first thread that failed raised, when all of them have ended."""
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc keeps what threads free, and cannot use it for the next aligned tensor
+            libc.mallopt(_MMAP_THRESHOLD, 1 << 20)
         checked = [source for source in self._plan.sources if source.checksum]
         total = self._plan.nbytes + sum(source.nbytes for source in checked)
         self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, disable=not sys.stderr.isatty())
