@@ -14,7 +14,6 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.conversion.plan import OutputFile
 from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.weights.hf_checkpoint import (
-    DTYPES,
     INDEX,
     MAX_SHARD_BYTES,
     HFReader,
@@ -23,6 +22,7 @@ from isoloss.models.weights.hf_checkpoint import (
     sidecars,
 )  # fmt: skip
 from isoloss.models.weights.manifest import read_json
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.parallel.errors import UserError
 
 # Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.

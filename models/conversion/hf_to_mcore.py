@@ -25,8 +25,9 @@ from isoloss.models.conversion.plan import Plan as FilePlan
 from isoloss.models.conversion.tensors import MergedRows, parts_of
 from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_architecture
 from isoloss.models.weights.checkpoint_names import Style, native_style, places
-from isoloss.models.weights.hf_checkpoint import DTYPES, INDEX, HFReader, check
+from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.mappings import GateUp, Vocabulary, padded_vocab_size
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel.errors import UserError
@@ -101,8 +102,8 @@ def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:
         kind = reader.dtype(part.tensor)
         if kind not in DTYPES:
             raise UserError(
-                f"{part.tensor} in {reader.path(part.tensor)} has the type {kind}; only {', '.join(DTYPES)} can be "
-                "converted: take the unquantized model"
+                f"{part.tensor} in {reader.folder / reader.file_of[part.tensor]} has the type {kind}; only "
+                f"{', '.join(DTYPES)} can be converted: take the unquantized model"
             )
         kinds[part.tensor] = DTYPES[kind]
     if not weight.trained:
@@ -125,7 +126,8 @@ def _chunks(weight: Weight, arch: Architecture, style: Style, reader: HFReader, 
     if isinstance(weight.form, Vocabulary) and padded_vocab_size(rows, 1) > rows:
         edges.append(padded_vocab_size(rows, 1))
     shape = (*place.axes, edges[-1], *rest)
-    views, paths = tuple(map(reader.view, weight.parts)), tuple(reader.path(part.tensor) for part in weight.parts)
+    views = tuple(reader.view(part) for part in weight.parts)
+    paths = tuple(reader.folder / reader.file_of[part.tensor] for part in weight.parts)
     for start, stop in pairwise(edges):
         offsets = (*place.index, start, *(0 for _ in rest))
         box = (*(1 for _ in place.axes), stop - start, *rest)

@@ -19,7 +19,8 @@ from isoloss.models.conversion.tensors import SplitPart, parts_of
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
-from isoloss.models.weights.hf_checkpoint import DTYPES, INDEX, SINGLE, Entry, HFReader, check, index_text
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, Entry, HFReader, check, index_text
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
-from isoloss.models.weights.mapped import map_file, view
+from isoloss.models.weights.mapped import safetensors_views
 from isoloss.models.weights.weight_map import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 
@@ -25,8 +25,6 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 PARTIAL = ".partial"
-# The types that weights come in, as safetensors call them.
-DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 # What a model folder holds besides its weights; missing ones are skipped.
 SIDECARS = (
@@ -74,14 +72,10 @@ class HFReader:
             return self._handle(part.tensor).get_tensor(part.tensor)
         return self._handle(part.tensor).get_slice(part.tensor)[part.row]
 
-    def path(self, tensor: str) -> Path:
-        """The file that holds a tensor."""
-        return self.folder / self.file_of[tensor]
-
     def view(self, part: Part) -> Tensor:
-        """What `get` gives, in the mapped file: nothing of it is read. Of the types in DTYPES."""
+        """What `get` gives, in the mapped file: nothing of it is read. Of the types in `mapped.DTYPES`."""
         if part.tensor not in self._views:
-            self._views |= _views(self.path(part.tensor))
+            self._views |= safetensors_views(self.folder / self.file_of[part.tensor])
         whole = self._views[part.tensor]
         return whole if part.row is None else whole[part.row]
 
@@ -129,18 +123,6 @@ class HFReader:
                 "or set model.from_scratch=true for random ones"
             )
         return dict.fromkeys(self.opened(SINGLE).keys(), SINGLE)
-
-
-def _views(path: Path) -> dict[str, Tensor]:
-    """The tensors of the types in DTYPES of a safetensors file that has been looked at, as views of it."""
-    mapped = map_file(path)
-    start = 8 + int.from_bytes(mapped[:8], "little")
-    header = json.loads(mapped[8:start])
-    return {
-        name: view(mapped, start + entry["data_offsets"][0], DTYPES[entry["dtype"]], entry["shape"])
-        for name, entry in header.items()
-        if name != "__metadata__" and entry["dtype"] in DTYPES
-    }
 
 
 def check(source: HFReader, arch: Architecture) -> None:
@@ -224,9 +206,8 @@ def finish(folder: str | Path, entries: Sequence[Mapping[str, Entry]]) -> None:
     for stale in folder.glob(f"*.safetensors{PARTIAL}"):  # of an export that was cut short
         stale.unlink()
     if len(files) > 1:
-        text = index_text({name: Entry(final[entry.file], entry.nbytes) for name, entry in where.items()})
         partial = folder / (INDEX + PARTIAL)
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(index_text({n: Entry(final[e.file], e.nbytes) for n, e in where.items()}), encoding="utf-8")
         partial.rename(folder / INDEX)
 
 

@@ -2,10 +2,11 @@
 
 import ctypes
 import errno
+import json
 import math
 import mmap
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from isoloss.parallel.errors import UserError
 
+# The types that weights come in, as safetensors call them.
+DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _PAGE = 4096
 # Linux reads little more at one request. What follows is begun as well: the disk works while this thread hashes.
 _REQUEST_BYTES, _AHEAD_BYTES = 128 << 10, 16 << 20
@@ -37,6 +40,18 @@ def view(mapped: mmap.mmap, offset: int, dtype: torch.dtype, shape: Sequence[int
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(mapped, dtype=dtype, count=count, offset=offset).view(tuple(shape))
+
+
+def safetensors_views(path: Path) -> dict[str, Tensor]:
+    """The tensors of the types in DTYPES of a file that the safetensors library has opened, by name."""
+    mapped = map_file(path)
+    start = 8 + int.from_bytes(mapped[:8], "little")
+    header = json.loads(mapped[8:start])
+    return {
+        name: view(mapped, start + entry["data_offsets"][0], DTYPES[entry["dtype"]], entry["shape"])
+        for name, entry in header.items()
+        if name != "__metadata__" and entry["dtype"] in DTYPES
+    }
 
 
 def fetch(view: Tensor, path: Path) -> Tensor:
