@@ -9,8 +9,8 @@ The two take turns, in changing order, each with a target of its own on the same
 written back, and the source is evicted from the page cache (with --warm it is left there). The least seconds of
 --repeats count; the medians are told too.
 
-Memory is anonymous memory (RssAnon: no files), summed over the process and its workers, sampled every few milliseconds;
-its peak is told in multiples of the largest tensor, for the model and for one of half as many layers.
+Memory is anonymous memory (RssAnon: no files), summed over the process and any that it starts, sampled every few
+milliseconds; its peak is told in multiples of the largest tensor, for the model and for one of half as many layers.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from safetensors.torch import save_file
 
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.conversion.mcore_to_hf import plan_export
+from isoloss.models.conversion.plan import Plan
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
 
@@ -46,7 +47,7 @@ CONFIG = {
 }  # fmt: skip
 SHARD_BYTES = 700_000_000
 SPEED_CLAIM, MEMORY_CLAIM, FLAT_CLAIM = 0.8, 4.0, 1.1
-DIRECTIONS: dict[str, Callable[[Path], transfer.Plan]] = {
+DIRECTIONS: dict[str, Callable[[Path], Plan]] = {
     "hf-to-mcore": lambda source: hf_to_mcore.plan(source).transfer,
     "mcore-to-hf": lambda source: plan_export(source).plan,
 }

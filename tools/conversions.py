@@ -1,7 +1,6 @@
 """The commands of `isoloss.tools.convert`: plan, print, write, verify. Each takes its parsed arguments."""
 
 import argparse
-from collections import Counter
 from pathlib import Path
 
 import torch
@@ -9,6 +8,7 @@ import torch
 from isoloss.models.conversion import certificate, transfer
 from isoloss.models.conversion.hf_to_mcore import plan as plan_import
 from isoloss.models.conversion.mcore_to_hf import plan_export
+from isoloss.models.conversion.plan import Plan
 from isoloss.models.weights import manifest
 from isoloss.models.weights.distcp import METADATA
 from isoloss.parallel import UserError
@@ -74,9 +74,7 @@ def _check_folder(option: str, folder: Path, file: str) -> None:
         raise UserError(f"{option} {folder} has no {file}; give the folder that holds the model")
 
 
-def _print_files(plan: transfer.Plan) -> None:
-    kinds = Counter[str](type(segment).__name__ for file in plan.files for segment in file.segments)
-    print("  segments: " + ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items())))
+def _print_files(plan: Plan) -> None:
     checked = sum(source.checksum is not None for source in plan.sources)
     print(f"  sources: {len(plan.sources)} files, {checked} of them with a published checksum")
     for file in plan.files:
@@ -84,7 +82,7 @@ def _print_files(plan: transfer.Plan) -> None:
     print(f"  {'':>15}  {plan.manifest[0]}")
 
 
-def _write(plan: transfer.Plan, arguments: argparse.Namespace, label: str) -> None:
+def _write(plan: Plan, arguments: argparse.Namespace, label: str) -> None:
     if arguments.out.exists():
         print(f"{arguments.out} is there already")
         return

@@ -3,7 +3,7 @@
     python -m isoloss.tools.convert hf-to-mcore --hf DIR --out DIR [--dtype bf16] [--verify]
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR [--dtype bf16] [--verify]
 
---dry-run prints what would be done. Files are written by several processes, under a temporary name beside --out that is
+--dry-run prints what would be done. Files are written by several threads, under a temporary name beside --out that is
 renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
 again with the same arguments.
 --verify then reads everything back, compares every tensor bit by bit and, with the whole model in memory, the logits
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--workers", type=_positive, metavar="N", help="processes that copy; default: two a core")
+    command.add_argument("--workers", type=_positive, metavar="N", help="threads that write; default: two a core")
     command.add_argument("--dry-run", action="store_true", help="print the plan and write nothing")
     command.add_argument("--verify", action="store_true", help="compare what was written with what it was made from")
 

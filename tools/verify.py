@@ -13,7 +13,7 @@ import torch
 
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.mcore_to_hf import Export
-from isoloss.models.conversion.worker import write_whole
+from isoloss.models.conversion.output import write_whole
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
@@ -57,21 +57,9 @@ def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> Logi
         logits = compare_logits(arch, weights, hf, dtype)
     except UserError as error:
         raise Unverified(str(error)) from error
-    text = certificate.text(
-        direction="hf-to-mcore",
-        source=hf,
-        family=arch.family,
-        key_style=weights.style,
-        vocab_size=arch.vocab_size,
-        padded_vocab=weights.padded_vocab,
-        num_tensors={
-            "checkpoint": len(weights.keys),
-            "weights": len(weight_map(arch)),
-            "hugging_face": len(hf_shapes(weight_map(arch))),
-            "left_out": len(HFReader(hf).names) - len(hf_shapes(weight_map(arch))),
-        },
-        files={**written.files, manifest.NAME: _file_record(checkpoint / manifest.NAME)},
-    )
+    files = {**written.files, manifest.NAME: _file_record(checkpoint / manifest.NAME)}
+    left_out = len(HFReader(hf).names) - len(hf_shapes(weight_map(arch)))
+    text = certificate.text(files, direction="hf-to-mcore", source=hf, weights=weights, left_out=left_out)
     _certify(checkpoint, json.loads(text), tensors, logits)
     return logits
 
@@ -80,7 +68,7 @@ def _certify(folder: Path, record: Mapping[str, Any], tensors: TensorEvidence, l
     """Replace the record of a conversion by its certificate, at once."""
     fields = {**record, "verified": True, "tensors_compared": asdict(tensors), "logits_compared": asdict(logits)}
     partial = folder / f".{certificate.NAME}.partial"
-    write_whole(str(partial), (json.dumps(fields, indent=2) + "\n").encode())
+    write_whole(partial, (json.dumps(fields, indent=2) + "\n").encode())
     partial.rename(folder / certificate.NAME)
 
 

@@ -9,8 +9,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from isoloss.models.weights.checkpoint_names import Style
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.manifest import FileRecord, files_to_json
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 
 NAME = "conversion.json"
 VERSION = 1
@@ -18,34 +19,31 @@ PACKAGES = ("isoloss", "torch", "megatron-core", "transformers", "safetensors")
 
 
 def text(
-    *,
-    direction: str,
-    source: Path,
-    family: str,
-    key_style: Style,
-    vocab_size: int,
-    padded_vocab: int,
-    num_tensors: Mapping[str, int],
-    files: Mapping[str, FileRecord],
-    evidence: Mapping[str, Any] | None = None,
+    files: Mapping[str, FileRecord], *, direction: str, source: Path, weights: CheckpointWeights, left_out: int
 ) -> str:
-    """direction: "hf-to-mcore" or "mcore-to-hf". files: what was written, besides this file.
+    """The record of a conversion that nobody has verified yet.
 
-    num_tensors: of the checkpoint's model, of the weight map, of the Hugging Face folder, and of what was left out.
-    evidence: what `--verify` found; None before that.
+    files: what was written, besides this file. direction: "hf-to-mcore" or "mcore-to-hf". weights: of the checkpoint.
+    left_out: number of tensors of the source that the model has no use for.
     """
+    mapped = weight_map(weights.arch)
     fields: dict[str, Any] = {
         "format": VERSION,
         "direction": direction,
-        "verified": evidence is not None,
+        "verified": False,
         "versions": {name: version(name) for name in PACKAGES},
         "source": str(source.resolve()),
-        "family": family,
-        "key_style": key_style.value,
-        "vocab_size": vocab_size,
-        "padded_vocab": padded_vocab,
-        "num_tensors": dict(num_tensors),
+        "family": weights.arch.family,
+        "key_style": weights.style.value,
+        "vocab_size": weights.arch.vocab_size,
+        "padded_vocab": weights.padded_vocab,
+        "num_tensors": {
+            "checkpoint": len(weights.keys),
+            "weights": len(mapped),
+            "hugging_face": len(hf_shapes(mapped)),
+            "left_out": left_out,
+        },
         "bytes": sum(record.bytes for record in files.values()),
         "files": files_to_json(files),
     }
-    return json.dumps(fields | dict(evidence or {}), indent=2) + "\n"
+    return json.dumps(fields, indent=2) + "\n"

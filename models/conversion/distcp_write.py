@@ -1,8 +1,8 @@
-"""The files of a Megatron-Core distributed checkpoint (format torch_dist), planned down to the byte.
+"""The files of a Megatron-Core distributed checkpoint (format torch_dist), planned with the place of every tensor.
 
 A `.distcp` file is a sequence of blobs, each what torch.save makes of one tensor; `.metadata`, a pickle of PyTorch's
 classes, tells which chunk of which tensor is which blob. An envelope is such a blob without the tensor's bytes, so the
-bytes can be copied into it by somebody who knows nothing about tensors.
+place of every blob is known before a tensor is read.
 """
 
 import io
@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -25,9 +26,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.serialization import get_crc32_options, set_crc32_options
 
-from isoloss.models.conversion.segments import Literal, Segment
-from isoloss.models.conversion.transfer import OutputFile
+from isoloss.models.conversion.plan import Content, OutputFile
+from isoloss.models.conversion.tensors import MergedRows
 
 Shape = tuple[int, ...]
 # What megatron.core.dist_checkpointing 0.16 writes itself; it refuses other backends and later versions.
@@ -44,16 +46,14 @@ _METADATA_VERSION = "1.0.0"
 class Chunk:
     """A box of a checkpoint tensor.
 
-    key, global_shape, dtype: of the tensor; dtype is the name of a torch dtype. offsets, shape: of the box.
-    segments: its bytes, row-major.
+    key, global_shape: of the tensor. offsets, shape: of the box. rows: what is in it.
     """
 
     key: str
     global_shape: Shape
-    dtype: str
     offsets: Shape
     shape: Shape
-    segments: tuple[Segment, ...]
+    rows: MergedRows
 
 
 def plan_files(chunks: Sequence[Chunk], empty_objects: Iterable[str], file_bytes: int) -> tuple[OutputFile, ...]:
@@ -64,60 +64,54 @@ def plan_files(chunks: Sequence[Chunk], empty_objects: Iterable[str], file_bytes
     state: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     nothing = _saved([None])
-    files: list[list[Segment]] = [[Literal(nothing)]]
+    files: list[list[Content]] = [[nothing]]
     written = len(nothing)
     for key in empty_objects:  # all of them are the same bytes
         state[key] = BytesStorageMetadata()
         where[MetadataIndex(key)] = _StorageInfo(_name(0), 0, len(nothing))
     for chunk in chunks:
-        before, after = (Literal(part) for part in envelope(chunk.shape, chunk.dtype))
-        nbytes = sum(segment.nbytes for segment in chunk.segments)
-        blob_bytes = before.nbytes + nbytes + after.nbytes
+        before, after = envelope(chunk.shape, chunk.rows.dtype)
+        blob_bytes = len(before) + chunk.rows.nbytes + len(after)
         if written and written + blob_bytes > file_bytes:
             files.append([])
             written = 0
         tensor = state.setdefault(
             chunk.key,
-            TensorStorageMetadata(TensorProperties(getattr(torch, chunk.dtype)), torch.Size(chunk.global_shape), []),
+            TensorStorageMetadata(TensorProperties(chunk.rows.dtype), torch.Size(chunk.global_shape), []),
         )
         assert isinstance(tensor, TensorStorageMetadata)
         tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.shape)))
         where[MetadataIndex(chunk.key, chunk.offsets)] = _StorageInfo(_name(len(files) - 1), written, blob_bytes)
-        files[-1] += [before, *chunk.segments, after]
+        files[-1] += [before, chunk.rows, after]
         written += blob_bytes
     return (
-        *(OutputFile(_name(k), tuple(segments)) for k, segments in enumerate(files)),
-        OutputFile("common.pt", (Literal(_saved({})),)),
-        OutputFile(".metadata", (Literal(pickle.dumps(Metadata(state, None, where, version=_METADATA_VERSION))),)),
-        OutputFile("metadata.json", (Literal(json.dumps(_FORMAT).encode()),)),
+        *(OutputFile(_name(k), tuple(contents)) for k, contents in enumerate(files)),
+        OutputFile("common.pt", (_saved({}),)),
+        OutputFile(".metadata", (pickle.dumps(Metadata(state, None, where, version=_METADATA_VERSION)),)),
+        OutputFile("metadata.json", (json.dumps(_FORMAT).encode(),)),
     )
 
 
 @cache
-def envelope(shape: Shape, dtype: str) -> tuple[bytes, bytes]:
+def envelope(shape: Shape, dtype: torch.dtype) -> tuple[bytes, bytes]:
     """What torch.save writes before and after the bytes of a contiguous tensor.
 
-    torch.save itself makes it, from zeros. It is a zip archive; the checksum of the tensor's record in it becomes 0, as
-    if none had been computed: loaders do not look at it, and the manifest has a better one.
+    torch.save itself makes it, from zeros. It is a zip archive, whose checksums are left out: loaders do not look at
+    them, and the manifest has a better one.
     """
-    kind = getattr(torch, dtype)
-    nbytes = math.prod(shape) * kind.itemsize
+    nbytes = math.prod(shape) * dtype.itemsize
     # Untouched memory: reading it takes none.
     zeros = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    tensor = torch.frombuffer(zeros, dtype=kind).view(shape)
+    tensor = torch.frombuffer(zeros, dtype=dtype).view(shape)
     recorder = _Recorder(tensor.data_ptr(), nbytes)
-    torch.save(tensor, recorder)
+    compute = get_crc32_options()
+    set_crc32_options(False)
+    try:
+        torch.save(tensor, recorder)
+    finally:
+        set_crc32_options(compute)
     before, after = recorder.parts
-    for start, magic, checksum in ((0, _DESCRIPTOR, 4), (after.index(_RECORD) - _ENTRY_BYTES, _ENTRY, 16)):
-        assert after[start:].startswith(magic)
-        after[start + checksum : start + checksum + 4] = bytes(4)
     return bytes(before), bytes(after)
-
-
-# Of the zip format: behind a record's bytes comes its descriptor, and at the end of the file a directory of entries,
-# each with the record's name at its end.
-_DESCRIPTOR, _ENTRY, _ENTRY_BYTES = b"PK\x07\x08", b"PK\x01\x02", 46
-_RECORD = b"archive/data/0"
 
 
 class _Recorder(io.BytesIO):
@@ -148,18 +142,16 @@ def check_tiling(chunks: Iterable[Chunk]) -> None:
         by_key.setdefault(chunk.key, []).append(chunk)
     for key, parts in by_key.items():
         shape = parts[0].global_shape
-        assert {(chunk.global_shape, chunk.dtype) for chunk in parts} == {(shape, parts[0].dtype)}, key
+        assert {(chunk.global_shape, chunk.rows.dtype) for chunk in parts} == {(shape, parts[0].rows.dtype)}, key
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         runs = []
         for chunk in parts:
             ranged = next((axis for axis, size in enumerate(chunk.shape) if size > 1), len(shape))
             assert chunk.shape[ranged + 1 :] == shape[ranged + 1 :], (key, chunk.shape)
-            itemsize = getattr(torch, chunk.dtype).itemsize
-            assert sum(s.nbytes for s in chunk.segments) == math.prod(chunk.shape) * itemsize, (key, chunk.offsets)
-            start = sum(offset * stride for offset, stride in zip(chunk.offsets, strides))
-            runs.append((start, start + math.prod(chunk.shape)))
-        ends = [0, *(stop for _, stop in sorted(runs))]
-        assert [*(start for start, _ in sorted(runs)), math.prod(shape)] == ends, key
+            assert chunk.rows.nbytes == math.prod(chunk.shape) * chunk.rows.dtype.itemsize, (key, chunk.offsets)
+            runs.append((sum(map(math.prod, zip(chunk.offsets, strides))), math.prod(chunk.shape)))
+        starts, sizes = zip(*sorted(runs))
+        assert [*starts, math.prod(shape)] == list(accumulate(sizes, initial=0)), key
 
 
 def _name(k: int) -> str:

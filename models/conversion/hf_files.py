@@ -6,17 +6,77 @@ again.
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
-from isoloss.models.conversion.safetensors_header import DTYPES, ITEMSIZE
-from isoloss.models.conversion.shard_layout import ShardLayout
-from isoloss.models.weights.hf_checkpoint import MAX_SHARD_BYTES, SINGLE
+from isoloss.models.architecture import Architecture
+from isoloss.models.conversion.plan import OutputFile
+from isoloss.models.families.registry import HUGGINGFACE
+from isoloss.models.weights.hf_checkpoint import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    HFReader,
+    config_text,
+    shard_names,
+    sidecars,
+)  # fmt: skip
+from isoloss.models.weights.manifest import read_json
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.parallel.errors import UserError
 
+# Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.
+SHARDS = "shards.json"
 _HEADER_MULTIPLE = 8
 # As the safetensors library orders tensors in a file: by type, then by name.
 _TYPE_ORDER = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A safetensors file. tensors: their types, such as "BF16", in the order of their bytes. metadata: of its header,
+    or None."""
+
+    tensors: Mapping[str, str]
+    metadata: Mapping[str, str] | None
+
+
+@dataclass(frozen=True)
+class ShardLayout:
+    """files: by name, in the order of the index. indexed: whether an index goes with them."""
+
+    files: Mapping[str, Shard]
+    indexed: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    @classmethod
+    def of(cls, reader: HFReader, names: Set[str]) -> "ShardLayout":
+        """That of a Hugging Face folder, as far as these tensors go."""
+        files = {}
+        for file in dict.fromkeys(reader.file_of.values()):
+            handle = reader.opened(file)
+            tensors = {name: reader.dtype(name) for name in handle.offset_keys() if name in names}
+            if tensors:
+                files[file] = Shard(tensors, handle.metadata())
+        return cls(files, (reader.folder / INDEX).is_file())
+
+    @classmethod
+    def read(cls, checkpoint: Path) -> "ShardLayout | None":
+        """The one that a converted checkpoint remembers, or None. Raises UserError where it is damaged."""
+        path = checkpoint / HUGGINGFACE / SHARDS
+        if not path.exists():
+            return None
+        fields = read_json(path, "copy or convert the checkpoint again")
+        try:
+            files = {
+                name: Shard({tensor: str(dtype) for tensor, dtype in file["tensors"].items()}, file["metadata"])
+                for name, file in fields["files"].items()
+            }
+            return cls(files, bool(fields["indexed"]))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} is damaged ({error!r}); copy or convert the checkpoint again") from None
 
 
 @dataclass(frozen=True)
@@ -29,7 +89,7 @@ class HFTensor:
 
     @property
     def nbytes(self) -> int:
-        return math.prod(self.shape) * ITEMSIZE[DTYPES[self.dtype]]
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 @dataclass(frozen=True)
@@ -63,9 +123,7 @@ def arrange(tensors: Sequence[HFTensor], max_bytes: int = MAX_SHARD_BYTES) -> tu
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    n = len(shards)
-    names = [SINGLE] if n == 1 else [f"model-{k + 1:05d}-of-{n:05d}.safetensors" for k in range(n)]
-    return tuple(HFFile(name, _in_file_order(members)) for name, members in zip(names, shards))
+    return tuple(HFFile(name, _in_file_order(members)) for name, members in zip(shard_names(len(shards)), shards))
 
 
 def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile, ...]:
@@ -84,14 +142,10 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
     )
 
 
-def index_text(files: Iterable[HFFile]) -> str:
-    """The text of model.safetensors.index.json."""
-    file_of = {tensor.name: (tensor.nbytes, file.name) for file in files for tensor in file.tensors}
-    index = {
-        "metadata": {"total_size": sum(nbytes for nbytes, _ in file_of.values())},
-        "weight_map": {name: file for name, (_, file) in sorted(file_of.items())},
-    }
-    return json.dumps(index, indent=2) + "\n"
+def other_files(folder: Path, arch: Architecture, prefix: str = "") -> list[OutputFile]:
+    """What a folder holds beside its weights: config.json, the tokenizer and the like."""
+    config = OutputFile(f"{prefix}config.json", (config_text(folder, arch).encode(),))
+    return [config, *(OutputFile(prefix + name, (folder / name,)) for name in sidecars(folder))]
 
 
 def _in_file_order(tensors: Iterable[HFTensor]) -> tuple[HFTensor, ...]:

@@ -1,7 +1,7 @@
 """A checkpoint into a Hugging Face folder: the plan, made from names, shapes and types alone.
 
-Each weight of the model is in the checkpoint once, and each Hugging Face tensor is written once, by copying the bytes
-of the one to the places of the other; no tensor is ever built.
+Each weight of the model is in the checkpoint once, and each Hugging Face tensor is written once, of the weights that
+it is part of.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,20 +13,17 @@ import torch
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.conversion import certificate
-from isoloss.models.conversion.hf_files import HFFile, HFTensor, arrange, arrange_as, index_text
-from isoloss.models.conversion.safetensors_header import DTYPES, read_header
-from isoloss.models.conversion.segments import Literal, Run, Segment
-from isoloss.models.conversion.shard_layout import ShardLayout, read_shard_layout, shard_layout
-from isoloss.models.conversion.transfer import OutputFile, Plan, Source
-from isoloss.models.conversion.weight_segments import WeightRows
+from isoloss.models.conversion.hf_files import HFFile, HFTensor, ShardLayout, arrange, arrange_as, other_files
+from isoloss.models.conversion.plan import Content, OutputFile, Plan, Source
+from isoloss.models.conversion.tensors import SplitPart, parts_of
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
-from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, config_text, sidecars
-from isoloss.models.weights.manifest import FileRecord
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, Entry, HFReader, check, index_text
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
 
-_TYPES = {getattr(torch, name): kind for kind, name in DTYPES.items()}
+_TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -52,22 +49,24 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     arch = read_architecture(folder)
     arch = replace(arch, dtype=dtype) if dtype else arch
     weights = CheckpointWeights(checkpoint, arch)
-    layout = _published_layout(folder, arch) if hf else read_shard_layout(checkpoint)
-    parts = _parts(weight_map(arch))
+    layout = _published_layout(folder, arch) if hf else ShardLayout.read(checkpoint)
+    mapped = weight_map(arch)
+    parts = parts_of(mapped)
     kinds = _kinds(arch, weights, layout, keep=dtype is None and hf is None and layout is not None)
-    tensors = [_tensor(name, members[0], kinds) for name, members in parts.items()]
-    files = arrange_as(layout, tensors) if layout else arrange(tensors)
-    rows = {weight.name: WeightRows(weights, weight) for weight in weight_map(arch)}
-    outputs = [_output(file, parts, rows) for file in files]
-    if len(files) > 1 or (layout and layout.indexed):
-        outputs.append(OutputFile(INDEX, (Literal(index_text(files).encode()),)))
-    outputs.append(OutputFile("config.json", (Literal(config_text(folder, arch).encode()),)))
-    outputs += [
-        OutputFile(name, (Run(str(folder / name), 0, (folder / name).stat().st_size),)) for name in sidecars(folder)
+    tensors = [
+        HFTensor(name, kinds[weight.name], weight.parts[index].tensor_shape)
+        for name, ((weight, index), *_) in parts.items()
     ]
-    record = partial(_record, checkpoint, weights, files)
-    plan = Plan(tuple(outputs), _sources(outputs, checkpoint, list(rows.values())), (certificate.NAME, record))
-    dtypes = {name: getattr(torch, DTYPES[kind]) for name, kind in kinds.items()}
+    files = arrange_as(layout, tensors) if layout else arrange(tensors)
+    outputs = [_output(file, parts, weights) for file in files]
+    if len(files) > 1 or (layout and layout.indexed):
+        entries = {tensor.name: Entry(file.name, tensor.nbytes) for file in files for tensor in file.tensors}
+        outputs.append(OutputFile(INDEX, (index_text(entries).encode(),)))
+    outputs += other_files(folder, arch)
+    left_out = len(weights.skipped)
+    record = partial(certificate.text, direction="mcore-to-hf", source=checkpoint, weights=weights, left_out=left_out)
+    plan = Plan(tuple(outputs), _sources(outputs, weights), (certificate.NAME, record))
+    dtypes = {name: DTYPES[kind] for name, kind in kinds.items()}
     return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
 
 
@@ -77,8 +76,7 @@ def _published_layout(folder: Path, arch: Architecture) -> ShardLayout | None:
         return None
     reader = HFReader(folder)
     check(reader, arch)
-    headers = {file: read_header(folder / file) for file in dict.fromkeys(reader.file_of.values())}
-    return shard_layout(headers, hf_shapes(weight_map(arch)).keys(), (folder / INDEX).is_file())
+    return ShardLayout.of(reader, hf_shapes(weight_map(arch)).keys())
 
 
 def _kinds(arch: Architecture, weights: CheckpointWeights, layout: ShardLayout | None, keep: bool) -> dict[str, str]:
@@ -93,72 +91,26 @@ def _kinds(arch: Architecture, weights: CheckpointWeights, layout: ShardLayout |
     return kinds
 
 
-@dataclass(frozen=True)
-class Member:
-    """A weight and which of its parts is (a row of) a Hugging Face tensor."""
-
-    weight: Weight
-    index: int
-
-
-def _parts(weights: Sequence[Weight]) -> dict[str, list[Member]]:
-    """Hugging Face tensors in the order of the map, and what each consists of, row by row."""
-    found: dict[str, dict[int, Member]] = {}
-    for weight in weights:
-        for index, part in enumerate(weight.parts):
-            rows = found.setdefault(part.tensor, {})
-            if (part.row or 0) in rows:
-                raise ValueError(f"{part.tensor} would be written twice, from {weight.name} too")
-            rows[part.row or 0] = Member(weight, index)
-    for name, rows in found.items():
-        part = rows[min(rows)].weight.parts[rows[min(rows)].index]
-        if sorted(rows) != list(range(part.rows or 1)):
-            raise ValueError(f"{name} would be written in part only: rows {sorted(rows)} of {part.rows}")
-    return {name: [rows[row] for row in sorted(rows)] for name, rows in found.items()}
-
-
-def _tensor(name: str, member: Member, kinds: Mapping[str, str]) -> HFTensor:
-    return HFTensor(name, kinds[member.weight.name], member.weight.parts[member.index].tensor_shape)
-
-
-def _output(file: HFFile, parts: Mapping[str, Sequence[Member]], rows: Mapping[str, WeightRows]) -> OutputFile:
-    segments: list[Segment] = [Literal(file.header())]
+def _output(file: HFFile, parts: Mapping[str, Sequence[tuple[Weight, int]]], weights: CheckpointWeights) -> OutputFile:
+    contents: list[Content] = [file.header()]
     for tensor in file.tensors:
-        dtype = getattr(torch, DTYPES[tensor.dtype])
-        own = [part for member in parts[tensor.name] for part in rows[member.weight.name].part(member.index, dtype)]
-        assert sum(segment.nbytes for segment in own) == tensor.nbytes, tensor.name
-        segments += own
-    return OutputFile(file.name, tuple(segments))
+        own = [SplitPart(weight, index, DTYPES[tensor.dtype], weights) for weight, index in parts[tensor.name]]
+        assert sum(part.nbytes for part in own) == tensor.nbytes, tensor.name
+        contents += own
+    return OutputFile(file.name, tuple(contents))
 
 
-def _sources(outputs: Sequence[OutputFile], checkpoint: Path, rows: Sequence[WeightRows]) -> tuple[Source, ...]:
+def _sources(outputs: Sequence[OutputFile], weights: CheckpointWeights) -> tuple[Source, ...]:
     """Every file that is read; with the checksum of the checkpoint's manifest, unless its tensors have their own: a
     training checkpoint is mostly optimizer state, which need not be read."""
-    known: Mapping[str, FileRecord] = {}
-    if (checkpoint / manifest.NAME).is_file():
-        known = manifest.read(checkpoint).files
-    paths = dict.fromkeys(path for output in outputs for segment in output.segments for path in segment.paths)
-    own = {path for of_weight in rows for path in of_weight.checked}
-    own -= {path for of_weight in rows for path in of_weight.unchecked}
-    sums = {str(checkpoint / name): f"crc32:{record.crc32}" for name, record in known.items()}
-    return tuple(Source(path, None if path in own else sums.get(path), "copy the checkpoint again") for path in paths)
-
-
-def _record(
-    checkpoint: Path, weights: CheckpointWeights, files: Sequence[HFFile], records: Mapping[str, FileRecord]
-) -> str:
-    return certificate.text(
-        direction="mcore-to-hf",
-        source=checkpoint,
-        family=weights.arch.family,
-        key_style=weights.style,
-        vocab_size=weights.arch.vocab_size,
-        padded_vocab=weights.padded_vocab,
-        num_tensors={
-            "checkpoint": len(weights.keys),
-            "weights": len(weight_map(weights.arch)),
-            "hugging_face": sum(len(file.tensors) for file in files),
-            "left_out": len(weights.skipped),
-        },
-        files=records,
-    )
+    folder, known = weights.folder.path, {}
+    if (folder / manifest.NAME).is_file():
+        known = {folder / name: f"crc32:{record.crc32}" for name, record in manifest.read(folder).files.items()}
+    tensors = (weights.folder.tensors[key] for key in weights.keys)
+    pieces = [
+        (folder / piece.file, weights.folder.payload(stored, piece)) for stored in tensors for piece in stored.pieces
+    ]
+    for path in {path for path, _ in pieces} - {path for path, (_, crc32) in pieces if not crc32}:
+        known.pop(path, None)
+    paths = dict.fromkeys(path for output in outputs for path in output.paths)
+    return tuple(Source.of(path, known.get(path), "copy the checkpoint again") for path in paths)

@@ -63,11 +63,23 @@ class CheckpointWeights:
         return self._spots[weight.name][0].stored.dtype
 
     def whole(self, weight: Weight) -> Tensor:
-        """In the type of the checkpoint; the rows that pad the vocabulary are left out."""
-        target = torch.empty(weight.shape, dtype=self.dtype(weight))
+        """In the type of the checkpoint, not to be written to; the rows that pad the vocabulary are left out."""
+        return self.rows(weight, 0, weight.shape[0])
+
+    def rows(self, weight: Weight, start: int, stop: int) -> Tensor:
+        """Some of the rows of `whole`."""
+        found = []
         for spot in self._spots[weight.name]:
-            self.folder.read_into(target[slice(*spot.rows)], spot.stored, spot.index)
-        return target
+            low, high = max(start, spot.rows[0]), min(stop, spot.rows[1])
+            if low < high:
+                shape = (high - low, *weight.shape[1:])
+                found.append(self.folder.rows(spot.stored, spot.index, low - spot.rows[0], shape))
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    def paths(self, weight: Weight) -> tuple[Path, ...]:
+        """The files that hold something of a weight."""
+        pieces = (piece for spot in self._spots[weight.name] for piece in spot.stored.at(spot.index))
+        return tuple(dict.fromkeys(self.folder.path / piece.file for piece in pieces))
 
     def _check_manifest(self) -> None:
         """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
@@ -89,6 +101,7 @@ class CheckpointWeights:
         for place in places(weight, self.arch, self.style):
             key = self._key(place.key, tensors)
             self._check_shape(weight, place, tensors[key])
+            self.folder.boxes(tensors[key], place.index, 0, (place.rows[1] - place.rows[0], *weight.shape[1:]))
             spots.append(Spot(tensors[key], place.index, place.rows))
         return tuple(spots)
 

@@ -10,7 +10,6 @@ import io
 import itertools
 import math
 import mmap
-import os
 import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,10 +23,13 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from isoloss.models.weights import tensor_archive
+from isoloss.models.weights.mapped import fetch, map_file, view
 from isoloss.parallel.errors import UserError
 
 Shape = tuple[int, ...]
+Box = tuple[slice, ...]
 METADATA = ".metadata"
+_BLOCK_BYTES = 4 << 20
 _CLASSES = {
     (module.__name__, name): getattr(module, name)
     for module, names in (
@@ -101,15 +103,31 @@ class Folder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._maps: dict[str, mmap.mmap] = {}
+        self._pieces: dict[Piece, Tensor] = {}
         self.tensors = {stored.key: stored for stored in self._read_metadata()}
         self._check_files()
 
-    def read_into(self, target: Tensor, stored: Stored, index: Shape = (), first_row: int = 0) -> None:
-        """Copy stored[index] from row `first_row` on into `target`, straight from the mapped files."""
-        start = (*index, *((first_row,) if target.ndim else ()), *(0,) * (target.ndim - 1))
-        size = (*(1,) * len(index), *target.shape)
-        target = target.view(size)
-        boxes: list[tuple[list[int], list[int]]] = []
+    def rows(self, stored: Stored, index: Shape, first_row: int, shape: Shape) -> Tensor:
+        """stored[index] from row `first_row` on, of this shape: a view of the mapped file, not to be written to, where
+        it stands in one piece."""
+        found = self.boxes(stored, index, first_row, shape)
+        read = [fetch(self.piece(stored, piece)[of], self.path / piece.file) for piece, _, of in found]
+        if len(read) == 1:
+            return read[0].view(shape)
+        target = torch.empty((*(1,) * len(index), *shape), dtype=stored.dtype)
+        for (_, into, _), part in zip(found, read):
+            target[into].copy_(part)
+        return target.view(shape)
+
+    def boxes(self, stored: Stored, index: Shape, first_row: int, shape: Shape) -> list[tuple[Piece, Box, Box]]:
+        """What stored[index] from row `first_row` on, of this shape, is made of: pieces, what each fills of it, and
+        with what of its own. Both boxes have the axes of `index`. Reads no numbers.
+
+        Raises UserError where the pieces do not cover it once.
+        """
+        start = (*index, *((first_row,) if shape else ()), *(0,) * (len(shape) - 1))
+        size = (*(1,) * len(index), *shape)
+        found, corners = [], []
         for piece in stored.at(index):
             low = [max(a, b) for a, b in zip(start, piece.offsets)]
             high = [min(a + n, b + m) for a, n, b, m in zip(start, size, piece.offsets, piece.sizes)]
@@ -117,27 +135,26 @@ class Folder:
                 continue
             into = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, start))
             of = tuple(slice(a - s, b - s) for a, b, s in zip(low, high, piece.offsets))
-            target[into].copy_(self.piece(stored, piece)[of])
-            boxes.append((low, high))
-        filled = sum(math.prod(b - a for a, b in zip(*box)) for box in boxes)
-        if filled != target.numel() or any(_overlap(*pair) for pair in itertools.combinations(boxes, 2)):
+            found.append((piece, into, of))
+            corners.append((low, high))
+        filled = sum(math.prod(b - a for a, b in zip(*box)) for box in corners)
+        if filled != math.prod(size) or any(_overlap(*pair) for pair in itertools.combinations(corners, 2)):
             raise UserError(
                 f"{self.path}: the pieces of {stored.key} do not cover {list(start)} to "
                 f"{[a + n for a, n in zip(start, size)]} once; the checkpoint is not whole, save or copy it again"
             )
+        return found
 
     def piece(self, stored: Stored, piece: Piece) -> Tensor:
-        """A view of a piece in the mapped file, compared with its checksum; not to be written to."""
-        offset, crc32 = self.payload(stored, piece)
-        size = math.prod(piece.sizes) * stored.dtype.itemsize
-        if not size:
-            return torch.empty(piece.sizes, dtype=stored.dtype)
-        mapped = self._map(piece.file)
-        # Writers may leave the checksum out; that of the whole file then stands in the manifest.
-        if crc32 and zlib.crc32(memoryview(mapped)[offset : offset + size]) != crc32:
-            raise UserError(f"{self.path / piece.file} is damaged: {stored.key} fails its checksum; copy it again")
-        numbers = torch.frombuffer(mapped, dtype=torch.uint8, count=size, offset=offset)
-        return numbers.view(stored.dtype).view(piece.sizes)
+        """A view of a piece in the mapped file, compared with its checksum the first time; not to be written to."""
+        if piece not in self._pieces:
+            offset, crc32 = self.payload(stored, piece)
+            numbers = view(self._map(piece.file), offset, stored.dtype, piece.sizes)
+            # Writers may leave the checksum out; that of the whole file then stands in the manifest.
+            if crc32 and self._crc32(numbers, piece.file) != crc32:
+                raise UserError(f"{self.path / piece.file} is damaged: {stored.key} fails its checksum; copy it again")
+            self._pieces[piece] = numbers
+        return self._pieces[piece]
 
     def payload(self, stored: Stored, piece: Piece) -> tuple[int, int]:
         """Where in its file the numbers of a piece start, and their checksum, 0 if there is none."""
@@ -154,6 +171,12 @@ class Folder:
         return piece.start + payload.offset, payload.crc32
 
     # ---- how --------------------------------------------------------------------------------------------------------
+
+    def _crc32(self, numbers: Tensor, file: str) -> int:
+        crc32 = 0
+        for block in numbers.flatten().view(torch.uint8).split(_BLOCK_BYTES):
+            crc32 = zlib.crc32(fetch(block, self.path / file).numpy().data, crc32)
+        return crc32
 
     def _read_metadata(self) -> Iterator[Stored]:
         path = self.path / METADATA
@@ -189,12 +212,7 @@ class Folder:
 
     def _map(self, file: str) -> mmap.mmap:
         if file not in self._maps:
-            descriptor = os.open(self.path / file, os.O_RDONLY)
-            try:
-                # A private mapping: torch takes no read-only memory, and nothing is ever written to it.
-                self._maps[file] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY)
-            finally:
-                os.close(descriptor)
+            self._maps[file] = map_file(self.path / file)
         return self._maps[file]
 
 

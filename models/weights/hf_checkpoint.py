@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
+from isoloss.models.weights.mapped import safetensors_views
 from isoloss.models.weights.weight_map import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 
@@ -50,6 +51,7 @@ class HFReader:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._open: dict[str, safe_open] = {}
+        self._views: dict[str, Tensor] = {}
         # Where both exist, transformers reads the single file; so do we.
         indexed = (self.folder / INDEX).is_file() and not (self.folder / SINGLE).is_file()
         self.file_of: Mapping[str, str] = self._from_index() if indexed else self._from_single()
@@ -61,10 +63,21 @@ class HFReader:
     def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._handle(name).get_slice(name).get_shape())
 
+    def dtype(self, name: str) -> str:
+        """As safetensors call it, such as "BF16"."""
+        return self._handle(name).get_slice(name).get_dtype()
+
     def get(self, part: Part) -> Tensor:
         if part.row is None:
             return self._handle(part.tensor).get_tensor(part.tensor)
         return self._handle(part.tensor).get_slice(part.tensor)[part.row]
+
+    def view(self, part: Part) -> Tensor:
+        """What `get` gives, in the mapped file: nothing of it is read. Of the types in `mapped.DTYPES`."""
+        if part.tensor not in self._views:
+            self._views |= safetensors_views(self.folder / self.file_of[part.tensor])
+        whole = self._views[part.tensor]
+        return whole if part.row is None else whole[part.row]
 
     def whole(self, weight: Weight) -> Tensor:
         return weight.form.merge([self.get(part) for part in weight.parts])
@@ -73,17 +86,19 @@ class HFReader:
         if name not in self.file_of:
             raise UserError(f"{self.folder} has no tensor {name}; its weights do not belong to its config.json")
         file = self.file_of[name]
-        handle = self._opened(file)
+        handle = self.opened(file)
         if name not in set(handle.keys()):
             raise UserError(f"{self.folder / file} lacks {name}, which {INDEX} places there; copy the folder again")
         return handle
 
-    def _opened(self, file: str) -> safe_open:
+    def opened(self, file: str) -> safe_open:
         if file not in self._open:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                raise UserError(f"{self.folder / file} is not a safetensors file ({error}); copy it again") from None
+                raise UserError(
+                    f"{self.folder / file} is not a safetensors file, or cut short ({error}); copy or download it again"
+                ) from None
         return self._open[file]
 
     def _from_index(self) -> dict[str, str]:
@@ -107,7 +122,7 @@ class HFReader:
                 f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, "
                 "or set model.from_scratch=true for random ones"
             )
-        return dict.fromkeys(self._opened(SINGLE).keys(), SINGLE)
+        return dict.fromkeys(self.opened(SINGLE).keys(), SINGLE)
 
 
 def check(source: HFReader, arch: Architecture) -> None:
@@ -185,20 +200,28 @@ def finish(folder: str | Path, entries: Sequence[Mapping[str, Entry]]) -> None:
             raise ValueError(f"{min(twice)} was written by two writers")
         where |= of_writer
     files = list(dict.fromkeys(entry.file for entry in where.values()))
-    n = len(files)
-    final = {file: SINGLE if n == 1 else f"model-{k + 1:05d}-of-{n:05d}.safetensors" for k, file in enumerate(files)}
+    final = dict(zip(files, shard_names(len(files))))
     for file in files:
         (folder / file).rename(folder / final[file])
     for stale in folder.glob(f"*.safetensors{PARTIAL}"):  # of an export that was cut short
         stale.unlink()
-    if n > 1:
-        index = {
-            "metadata": {"total_size": sum(entry.nbytes for entry in where.values())},
-            "weight_map": {name: final[entry.file] for name, entry in where.items()},
-        }
+    if len(files) > 1:
         partial = folder / (INDEX + PARTIAL)
-        partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(index_text({n: Entry(final[e.file], e.nbytes) for n, e in where.items()}), encoding="utf-8")
         partial.rename(folder / INDEX)
+
+
+def shard_names(count: int) -> list[str]:
+    return [SINGLE] if count == 1 else [f"model-{k + 1:05d}-of-{count:05d}.safetensors" for k in range(count)]
+
+
+def index_text(entries: Mapping[str, Entry]) -> str:
+    """The text of model.safetensors.index.json."""
+    index = {
+        "metadata": {"total_size": sum(entry.nbytes for entry in entries.values())},
+        "weight_map": {name: entry.file for name, entry in sorted(entries.items())},
+    }
+    return json.dumps(index, indent=2) + "\n"
 
 
 def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:

@@ -29,10 +29,6 @@ class Form(Protocol):
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]: ...
 
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """`merge` left in pieces: runs of rows (dim 0) that, one below the other, are the whole. All are views."""
-        ...
-
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
         """The piece of rank `tp_rank`. Raises UserError where `tp_size` does not divide what has to be divided."""
         ...
@@ -54,9 +50,6 @@ class _OneTensor:
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (whole,) = tensors
         return whole
-
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        return (self.merge(tensors),)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         return (whole,)
@@ -119,12 +112,9 @@ class Qkv:
     num_kv_heads: int
     head_dim: int
 
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        groups = zip(*(tensor.chunk(self.num_kv_heads, 0) for tensor in tensors))
-        return tuple(piece for group in groups for piece in group)
-
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(self.pieces(tensors), 0)
+        groups = zip(*(tensor.chunk(self.num_kv_heads, 0) for tensor in tensors))
+        return torch.cat([piece for group in groups for piece in group], 0)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         rest, g, d = whole.shape[1:], self.num_kv_heads, self.head_dim
@@ -147,12 +137,9 @@ class Qkv:
 class GateUp:
     """The two inputs of SwiGLU: the whole is [gate; up], the shard of rank r is [gate_r; up_r]."""
 
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        gate, up = tensors
-        return gate, up
-
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
-        return torch.cat(self.pieces(tensors), 0)
+        gate, up = tensors
+        return torch.cat([gate, up], 0)
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         return whole.chunk(2, 0)
@@ -171,10 +158,10 @@ class InterleavedGateUp(GateUp):
     """`GateUp` from one Hugging Face tensor whose last dimension alternates gate and up: gpt-oss's weight
     [input features, 2 * intermediate] and bias [2 * intermediate]."""
 
-    def pieces(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         (tensor,) = tensors
         columns_first = tensor.movedim(-1, 0)
-        return columns_first[0::2], columns_first[1::2]
+        return super().merge([columns_first[0::2], columns_first[1::2]])
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         return (torch.stack(whole.chunk(2, 0), 1).flatten(0, 1).movedim(0, -1),)

@@ -84,8 +84,7 @@ def test_any_rows_of_a_tensor_are_those_of_the_file(layout, deep_hf, plain_check
     wanted = HFReader(hf).get(Part("model.embed_tokens.weight", (VOCAB, 56)))
     assert len(stored.pieces) >= 2
     for first, rows in ((0, VOCAB), (1, 300), (5, 60), (180, 20), (184, 2), (276, 31)):
-        found = torch.full((rows, 56), torch.nan)
-        folder.read_into(found, stored, first_row=first)
+        found = folder.rows(stored, (), first, (rows, 56))
         assert torch.equal(found, wanted[first : first + rows]), (first, rows)
 
 
@@ -184,7 +183,7 @@ def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
     opened = Folder(folder)
     for layer in (0, 3):  # there twice in part; not there in part
         with pytest.raises(UserError, match=rf"pieces of {FC2} do not cover \[{layer}, 0, 0\] to .* once"):
-            opened.read_into(torch.empty(56, 88), opened.tensors[FC2], (layer,))
+            opened.rows(opened.tensors[FC2], (layer,), 0, (56, 88))
 
 
 def test_damaged_files_are_named(checkpoint):

@@ -1,23 +1,25 @@
 """Checkpoints back into Hugging Face folders."""
 
+import gc
 import json
 import shutil
+import sys
+import threading
 import warnings
-from collections.abc import Set
+from collections.abc import Callable, Set
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import plain_megatron
-from support.families import FAMILIES
+from support.families import FAMILIES, write_folder
 from torch.distributed.checkpoint import format_utils
 
-from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, transfer
+from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, tensors, transfer
 from isoloss.models.conversion.hf_files import HFTensor, arrange
 from isoloss.models.conversion.mcore_to_hf import plan_export
-from isoloss.models.conversion.segments import Sources
-from isoloss.models.conversion.weight_segments import WeightRows
+from isoloss.models.conversion.tensors import SplitPart
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, copy_sidecars
@@ -25,40 +27,49 @@ from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.errors import UserError
 
 
-def assert_segments_are_the_split_weights(checkpoint: Path, hf: Path, dtype: torch.dtype) -> None:
-    arch, sources = read_architecture(hf), Sources()
-    weights = CheckpointWeights(checkpoint, arch)
-    for weight in weight_map(arch):
-        rows, parts = WeightRows(weights, weight), weight.form.split(weights.whole(weight))
-        for index, (part, wanted) in enumerate(zip(weight.parts, parts, strict=True)):
-            segments = rows.part(index, dtype)
-            found = b"".join(bytes(piece) for segment in segments for piece in segment.read(sources))
-            assert sum(segment.nbytes for segment in segments) == len(found) == wanted.numel() * dtype.itemsize
-            assert found == wanted.to(dtype).contiguous().view(torch.uint8).numpy().tobytes(), part
+@pytest.fixture
+def assert_parts_are_those_of(monkeypatch) -> Callable[..., None]:
+    """assert_parts_are_those_of(hf, checkpoint, dtype): of the folder that it was made from, bit by bit."""
+    monkeypatch.setattr(tensors, "BLOCK_BYTES", 1000)
+
+    def check(hf: Path, checkpoint: Path, dtype: torch.dtype) -> None:
+        arch, reader = read_architecture(hf), HFReader(hf)
+        weights = CheckpointWeights(checkpoint, arch)
+        for weight in weight_map(arch):
+            for index, part in enumerate(weight.parts):
+                content = SplitPart(weight, index, dtype, weights)
+                wanted = reader.get(part).to(dtype)
+                found = torch.cat([block.flatten() for block in content.blocks()])
+                assert content.nbytes == wanted.nbytes and found.dtype == dtype
+                assert torch.equal(found, wanted.flatten()), part
+
+    return check
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_segments_of_every_family_in_every_style(architecture, style, deep_hf, plain_checkpoint):
+def test_parts_of_every_family_in_every_style(
+    architecture, style, deep_hf, plain_checkpoint, assert_parts_are_those_of
+):
     hf = deep_hf(architecture)
-    assert_segments_are_the_split_weights(plain_checkpoint(hf, style=style), hf, torch.float32)
+    assert_parts_are_those_of(hf, plain_checkpoint(hf, style=style), torch.float32)
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("layout", plain_megatron.LAYOUTS)
 @pytest.mark.parametrize("architecture", ["qwen3", "glm-4.5"])
-def test_segments_of_every_layout(architecture, layout, style, deep_hf, plain_checkpoint):
+def test_parts_of_every_layout(architecture, layout, style, deep_hf, plain_checkpoint, assert_parts_are_those_of):
     hf = deep_hf(architecture, tie_word_embeddings=architecture == "qwen3")
     checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.LAYOUTS[layout])
-    assert_segments_are_the_split_weights(checkpoint, hf, torch.bfloat16)
+    assert_parts_are_those_of(hf, checkpoint, torch.bfloat16)
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)
 @pytest.mark.parametrize("architecture", ["deepseek-v3", "gpt-oss", "qwen3-moe"])
-def test_segments_of_experts_apart(architecture, style, deep_hf, plain_checkpoint):
+def test_parts_of_experts_apart(architecture, style, deep_hf, plain_checkpoint, assert_parts_are_those_of):
     hf = deep_hf(architecture)
     checkpoint = plain_checkpoint(hf, style=style, **plain_megatron.experts_apart(architecture))
-    assert_segments_are_the_split_weights(checkpoint, hf, torch.float32)
+    assert_parts_are_those_of(hf, checkpoint, torch.float32)
 
 
 def convert(checkpoint: Path, out: Path, **options) -> dict:
@@ -157,7 +168,9 @@ def test_a_flipped_bit_is_named_though_there_is_no_manifest(deep_hf, plain_check
         byte = file.read(1)[0]
         file.seek(start + 1000)
         file.write(bytes([byte ^ 4]))
-    with pytest.raises(UserError, match=rf"{fc2.file} is damaged at byte {start} or behind it"):
+    with pytest.raises(
+        UserError, match=rf"{fc2.file} is damaged: decoder.layers.mlp.linear_fc2.weight fails its checksum"
+    ):
         convert(checkpoint, tmp_path / "out", hf=hf)
     assert not (tmp_path / "out").exists()
 
@@ -178,6 +191,50 @@ def test_a_number_too_large_for_the_type_is_named(deep_hf, tmp_path, pool):
     pool.run(2, plain_megatron.save_as, hf, tmp_path / "mcore", {"tp": 2})
     with pytest.raises(UserError, match=r"layers.1.mlp.down_proj.weight in .* holds numbers too large for float16"):
         convert(tmp_path / "mcore", tmp_path / "out", hf=hf, dtype="float16")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells how much memory there is")
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_no_tensor_is_in_memory_as_a_whole(dtype, tmp_path):
+    """Two threads together need less than a third of the largest tensor, on the way in and on the way back."""
+    hf = write_folder("llama", tmp_path / "hf", vocab_size=75_000, hidden_size=448, tie_word_embeddings=True)
+    assert peak(lambda: transfer.run(hf_to_mcore.plan(hf, dtype).transfer, tmp_path / "mcore", workers=2)) < 44 << 20
+    back = plan_export(tmp_path / "mcore", dtype="float32").plan
+    assert peak(lambda: transfer.run(back, tmp_path / "out", workers=2)) < 44 << 20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells how much memory there is")
+def test_memory_does_not_grow_with_the_number_of_experts(tmp_path):
+    """Those of gpt-oss are transposed one at a time, each of 6 MB or 12; all are 290 MB."""
+    sizes = {"hidden_size": 1200, "intermediate_size": 1250, "num_local_experts": 16, "vocab_size": 307}
+    hf = write_folder("gpt-oss", tmp_path / "hf", num_hidden_layers=1, **sizes)
+    assert peak(lambda: transfer.run(hf_to_mcore.plan(hf).transfer, tmp_path / "mcore", workers=2)) < 120 << 20
+    assert peak(lambda: transfer.run(plan_export(tmp_path / "mcore").plan, tmp_path / "out", workers=2)) < 120 << 20
+
+
+def peak(work: Callable[[], object]) -> int:
+    """By how many bytes the anonymous memory of this process grows meanwhile."""
+    most, done = [0], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(0.002):
+            most[0] = max(most[0], anonymous())
+
+    gc.collect()
+    before, watcher = anonymous(), threading.Thread(target=watch)
+    watcher.start()
+    try:
+        work()
+    finally:
+        done.set()
+        watcher.join()
+    return most[0] - before
+
+
+def anonymous() -> int:
+    """Bytes of this process that are of no file."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return 1024 * int(line.split()[1])
 
 
 def test_a_header_is_that_of_the_safetensors_library(tmp_path):

@@ -6,11 +6,13 @@ import json
 import os
 import re
 import signal
-import struct
 import sys
 import time
 import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from unittest import mock
 
@@ -19,11 +21,45 @@ import torch
 from support.faults import DISK_BROKEN, DISK_FULL, struck
 from support.waiting import until
 
-from isoloss.models.conversion import segments, transfer, workers
-from isoloss.models.conversion.segments import Cast, Literal, Run, Strided, Zeros
-from isoloss.models.conversion.transfer import OutputFile, Plan, Source, run
+from isoloss.models.conversion import output, transfer
+from isoloss.models.conversion.output import Output
+from isoloss.models.conversion.plan import OutputFile, Plan, Source
+from isoloss.models.conversion.transfer import run
+from isoloss.models.conversion.work import Work
 from isoloss.models.weights.manifest import files_to_json
 from isoloss.parallel.errors import UserError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Bytes of a file, in blocks of 1000, that the disk gives one at a time."""
+
+    path: Path
+    start: int
+    nbytes: int
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def blocks(self) -> Iterator[torch.Tensor | bytes]:
+        data = self.path.read_bytes()[self.start : self.start + self.nbytes]
+        for at in range(0, len(data), 1000):
+            block = bytearray(data[at : at + 1000])
+            yield torch.frombuffer(block, dtype=torch.uint8) if at % 2000 else bytes(block)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Takes half a minute, if it may."""
+
+    nbytes: int
+    paths: tuple = ()
+
+    def blocks(self) -> Iterator[bytes]:
+        for _ in range(600):
+            time.sleep(0.05)
+            yield bytes(64 << 10)
 
 
 def sources(folder: Path, count: int = 2, size: int = 5000) -> list[Path]:
@@ -42,27 +78,27 @@ def manifest(records) -> str:
     return json.dumps({"files": files_to_json(records)})
 
 
-def plan_of(files: dict[str, tuple], read=(), **known) -> Plan:
-    outputs = tuple(OutputFile(name, segments) for name, segments in files.items())
-    return Plan(outputs, tuple(Source(str(path), **known) for path in read), ("manifest.json", manifest))
+def plan_of(files: dict[str, tuple], known: tuple[Source, ...] = ()) -> Plan:
+    return Plan(
+        tuple(OutputFile(name, contents) for name, contents in files.items()), known, ("manifest.json", manifest)
+    )
 
 
-def example(folder: Path, checksums: bool = False) -> tuple[Plan, dict[str, bytes]]:
+def example(folder: Path, checksums: bool = False, touch: bool = True) -> tuple[Plan, dict[str, bytes]]:
     """A plan of three files from two sources, and what they must hold."""
-    a, b = sources(folder)
+    a, b = sources(folder) if touch else (folder / "source0", folder / "source1")
     files = {
-        "one.bin": (Literal(b"header"), Run(str(a), 10, 4000), Zeros(7)),
-        "two.bin": (Run(str(b), 0, 5000), Run(str(a), 0, 1)),
-        "sub/three.bin": (Run(str(b), 4999, 1),),
+        "one.bin": (b"header", Run(a, 10, 4000), bytes(7)),
+        "two.bin": (b, Run(a, 0, 1)),
+        "sub/three.bin": (Run(b, 4999, 1),),
     }
     expected = {
         "one.bin": b"header" + a.read_bytes()[10:4010] + bytes(7),
         "two.bin": b.read_bytes() + a.read_bytes()[:1],
         "sub/three.bin": b.read_bytes()[4999:],
     }
-    plan = plan_of(files)
-    known = tuple(Source(str(path), crc32_of(path.read_bytes()) if checksums else None) for path in (a, b))
-    return Plan(plan.files, known, plan.manifest), expected
+    known = tuple(Source.of(path, crc32_of(path.read_bytes()) if checksums else None) for path in (a, b))
+    return plan_of(files, known), expected
 
 
 def check_complete(target: Path, expected: dict[str, bytes]) -> None:
@@ -92,76 +128,40 @@ def test_a_terminal_sees_progress(tmp_path, monkeypatch):
     path.write_bytes(bytes(50_000_000))
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
-    run(plan_of({"f": (Run(str(path), 0, 50_000_000),)}), tmp_path / "out", label="moving")
+    run(plan_of({"f": (path,)}), tmp_path / "out", label="moving")
     assert re.search(r"moving: 100%.*50\.0M/50\.0M \[\d+:\d+<\d+:\d+, +[\d.]+[MG]B/s\]", terminal.getvalue())
 
 
-def test_large_ranges_cross_pieces(tmp_path):
-    size = 3 * segments.PIECE_BYTES + 12345
-    data = os.urandom(1000) * (size // 1000 + 1)
-    (tmp_path / "source").write_bytes(data)
-    path = str(tmp_path / "source")
-    run(plan_of({"f": (Run(path, 3, size - 3), Zeros(size), Run(path, 0, 5))}), tmp_path / "out", workers=1)
-    assert (tmp_path / "out" / "f").read_bytes() == data[3:size] + bytes(size) + data[:5]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("columns", [slice(0, None, 2), slice(1, None, 2), slice(None)])
-def test_strided_is_the_transposed_view(tmp_path, dtype, columns):
-    tensor = torch.randn(70, 134).to(dtype)
-    view = tensor.T[columns]
-    path, itemsize = tmp_path / "source", tensor.itemsize
-    path.write_bytes(b"123" + tensor.view(torch.uint8).numpy().tobytes())
-    offset = 3 + view.storage_offset() * itemsize
-    segment = Strided(str(path), offset, itemsize, tuple(view.shape), view.stride())
-    assert segment.nbytes == view.nbytes
-    run(plan_of({"f": (segment,)}), tmp_path / "out")
-    assert (tmp_path / "out" / "f").read_bytes() == view.contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def test_cast(tmp_path):
-    path = tmp_path / "source"
-    tensor = torch.randn(3 * segments.PIECE_BYTES // 4 + 5)
-    tensor[:2] = torch.tensor([torch.inf, torch.nan])
-    path.write_bytes(tensor.numpy().tobytes())
-    inner = Run(str(path), 0, tensor.nbytes)
-    segment = Cast(inner, "float32", "bfloat16", "w")
-    assert segment.nbytes == tensor.nbytes // 2
-    run(plan_of({"f": (segment,)}), tmp_path / "out")
-    found = (tmp_path / "out" / "f").read_bytes()
-    assert found == tensor.bfloat16().view(torch.uint8).numpy().tobytes()
-    path.write_bytes(struct.pack("f", 70000.0))
-    too_large = Cast(Run(str(path), 0, 4), "float32", "float16", "w")
-    with pytest.raises(UserError, match=r"w in .*source holds numbers too large for float16; choose another --dtype"):
-        run(plan_of({"f": (too_large,)}), tmp_path / "again")
-    assert not (tmp_path / "again").exists()
-
-
-def test_workers_are_small(tmp_path):
-    """A worker that imported torch would take over a hundred megabytes."""
-    (tmp_path / "probe.py").write_text(PROBE)
-    sys.path.insert(0, str(tmp_path))
-    try:
-        import probe
-
-        run(plan_of({"f": (probe.Anonymous(),)}), tmp_path / "out")
-    finally:
-        sys.path.remove(str(tmp_path))
-    kilobytes = int((tmp_path / "out" / "f").read_text().split()[1])
-    assert 1000 < kilobytes < 30_000
-
-
-PROBE = """
-from dataclasses import dataclass
-@dataclass(frozen=True)
-class Anonymous:
-    nbytes: int = 64
-    paths: tuple = ()
-    def read(self, sources):
-        with open("/proc/self/status") as file:
-            (line,) = [line for line in file if line.startswith("RssAnon")]
-        yield line.ljust(64).encode()
-"""
+def test_contents_of_any_size_fill_one_file(tmp_path, monkeypatch):
+    """Tensors of any stride and type, larger than a piece and smaller, that the disk takes bit by bit."""
+    take = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: take(descriptor, data[:10_000]))
+    monkeypatch.setattr(output, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(output, "FLUSH_BYTES", 200 << 10)
+    whole = torch.randn(70, 1234)
+    contents = [
+        b"123",
+        whole,
+        whole.T,
+        whole.bfloat16()[:, 1::2],
+        whole.half().T[::3],
+        b"",
+        bytes(65536),
+        whole[:0],
+        b"4",
+    ]
+    expected = b"".join(
+        part
+        if isinstance(part, bytes)
+        else part.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
+        for part in contents
+    )
+    reported: list[int] = []
+    with Output(tmp_path / "f", reported.append) as file:
+        for part in contents:
+            file.add(part)
+        assert file.finish() == f"{zlib.crc32(expected):08x}"
+    assert (tmp_path / "f").read_bytes() == expected and sum(reported) == len(expected)
 
 
 def test_an_existing_target_is_refused_and_left_alone(tmp_path):
@@ -174,46 +174,71 @@ def test_an_existing_target_is_refused_and_left_alone(tmp_path):
 
 def test_too_little_room_is_seen_before_anything_is_written(tmp_path):
     with pytest.raises(UserError, match=r"out needs 1,152,921,504,606,846,976 more bytes and .* has [\d,]+ free"):
-        run(plan_of({"f": (Zeros(1 << 60),)}), tmp_path / "a" / "out")
+        run(plan_of({"f": (Slow(1 << 60),)}), tmp_path / "a" / "out")
     assert not os.listdir(tmp_path)
 
 
-def test_a_damaged_source_is_named_and_leaves_nothing(tmp_path):
-    plan, _ = example(tmp_path / "in", checksums=True)
-    path = tmp_path / "in" / "source1"
+@pytest.mark.parametrize("algorithm", ["crc32", "sha256"])
+def test_a_damaged_source_is_named_and_leaves_nothing(tmp_path, algorithm):
+    path, other = sources(tmp_path / "in", size=3 << 20)
     data = bytearray(path.read_bytes())
+    good = {"crc32": f"{zlib.crc32(data):08x}", "sha256": sha256(data).hexdigest()}[algorithm]
+    files = {"one": (other,), "two": (path,)}
+    run(plan_of(files, (Source.of(path, f"{algorithm}:{good}"),)), tmp_path / "in" / "good")
     data[2500] ^= 1
     path.write_bytes(data)
-    with pytest.raises(UserError, match=r"in/source1 is damaged: its crc32 is \w+, not \w+; copy it again"):
-        run(plan, tmp_path / "out")
+    match = rf"in/source0 is damaged: its {algorithm} is \w+, not {good}; copy it again"
+    with pytest.raises(UserError, match=match):
+        run(plan_of(files, (Source.of(path, f"{algorithm}:{good}"),)), tmp_path / "out")
     assert os.listdir(tmp_path) == ["in"]
+
+
+def test_a_source_that_cannot_be_read_is_named(tmp_path):
+    """On a disk that fails: it opens, and reading it is an error."""
+    path = tmp_path / "source"
+    path.write_bytes(b"123")
+    known = (Source.of(path, "crc32:00000000"),)
+    failing = mock.patch.object(Path, "open", lambda *_, **__: Failing())
+    with failing, pytest.raises(UserError, match=r"source cannot be read \(Input/output error\); copy it again"):
+        run(plan_of({"f": (path,)}, known), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
+
+
+class Failing(io.BytesIO):
+    def readinto(self, buffer) -> int:
+        raise OSError(DISK_BROKEN, os.strerror(DISK_BROKEN))
 
 
 def test_a_source_that_is_too_short_is_named(tmp_path):
     path = tmp_path / "source"
     path.write_bytes(b"12345")
-    with pytest.raises(UserError, match=r"source ends at byte 5, before what it should hold; copy it again"):
-        run(plan_of({"f": (Run(str(path), 0, 6),)}), tmp_path / "out")
+    plan = plan_of({"f": (path,)}, (Source.of(path),))
+    path.write_bytes(b"1234")
+    with pytest.raises(UserError, match=r"source changed while it was read; run the same command again"):
+        run(plan, tmp_path / "out")
+    assert os.listdir(tmp_path) == ["source"]
 
 
-def test_a_source_that_changes_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_a_source_that_changes_is_refused(tmp_path, monkeypatch, when):
     plan, _ = example(tmp_path / "in")
-    work = transfer._work
+    do = Work.do
 
     def touched(*args):
-        result = work(*args)
+        do(*args)
         os.utime(tmp_path / "in" / "source0")
-        return result
 
-    monkeypatch.setattr(transfer, "_work", touched)
-    with pytest.raises(UserError, match="a source changed while it was read"):
+    if when == "before":
+        os.utime(tmp_path / "in" / "source0")
+    else:
+        monkeypatch.setattr(Work, "do", touched)
+    with pytest.raises(UserError, match="source0 changed while it was read"):
         run(plan, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    assert os.listdir(tmp_path) == ["in"]
 
 
-def test_another_run_of_the_same_target_is_refused(tmp_path, monkeypatch):
+def test_another_run_of_the_same_target_is_refused(tmp_path):
     plan, expected = example(tmp_path / "in")
-    monkeypatch.setattr(transfer, "LOCK_SECONDS", 0.2)
     (tmp_path / ".out.partial").mkdir()
     with (tmp_path / ".out.partial" / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -260,6 +285,7 @@ def test_another_plan_starts_anew(tmp_path, change):
         del expected["sub/three.bin"]
     else:
         os.utime(tmp_path / "in" / "source0")
+        plan, _ = example(tmp_path / "in", touch=False)
     assert run(plan, tmp_path / "out").kept == 0
     check_complete(tmp_path / "out", expected)
 
@@ -272,7 +298,7 @@ def test_killed_at_any_operation_the_target_is_absent_or_complete_and_the_next_r
     for point in range(count):
         target = tmp_path / f"out{point}"
         ended, _ = strike(plan, target, point, workers=2)
-        assert ended in ("killed", "done")  # two workers may need an operation less than they did before
+        assert ended in ("killed", "done")  # two threads may need an operation less than they did before
         killed += ended == "killed"
         seen.add(target.exists())
         if not target.exists():
@@ -320,48 +346,35 @@ def test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line(tmp_path, f
     assert any(re.search(f"{text} {again}", line) for line in said)
 
 
-def test_a_killed_worker_is_told_in_one_line_and_the_next_run_goes_on(tmp_path, monkeypatch):
-    plan, expected = example(tmp_path / "in")
-    answers = workers.Workers.answers
-
-    def struck_down(self, jobs, progress):
-        for process in self._processes.values():
-            os.kill(process.pid, signal.SIGKILL)
-            process.wait()
-        return answers(self, jobs, progress)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(workers.Workers, "answers", struck_down)
-        with pytest.raises(UserError, match=r"a worker was killed by signal 9 .* fewer workers; what is finished"):
-            run(plan, tmp_path / "out")
-    run(plan, tmp_path / "out")
-    check_complete(tmp_path / "out", expected)
-
-
-def test_workers_end_with_their_parent(tmp_path):
-    """Killed alone, the parent leaves no worker, not even one that waits for a disk: its lock is free."""
-    os.mkfifo(tmp_path / "never")  # opening it blocks the worker, as nobody writes
-    plan = plan_of({"f": (Run(str(tmp_path / "never"), 0, 10),)})
+def test_nothing_holds_the_lock_of_a_run_that_was_killed(tmp_path):
+    """Not even a thread that waits for a disk."""
+    os.mkfifo(tmp_path / "never")  # opening it blocks the thread, as nobody writes
+    plan = plan_of({"f": (tmp_path / "never",)})
     pid = os.fork()
     if not pid:
         run(plan, tmp_path / "out", workers=1)
         os._exit(0)
-    lock = tmp_path / ".out.partial" / "lock"
-    until(lock.exists, "the parent had taken the lock")
-    time.sleep(0.5)  # so that the worker waits for its disk
+    begun = tmp_path / ".out.partial" / "files" / "f"
+    until(begun.exists, "the thread had begun to write")
+    with pytest.raises(UserError, match=r"is being written by another process"):
+        run(plan, tmp_path / "out")
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-
-    def free() -> bool:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
-    with lock.open() as file:
-        until(free, "the worker had let go of the lock")
+    with (tmp_path / ".out.partial" / "lock").open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_first_failure_ends_the_others(tmp_path):
+    """Or a mistake that is found at once would be told after hours."""
+    (path,) = sources(tmp_path / "in", 1)
+    slow = Slow(600 << 16)
+    plan = plan_of({"one": (slow,), "two": (path,), "three": (slow,)}, (Source.of(path, "crc32:00000000"),))
+    started = time.monotonic()
+    with pytest.raises(UserError, match="source0 is damaged"):
+        run(plan, tmp_path / "out", workers=2)
+    assert time.monotonic() - started < 15
+    assert os.listdir(tmp_path) == ["in"]
 
 
 def test_everything_is_on_the_disk_before_the_rename(tmp_path, monkeypatch):

@@ -74,9 +74,9 @@ def test_the_owners_output_ends_with_it(killed):
     assert ended
 
 
-def test_a_checkpoint_takes_no_process(killed):
+def test_neither_a_checkpoint_nor_a_conversion_takes_a_process(killed):
     started, _, _ = killed
-    assert started == {"pool of ranks": 3, "reward functions": 3, "conversion": 2, "server": 4, "checkpoint": 0}
+    assert started == {"pool of ranks": 3, "reward functions": 3, "conversion": 0, "server": 4, "checkpoint": 0}
 
 
 # A process without isoloss, whose imports take seconds. Its helper knows nothing of lifelines, and starts another.

@@ -1,4 +1,4 @@
-"""Run `transfer` and its workers with a fault at their k-th operation on the disk: killed, or refused by the system."""
+"""Run `transfer` with a fault at its k-th operation on the disk: killed, or refused by the system."""
 
 import contextlib
 import errno
@@ -7,16 +7,12 @@ import os
 import signal
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from unittest import mock
-
-from isoloss.models.conversion import worker, workers
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir")
 
 
 class Operations:
-    """Counts the operations of this process and of those forked from it.
+    """Counts the operations of this process and of one forked from it, whatever thread does them.
 
     at: the one that the fault strikes, from 0.
     fault: "kill" (the whole process group; a write is left half done), or the number of an OSError.
@@ -54,28 +50,6 @@ class Operations:
         return self._real[name](*args, **options)
 
 
-class _Forked:
-    """In place of the subprocess of a worker: a fork, which inherits the counting."""
-
-    def __init__(self, command, **_):
-        descriptor = int(command[-1])
-        self._pid = os.fork()
-        if not self._pid:
-            try:
-                connection = Connection(os.dup(descriptor))
-                connection.recv()
-                worker.serve(connection)
-            finally:
-                os._exit(0)
-
-    def kill(self) -> int:
-        os.kill(self._pid, signal.SIGKILL)
-        return self.wait()
-
-    def wait(self) -> int:
-        return -(os.waitpid(self._pid, 0)[1] & 0x7F)
-
-
 def struck(work: Callable[[], object], at: int | None, fault: str | int = "kill") -> tuple[str, int]:
     """Do `work` in a process group of its own. Returns how it ended ("done", "killed", or the text of its exception)
     and the number of operations."""
@@ -86,7 +60,7 @@ def struck(work: Callable[[], object], at: int | None, fault: str | int = "kill"
         text = "done"
         try:
             os.setpgid(0, 0)
-            with operations, mock.patch.object(workers, "Helper", _Forked):
+            with operations:
                 work()
         except Exception as error:
             text = str(error) if isinstance(error, ValueError) else traceback.format_exc()

@@ -13,8 +13,8 @@ import psutil
 
 from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.reward.pool import Call, RewardPool
-from isoloss.models.conversion.worker import WriteFile
-from isoloss.models.conversion.workers import Workers
+from isoloss.models.conversion import transfer
+from isoloss.models.conversion.plan import OutputFile, Plan
 from isoloss.tools.pool import WorkerPool
 from support.transformers_parity import make_engine
 from support.waiting import until
@@ -27,17 +27,16 @@ def never(completion):
     re.match(r"(a+)+$", "a" * 60 + "b")
 """
 SERVER = "bash -c 'sleep 1001 & sleep 1002'"
-# A segment of a file that a conversion waits for, as for a disk that hangs.
-SEGMENT = """
-import time
-from dataclasses import dataclass
-@dataclass(frozen=True)
+
+
 class Never:
-    nbytes: int = 1
-    paths: tuple = ()
-    def read(self, sources):
+    """A part of a file that a conversion waits for, as for a disk that hangs."""
+
+    nbytes, paths = 1, ()
+
+    def blocks(self) -> Iterator[bytes]:
         time.sleep(1000)
-"""
+        yield b"1"
 
 
 def in_background(function: Callable[..., object], *args: object) -> None:
@@ -64,15 +63,10 @@ def main(folder: Path) -> None:
         (folder / "reward.py").write_text(REWARD)
         rewards = RewardPool([f"{folder}/reward.py:never"], 2, 1000.0)
         in_background(rewards.run, [Call(0, {"completion": ""})])
-    with counted("conversion", 2), open(folder / "lock", "w") as lock:
-        workers = Workers(2, lock.fileno(), "")
-        (folder / "never.py").write_text(SEGMENT)
-        sys.path.insert(0, str(folder))
-        import never
-
-        job = WriteFile(str(folder / "file"), str(folder / "record"), (never.Never(),))
-        in_background(list, workers.answers([(None, job)], lambda _: None))
-        time.sleep(1)
+    with counted("conversion", 0):
+        plan = Plan((OutputFile("file", (Never(),)),) * 2, (), ("manifest", str))
+        in_background(transfer.run, plan, folder / "converted")
+        until((folder / ".converted.partial" / "files" / "file").exists, "a thread had begun to write")
     with counted("server", 4):  # the guard, the command, and what that started
         server = ServerProcess(SERVER, "http://127.0.0.1:5", folder, folder)
         server.start()

@@ -27,7 +27,6 @@ def plain_qkv() -> contextlib.AbstractContextManager:
     return _patched(
         Qkv,
         split=split,
-        pieces=lambda self, tensors: tuple(tensors),
         merge=lambda self, tensors: torch.cat(list(tensors)),
     )
 
@@ -36,7 +35,6 @@ def gate_for_up() -> contextlib.AbstractContextManager:
     return _patched(
         GateUp,
         split=lambda self, whole: whole.chunk(2, 0)[::-1],
-        pieces=lambda self, tensors: tuple(tensors)[::-1],
         merge=lambda self, tensors: torch.cat(list(tensors)[::-1]),
     )
 

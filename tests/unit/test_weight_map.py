@@ -164,7 +164,6 @@ def test_there_and_back_again(case, dtype):
     form, shapes, tp = case
     tensors = [numbered(shape, dtype) + 1000 * i for i, shape in enumerate(shapes)]
     whole = form.merge(tensors)
-    assert torch.equal(torch.cat(form.pieces(tensors)), whole)
     parts = form.split(whole)
     assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(parts, tensors, strict=True))
     shards = [form.shard(whole, tp, rank) for rank in range(tp)]

@@ -1,0 +1,127 @@
+"""What the weight files of a conversion consist of: tensors of one format, made of those of the other.
+
+The forms of the weight map make them, some rows at a time: what is in memory as a whole are tensors that a form
+transposes, and no others.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.mapped import fetch
+from isoloss.models.weights.mappings import InterleavedGateUp, TransposedRows
+from isoloss.models.weights.weight_map import Weight
+from isoloss.parallel.errors import UserError
+
+BLOCK_BYTES = 4 << 20
+_TRANSPOSING = (InterleavedGateUp, TransposedRows)  # All other forms choose rows, and the rows' numbers tell which.
+_NEXT_PART = 1 << 40
+
+
+@dataclass(frozen=True)
+class MergedRows:
+    """Rows [start, stop) of a weight as Megatron-Core has it; those beyond the weight's own are zeros.
+
+    paths, views: of its parts; the views are of mapped files.
+    """
+
+    weight: Weight
+    start: int
+    stop: int
+    dtype: torch.dtype
+    paths: tuple[Path, ...]
+    views: tuple[Tensor, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return (self.stop - self.start) * prod(self.weight.shape[1:]) * self.dtype.itemsize
+
+    def blocks(self) -> Iterator[Tensor]:
+        rows, *rest = self.weight.shape
+        for k, block in self._blocks():
+            yield _cast(block, self.dtype, self.weight.parts[k].tensor, self.paths[k])
+        if self.stop > rows:
+            yield torch.zeros((self.stop - max(self.start, rows), *rest), dtype=self.dtype)
+
+    def _blocks(self) -> Iterator[tuple[int, Tensor]]:
+        """With the number of a part that they are made of."""
+        form = self.weight.form
+        if isinstance(form, _TRANSPOSING):
+            yield 0, form.merge([fetch(*part) for part in zip(self.views, self.paths)])[self.start : self.stop]
+            return
+        numbers = form.merge([torch.arange(len(part)) + k * _NEXT_PART for k, part in enumerate(self.views)])
+        for first, size in _runs(numbers[self.start : self.stop], self.views[0][0].nbytes):
+            k, row = divmod(first, _NEXT_PART)
+            yield k, fetch(self.views[k][row : row + size], self.paths[k])
+
+
+@dataclass(frozen=True)
+class SplitPart:
+    """The Hugging Face tensor (or the row of one) that is part number `index` of a weight of a checkpoint."""
+
+    weight: Weight
+    index: int
+    dtype: torch.dtype
+    source: CheckpointWeights = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.weight.parts[self.index].shape) * self.dtype.itemsize
+
+    @cached_property
+    def paths(self) -> tuple[Path, ...]:
+        return self.source.paths(self.weight)
+
+    def blocks(self) -> Iterator[Tensor]:
+        for block in self._blocks():
+            yield _cast(block, self.dtype, self.weight.parts[self.index].tensor, self.paths[0])
+
+    def _blocks(self) -> Iterator[Tensor]:
+        form = self.weight.form
+        if isinstance(form, _TRANSPOSING):
+            yield form.split(self.source.whole(self.weight))[self.index]
+            return
+        numbers = form.split(torch.arange(self.weight.shape[0]))[self.index]
+        row_bytes = prod(self.weight.shape[1:]) * self.source.dtype(self.weight).itemsize
+        for first, size in _runs(numbers, row_bytes):
+            yield self.source.rows(self.weight, first, first + size)
+
+
+def parts_of(weights: Sequence[Weight]) -> Mapping[str, Sequence[tuple[Weight, int]]]:
+    """Hugging Face tensors in the order of the map, and what each consists of, row by row: a weight, and the number of
+    its part. Raises ValueError where the map uses one not once, or a weight is not as large as its parts."""
+    found: dict[str, list[tuple[Weight, int]]] = {}
+    for weight in weights:
+        if sum(prod(part.shape) for part in weight.parts) != prod(weight.shape):
+            raise ValueError(f"{weight.name} is not as large as its parts")
+        for index, part in enumerate(weight.parts):
+            found.setdefault(part.tensor, []).append((weight, index))
+    for name, members in found.items():
+        parts = [weight.parts[index] for weight, index in members]
+        if [part.row or 0 for part in parts] != list(range(parts[0].rows or 1)):
+            raise ValueError(f"{name} would not be used once, in its order: {parts}")
+    return found
+
+
+def _runs(numbers: Tensor, row_bytes: int) -> Iterator[tuple[int, int]]:
+    """Runs of consecutive numbers: the first, and how many, of rows that make about BLOCK_BYTES."""
+    step = max(1, BLOCK_BYTES // row_bytes)
+    ends = [0, *(torch.nonzero(numbers.diff() != 1).flatten() + 1).tolist(), len(numbers)]
+    for low, high in pairwise(ends):
+        for at in range(low, high, step):
+            yield int(numbers[at]), min(step, high - at)
+
+
+def _cast(block: Tensor, dtype: torch.dtype, tensor: str, path: Path) -> Tensor:
+    cast = block.to(dtype)
+    if cast is not block and cast.isinf().sum() != block.isinf().sum():
+        kind = str(dtype).removeprefix("torch.")
+        raise UserError(f"{tensor} in {path} holds numbers too large for {kind}; choose another --dtype")
+    return cast
