@@ -138,7 +138,7 @@ class Model:
         """Fill this rank's parameters, one weight in memory at a time. No collectives."""
         for owned in self.owned():
             whole = source.whole(owned.weight)
-            owned.parameter.copy_(owned.weight.form.shard(whole, owned.tp.size(), owned.tp.rank()))
+            owned.parameter.copy_(owned.weight.mapping.shard(whole, owned.tp.size(), owned.tp.rank()))
 
     def owned(self) -> list[Owned]:
         """Every parameter and buffer of this rank, in the order of the model.
@@ -185,7 +185,7 @@ class Model:
         """
         for owned in self.owned():
             if not owned.replica:
-                yield owned, owned.weight.form.unshard(gather_shards(of(owned.parameter), owned.tp))
+                yield owned, owned.weight.mapping.unshard(gather_shards(of(owned.parameter), owned.tp))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights of this rank, as `whole_tensors`."""
@@ -202,7 +202,7 @@ class Model:
         rows: dict[str, list[Tensor]] = {}
         for owned, whole in self.whole_tensors():
             weight = owned.weight
-            for part, tensor in zip(weight.parts, weight.form.split(whole)):
+            for part, tensor in zip(weight.parts, weight.mapping.split(whole)):
                 tensor = tensor.to(dtype if weight.trained else torch.float32)
                 mine = owned.first and owned.tp.rank() == 0
                 if part.rows is None:

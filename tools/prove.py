@@ -75,9 +75,7 @@ def main(argv: Sequence[str] | None = None, pool: WorkerPool | None = None) -> i
 
 def parser() -> command_line.Parser:
     parser = command_line.parser("prove", __doc__)
-    parser.add_argument(
-        "--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ring2", help="layouts, separated by commas"
-    )
+    parser.add_argument("--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ring2", help="layouts, separated by commas")
     parser.add_argument(
         "--budgets",
         type=token_budgets,

@@ -1,7 +1,7 @@
 """Is every tensor of a converted model the one it was made from, bit for bit?
 
 The slow way, which shares none of the conversion's reading and copying: torch.distributed.checkpoint reads the
-checkpoint, the safetensors library the Hugging Face folder, and `Form.merge` makes the one of the other.
+checkpoint, the safetensors library the Hugging Face folder, and `ParamMapping.merge` makes the one of the other.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.checkpoint_read import CheckpointWeights, Spot
+from isoloss.models.weights.checkpoint_read import CheckpointWeights, StoredRows
 from isoloss.models.weights.hf_checkpoint import HFReader, check
 from isoloss.models.weights.mappings import Vocabulary
 from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
@@ -44,13 +44,13 @@ def compare_tensors(
     _check_names(reader, arch)
     compared = nbytes = 0
     for batch in _batches(weights, weight_map(arch)):
-        stored = {spot.stored.key: spot.stored for weight in batch for spot in weights.spots(weight)}
+        stored = {run.stored.key: run.stored for weight in batch for run in weights.stored_rows(weight)}
         state = {key: torch.empty(entry.shape, dtype=entry.dtype) for key, entry in stored.items()}
         dcp.load(state, storage_reader=dcp.FileSystemReader(weights.folder.path), no_dist=True)
         for weight in batch:
-            whole = _whole(weight, weights.spots(weight), state)
+            whole = _whole(weight, weights.stored_rows(weight), state)
             if made == "checkpoint":
-                _check_padding(weight, state[weights.spots(weight)[0].stored.key])
+                _check_padding(weight, state[weights.stored_rows(weight)[0].stored.key])
             of_hf = reader.whole(weight)
             if made == "hf":
                 _compare(weight, whole.to(of_hf.dtype), of_hf)
@@ -73,11 +73,11 @@ def _batches(weights: CheckpointWeights, all_weights: Sequence[Weight]) -> Itera
     """Weights whose tensors are loaded together: all that stand in the same ones, and as many as are small enough."""
     together: dict[tuple[str, ...], list[Weight]] = {}
     for weight in all_weights:
-        together.setdefault(tuple(spot.stored.key for spot in weights.spots(weight)), []).append(weight)
+        together.setdefault(tuple(run.stored.key for run in weights.stored_rows(weight)), []).append(weight)
     batch: list[Weight] = []
     nbytes = 0
     for members in together.values():
-        size = sum(torch.Size(spot.stored.shape).numel() * 4 for spot in weights.spots(members[0]))
+        size = sum(torch.Size(run.stored.shape).numel() * 4 for run in weights.stored_rows(members[0]))
         if batch and nbytes + size > BATCH_BYTES:
             yield batch
             batch, nbytes = [], 0
@@ -85,15 +85,15 @@ def _batches(weights: CheckpointWeights, all_weights: Sequence[Weight]) -> Itera
     yield batch
 
 
-def _whole(weight: Weight, spots: Sequence[Spot], state: dict[str, Tensor]) -> Tensor:
-    pieces = [state[spot.stored.key][spot.index] for spot in spots]
-    if isinstance(weight.form, Vocabulary):
+def _whole(weight: Weight, stored_rows: Sequence[StoredRows], state: dict[str, Tensor]) -> Tensor:
+    pieces = [state[run.stored.key][run.index] for run in stored_rows]
+    if isinstance(weight.mapping, Vocabulary):
         return pieces[0][: weight.shape[0]]
     return torch.cat(pieces) if len(pieces) > 1 else pieces[0]
 
 
 def _check_padding(weight: Weight, stored: Tensor) -> None:
-    if isinstance(weight.form, Vocabulary) and stored[weight.shape[0] :].any():
+    if isinstance(weight.mapping, Vocabulary) and stored[weight.shape[0] :].any():
         raise Unverified(f"{weight.name}: a row that pads the vocabulary is not zero")
 
 

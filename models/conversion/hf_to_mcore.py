@@ -24,11 +24,11 @@ from isoloss.models.conversion.plan import OutputFile, Source, published_checksu
 from isoloss.models.conversion.plan import Plan as FilePlan
 from isoloss.models.conversion.tensors import MergedRows, parts_of
 from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_architecture
-from isoloss.models.weights.checkpoint_names import Style, native_style, places
+from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
 from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
 from isoloss.models.weights.mapped import DTYPES
-from isoloss.models.weights.mappings import GateUp, Vocabulary, padded_vocab_size
+from isoloss.models.weights.mappings import GatedMLP, Vocabulary, padded_vocab_size
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel.errors import UserError
 
@@ -117,13 +117,13 @@ def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:
 
 
 def _chunks(weight: Weight, arch: Architecture, style: Style, reader: HFReader, asked: str | None) -> Iterator[Chunk]:
-    (place,) = places(weight, arch, style)
+    (place,) = checkpoint_rows(weight, arch, style)
     dtype = _dtype(weight, reader, asked)
     rows, *rest = weight.shape
     most = max(1, CHUNK_BYTES // (math.prod(rest) * dtype.itemsize))
-    run = rows // 2 if isinstance(weight.form, GateUp) else rows
+    run = rows // 2 if isinstance(weight.mapping, GatedMLP) else rows
     edges = [edge for start in range(0, rows, run) for edge in range(start, start + run, most)] + [rows]
-    if isinstance(weight.form, Vocabulary) and padded_vocab_size(rows, 1) > rows:
+    if isinstance(weight.mapping, Vocabulary) and padded_vocab_size(rows, 1) > rows:
         edges.append(padded_vocab_size(rows, 1))
     shape = (*place.axes, edges[-1], *rest)
     views = tuple(reader.view(part) for part in weight.parts)
@@ -153,7 +153,7 @@ def _extra_states(weights: Sequence[Weight], arch: Architecture, style: Style) -
     for weight in weights:
         if weight.layer is None and weight.name != "decoder.final_layernorm.weight":
             continue
-        (place,) = places(weight, arch, style)
+        (place,) = checkpoint_rows(weight, arch, style)
         module, _, _ = place.key.rpartition(".")
         offset, shape = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.axes or (1,)))
         keys[f"{module}._extra_state/shard_{offset}_{shape}"] = None

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.mapped import fetch
-from isoloss.models.weights.mappings import InterleavedGateUp, TransposedRows
+from isoloss.models.weights.mappings import InterleavedGatedMLP, TransposedRowParallel
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel.errors import UserError
 
 BLOCK_BYTES = 4 << 20
-_TRANSPOSING = (InterleavedGateUp, TransposedRows)  # All other forms choose rows, and the rows' numbers tell which.
+# All other mappings choose rows, and the rows' numbers tell which.
+_TRANSPOSING = (InterleavedGatedMLP, TransposedRowParallel)
 _NEXT_PART = 1 << 40
 
 
@@ -52,11 +53,11 @@ class MergedRows:
 
     def _blocks(self) -> Iterator[tuple[int, Tensor]]:
         """With the number of a part that they are made of."""
-        form = self.weight.form
-        if isinstance(form, _TRANSPOSING):
-            yield 0, form.merge([fetch(*part) for part in zip(self.views, self.paths)])[self.start : self.stop]
+        mapping = self.weight.mapping
+        if isinstance(mapping, _TRANSPOSING):
+            yield 0, mapping.merge([fetch(*part) for part in zip(self.views, self.paths)])[self.start : self.stop]
             return
-        numbers = form.merge([torch.arange(len(part)) + k * _NEXT_PART for k, part in enumerate(self.views)])
+        numbers = mapping.merge([torch.arange(len(part)) + k * _NEXT_PART for k, part in enumerate(self.views)])
         for first, size in _runs(numbers[self.start : self.stop], self.views[0][0].nbytes):
             k, row = divmod(first, _NEXT_PART)
             yield k, fetch(self.views[k][row : row + size], self.paths[k])
@@ -84,11 +85,11 @@ class SplitPart:
             yield _cast(block, self.dtype, self.weight.parts[self.index].tensor, self.paths[0])
 
     def _blocks(self) -> Iterator[Tensor]:
-        form = self.weight.form
-        if isinstance(form, _TRANSPOSING):
-            yield form.split(self.source.whole(self.weight))[self.index]
+        mapping = self.weight.mapping
+        if isinstance(mapping, _TRANSPOSING):
+            yield mapping.split(self.source.whole(self.weight))[self.index]
             return
-        numbers = form.split(torch.arange(self.weight.shape[0]))[self.index]
+        numbers = mapping.split(torch.arange(self.weight.shape[0]))[self.index]
         row_bytes = prod(self.weight.shape[1:]) * self.source.dtype(self.weight).itemsize
         for first, size in _runs(numbers, row_bytes):
             yield self.source.rows(self.weight, first, first + size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.mappings import GateUp
+from isoloss.models.weights.mappings import GatedMLP
 from isoloss.models.weights.weight_map import Weight
 
 Shape = tuple[int, ...]
@@ -26,7 +26,7 @@ class Style(Enum):
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointRows:
     """A run of rows of a weight in a checkpoint tensor.
 
     key: name of the tensor. axes: sizes of the axes in front of the weight's own; index: where it stands on them.
@@ -45,7 +45,7 @@ def native_style(arch: Architecture) -> Style:
     return Style.PER_LAYER if arch.experts and arch.experts.dense_layers else Style.STACKED
 
 
-def places(weight: Weight, arch: Architecture, style: Style) -> tuple[Place, ...]:
+def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[CheckpointRows, ...]:
     """Where a weight stands in a checkpoint of this style: one place, or two where gate and up are apart."""
     axes: list[int] = []
     index: list[int] = []
@@ -64,13 +64,13 @@ def places(weight: Weight, arch: Architecture, style: Style) -> tuple[Place, ...
             axes.append(arch.experts.count)
             index.append(weight.expert)
     rows = weight.shape[0]
-    if style is Style.SINGLETON and isinstance(weight.form, GateUp):
+    if style is Style.SINGLETON and isinstance(weight.mapping, GatedMLP):
         half = rows // 2
         return (
-            Place(f"{name}_w", tuple(axes), tuple(index), (0, half)),
-            Place(f"{name}_v", tuple(axes), tuple(index), (half, rows)),
+            CheckpointRows(f"{name}_w", tuple(axes), tuple(index), (0, half)),
+            CheckpointRows(f"{name}_v", tuple(axes), tuple(index), (half, rows)),
         )
-    return (Place(name, tuple(axes), tuple(index), (0, rows)),)
+    return (CheckpointRows(name, tuple(axes), tuple(index), (0, rows)),)
 
 
 # Norms by the beginning of their name: as they are in the local layer spec, and as part of the layer behind them.

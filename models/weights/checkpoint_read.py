@@ -14,8 +14,8 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights import manifest
-from isoloss.models.weights.checkpoint_names import FUSED_NORMS, Place, Style, places
-from isoloss.models.weights.distcp import Folder, Stored
+from isoloss.models.weights.checkpoint_names import FUSED_NORMS, CheckpointRows, Style, checkpoint_rows
+from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.mappings import Vocabulary
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel.errors import UserError
@@ -26,10 +26,10 @@ _OPTIMIZER = re.compile(r"(chained_\d+\.)?optimizer\.")
 
 
 @dataclass(frozen=True)
-class Spot:
+class StoredRows:
     """Rows (start, stop) of a weight: they are stored[index], or its first ones where the vocabulary is padded."""
 
-    stored: Stored
+    stored: StoredTensor
     index: tuple[int, ...]
     rows: tuple[int, int]
 
@@ -49,18 +49,18 @@ class CheckpointWeights:
         self._prefix = _prefix(tensors, self.folder.path)
         self.style = _style(tensors)
         weights = weight_map(arch)
-        self._spots = {weight.name: self._find(weight, tensors) for weight in weights}
-        used = {spot.stored.key for spots in self._spots.values() for spot in spots}
+        self._stored_rows = {weight.name: self._find(weight, tensors) for weight in weights}
+        used = {run.stored.key for stored_rows in self._stored_rows.values() for run in stored_rows}
         self.skipped = tuple(sorted(key for key in tensors.keys() - used if self._beyond(key)))
         self.keys = tuple(sorted(used))
         self._refuse(tensors.keys() - used - set(self.skipped))
-        self.padded_vocab = self._spots[EMBEDDING][0].stored.shape[0]
+        self.padded_vocab = self._stored_rows[EMBEDDING][0].stored.shape[0]
 
-    def spots(self, weight: Weight) -> tuple[Spot, ...]:
-        return self._spots[weight.name]
+    def stored_rows(self, weight: Weight) -> tuple[StoredRows, ...]:
+        return self._stored_rows[weight.name]
 
     def dtype(self, weight: Weight) -> torch.dtype:
-        return self._spots[weight.name][0].stored.dtype
+        return self._stored_rows[weight.name][0].stored.dtype
 
     def whole(self, weight: Weight) -> Tensor:
         """In the type of the checkpoint, not to be written to; the rows that pad the vocabulary are left out."""
@@ -69,16 +69,16 @@ class CheckpointWeights:
     def rows(self, weight: Weight, start: int, stop: int) -> Tensor:
         """Some of the rows of `whole`."""
         found = []
-        for spot in self._spots[weight.name]:
-            low, high = max(start, spot.rows[0]), min(stop, spot.rows[1])
+        for run in self._stored_rows[weight.name]:
+            low, high = max(start, run.rows[0]), min(stop, run.rows[1])
             if low < high:
                 shape = (high - low, *weight.shape[1:])
-                found.append(self.folder.rows(spot.stored, spot.index, low - spot.rows[0], shape))
+                found.append(self.folder.rows(run.stored, run.index, low - run.rows[0], shape))
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def paths(self, weight: Weight) -> tuple[Path, ...]:
         """The files that hold something of a weight."""
-        pieces = (piece for spot in self._spots[weight.name] for piece in spot.stored.at(spot.index))
+        pieces = (piece for run in self._stored_rows[weight.name] for piece in run.stored.at(run.index))
         return tuple(dict.fromkeys(self.folder.path / piece.file for piece in pieces))
 
     def _check_manifest(self) -> None:
@@ -96,16 +96,16 @@ class CheckpointWeights:
                     "config.json do not belong together"
                 )
 
-    def _find(self, weight: Weight, tensors: Mapping[str, Stored]) -> tuple[Spot, ...]:
-        spots = []
-        for place in places(weight, self.arch, self.style):
+    def _find(self, weight: Weight, tensors: Mapping[str, StoredTensor]) -> tuple[StoredRows, ...]:
+        stored_rows = []
+        for place in checkpoint_rows(weight, self.arch, self.style):
             key = self._key(place.key, tensors)
             self._check_shape(weight, place, tensors[key])
             self.folder.boxes(tensors[key], place.index, 0, (place.rows[1] - place.rows[0], *weight.shape[1:]))
-            spots.append(Spot(tensors[key], place.index, place.rows))
-        return tuple(spots)
+            stored_rows.append(StoredRows(tensors[key], place.index, place.rows))
+        return tuple(stored_rows)
 
-    def _key(self, key: str, tensors: Mapping[str, Stored]) -> str:
+    def _key(self, key: str, tensors: Mapping[str, StoredTensor]) -> str:
         names = [self._prefix + name for name in _spellings(key)]
         found = [name for name in names if name in tensors]
         if not found:
@@ -115,10 +115,10 @@ class CheckpointWeights:
             )
         return found[0]  # a second spelling is left over, and refused as such
 
-    def _check_shape(self, weight: Weight, place: Place, stored: Stored) -> None:
+    def _check_shape(self, weight: Weight, place: CheckpointRows, stored: StoredTensor) -> None:
         start, stop = place.rows
         wanted = (*place.axes, stop - start, *weight.shape[1:])
-        if isinstance(weight.form, Vocabulary) and stored.shape[1:] == wanted[1:] and stored.shape[0] >= wanted[0]:
+        if isinstance(weight.mapping, Vocabulary) and stored.shape[1:] == wanted[1:] and stored.shape[0] >= wanted[0]:
             wanted = stored.shape
         if stored.shape != wanted:
             raise UserError(
@@ -144,7 +144,7 @@ class CheckpointWeights:
             )
 
 
-def _prefix(tensors: Mapping[str, Stored], folder: Path) -> str:
+def _prefix(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
     """What stands before every key of the model: nothing, unless it was saved inside of a wrapper."""
     found = [key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)]
     if len(found) != 1 or not re.fullmatch(r"([a-z0-9_]+\.)*", found[0]):

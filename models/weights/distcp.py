@@ -55,7 +55,7 @@ def is_checkpoint(folder: str | Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredChunk:
     """A block of a tensor: where it stands in the tensor, and which archive of which file holds it."""
 
     offsets: Shape
@@ -66,21 +66,21 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor of a checkpoint and its pieces."""
 
     key: str
     dtype: torch.dtype
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StoredChunk, ...]
 
-    def at(self, index: Shape) -> Sequence[Piece]:
+    def at(self, index: Shape) -> Sequence[StoredChunk]:
         """The pieces that hold something of the tensor at these first coordinates."""
         return self._by_index(len(index)).get(index, ())
 
-    def _by_index(self, axes: int) -> Mapping[Shape, Sequence[Piece]]:
+    def _by_index(self, axes: int) -> Mapping[Shape, Sequence[StoredChunk]]:
         if axes not in self._indexed:
-            found: dict[Shape, list[Piece]] = {}
+            found: dict[Shape, list[StoredChunk]] = {}
             for piece in self.pieces:
                 ranges = (range(start, start + size) for start, size in zip(piece.offsets[:axes], piece.sizes[:axes]))
                 for index in itertools.product(*ranges):
@@ -89,7 +89,7 @@ class Stored:
         return self._indexed[axes]
 
     @cached_property
-    def _indexed(self) -> dict[int, Mapping[Shape, Sequence[Piece]]]:
+    def _indexed(self) -> dict[int, Mapping[Shape, Sequence[StoredChunk]]]:
         return {}
 
 
@@ -103,11 +103,11 @@ class Folder:
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self._maps: dict[str, mmap.mmap] = {}
-        self._pieces: dict[Piece, Tensor] = {}
+        self._pieces: dict[StoredChunk, Tensor] = {}
         self.tensors = {stored.key: stored for stored in self._read_metadata()}
         self._check_files()
 
-    def rows(self, stored: Stored, index: Shape, first_row: int, shape: Shape) -> Tensor:
+    def rows(self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape) -> Tensor:
         """stored[index] from row `first_row` on, of this shape: a view of the mapped file, not to be written to, where
         it stands in one piece."""
         found = self.boxes(stored, index, first_row, shape)
@@ -119,7 +119,9 @@ class Folder:
             target[into].copy_(part)
         return target.view(shape)
 
-    def boxes(self, stored: Stored, index: Shape, first_row: int, shape: Shape) -> list[tuple[Piece, Box, Box]]:
+    def boxes(
+        self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape
+    ) -> list[tuple[StoredChunk, Box, Box]]:
         """What stored[index] from row `first_row` on, of this shape, is made of: pieces, what each fills of it, and
         with what of its own. Both boxes have the axes of `index`. Reads no numbers.
 
@@ -145,7 +147,7 @@ class Folder:
             )
         return found
 
-    def piece(self, stored: Stored, piece: Piece) -> Tensor:
+    def piece(self, stored: StoredTensor, piece: StoredChunk) -> Tensor:
         """A view of a piece in the mapped file, compared with its checksum the first time; not to be written to."""
         if piece not in self._pieces:
             offset, crc32 = self.payload(stored, piece)
@@ -156,7 +158,7 @@ class Folder:
             self._pieces[piece] = numbers
         return self._pieces[piece]
 
-    def payload(self, stored: Stored, piece: Piece) -> tuple[int, int]:
+    def payload(self, stored: StoredTensor, piece: StoredChunk) -> tuple[int, int]:
         """Where in its file the numbers of a piece start, and their checksum, 0 if there is none."""
         archive = memoryview(self._map(piece.file))[piece.start : piece.start + piece.length]
         try:
@@ -178,7 +180,7 @@ class Folder:
             crc32 = zlib.crc32(fetch(block, self.path / file).numpy().data, crc32)
         return crc32
 
-    def _read_metadata(self) -> Iterator[Stored]:
+    def _read_metadata(self) -> Iterator[StoredTensor]:
         path = self.path / METADATA
         if not path.is_file():
             raise UserError(
@@ -216,7 +218,7 @@ class Folder:
         return self._maps[file]
 
 
-def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> Stored:
+def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> StoredTensor:
     pieces = []
     for chunk in entry.chunks:
         info = where[key, chunk.offsets]
@@ -226,12 +228,14 @@ def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any,
             raise ValueError(f"{key} is stored outside of the folder, at {info.relative_path}")
         if any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
             raise ValueError(f"a piece of {key} reaches beyond it")
-        pieces.append(Piece(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length))
+        pieces.append(
+            StoredChunk(tuple(chunk.offsets), tuple(chunk.sizes), info.relative_path, info.offset, info.length)
+        )
     if len({piece.offsets for piece in pieces}) != len(pieces):
         raise ValueError(f"two pieces of {key} stand at the same place")
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(entry.size):
         raise ValueError(f"the pieces of {key} do not add up to its shape {list(entry.size)}")
-    return Stored(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+    return StoredTensor(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
 
 
 def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> bool:

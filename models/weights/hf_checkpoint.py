@@ -80,7 +80,7 @@ class HFReader:
         return whole if part.row is None else whole[part.row]
 
     def whole(self, weight: Weight) -> Tensor:
-        return weight.form.merge([self.get(part) for part in weight.parts])
+        return weight.mapping.merge([self.get(part) for part in weight.parts])
 
     def _handle(self, name: str) -> safe_open:
         if name not in self.file_of:

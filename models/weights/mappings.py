@@ -1,6 +1,6 @@
 """How one Megatron-Core weight relates to its Hugging Face tensors and to its tensor-parallel shards.
 
-A form is four inverse pairs of pure functions on tensors of any dtype:
+A mapping is four inverse pairs of pure functions on tensors of any dtype:
 
     Hugging Face tensors  --merge-->  whole  --shard-->  this rank's piece
                           <--split--         <--unshard--
@@ -24,7 +24,7 @@ from isoloss.parallel.errors import UserError
 VOCABULARY_MULTIPLE = 128
 
 
-class Form(Protocol):
+class ParamMapping(Protocol):
     def merge(self, tensors: Sequence[Tensor]) -> Tensor: ...
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]: ...
@@ -67,7 +67,7 @@ class Replicated(_OneTensor):
 
 
 @dataclass(frozen=True)
-class Columns(_OneTensor):
+class ColumnParallel(_OneTensor):
     """Output features (dim 0) in equal contiguous runs: a column-parallel linear layer, a number for each head."""
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
@@ -78,7 +78,7 @@ class Columns(_OneTensor):
 
 
 @dataclass(frozen=True)
-class Rows(_OneTensor):
+class RowParallel(_OneTensor):
     """Input features (dim 1) in equal contiguous runs: a row-parallel linear layer."""
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
@@ -89,8 +89,8 @@ class Rows(_OneTensor):
 
 
 @dataclass(frozen=True)
-class TransposedRows(Rows):
-    """`Rows` of a matrix that Hugging Face stores as [input features, output features]."""
+class TransposedRowParallel(RowParallel):
+    """`RowParallel` of a matrix that Hugging Face stores as [input features, output features]."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         return super().merge(tensors).T
@@ -100,7 +100,7 @@ class TransposedRows(Rows):
 
 
 @dataclass(frozen=True)
-class Qkv:
+class QKV:
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
     merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
@@ -134,7 +134,7 @@ class Qkv:
 
 
 @dataclass(frozen=True)
-class GateUp:
+class GatedMLP:
     """The two inputs of SwiGLU: the whole is [gate; up], the shard of rank r is [gate_r; up_r]."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -154,8 +154,8 @@ class GateUp:
 
 
 @dataclass(frozen=True)
-class InterleavedGateUp(GateUp):
-    """`GateUp` from one Hugging Face tensor whose last dimension alternates gate and up: gpt-oss's weight
+class InterleavedGatedMLP(GatedMLP):
+    """`GatedMLP` from one Hugging Face tensor whose last dimension alternates gate and up: gpt-oss's weight
     [input features, 2 * intermediate] and bias [2 * intermediate]."""
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:

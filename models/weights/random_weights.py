@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.mappings import Rows
+from isoloss.models.weights.mappings import RowParallel
 from isoloss.models.weights.weight_map import Part, Weight
 
 
@@ -26,8 +26,8 @@ class RandomWeights:
 
     def whole(self, weight: Weight) -> Tensor:
         """float32, on the CPU."""
-        std = self.std * (self._residual_scale if isinstance(weight.form, Rows) else 1.0)
-        return weight.form.merge([self._make(part, std) for part in weight.parts])
+        std = self.std * (self._residual_scale if isinstance(weight.mapping, RowParallel) else 1.0)
+        return weight.mapping.merge([self._make(part, std) for part in weight.parts])
 
     def _make(self, part: Part, std: float) -> Tensor:
         if part.tensor.endswith(("bias", "sinks")):

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from isoloss.models.architecture import Architecture, Latent
 from isoloss.models.weights.mappings import (
-    Columns,
-    Form,
-    GateUp,
-    InterleavedGateUp,
-    Qkv,
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    InterleavedGatedMLP,
+    ParamMapping,
     Replicated,
-    Rows,
-    TransposedRows,
+    RowParallel,
+    TransposedRowParallel,
     Vocabulary,
 )
 
@@ -49,7 +49,7 @@ class Weight:
 
     name: its global name in GPTModel.
     shape: before tensor parallelism, vocabulary at its true size.
-    parts: what it is made of, in the order that `form.merge` takes them.
+    parts: what it is made of, in the order that `mapping.merge` takes them.
     layer, expert: which it belongs to, or None.
     trained: False for the experts' selection bias, which no gradient reaches and which is always float32.
     """
@@ -57,7 +57,7 @@ class Weight:
     name: str
     shape: Shape
     parts: tuple[Part, ...]
-    form: Form
+    mapping: ParamMapping
     layer: int | None = None
     expert: int | None = None
     trained: bool = True
@@ -72,7 +72,7 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
         weights += _layer(arch, layer)
     weights.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated()))
     if arch.critic:
-        weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), Rows()))
+        weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), RowParallel()))
     elif not arch.tie_embeddings:
         weights.append(_whole("output_layer.weight", LM_HEAD, table, vocabulary))
     return tuple(weights)
@@ -112,7 +112,7 @@ def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
 def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
     mcore, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
     hidden, d = arch.hidden_size, arch.head_dim
-    qkv = Qkv(arch.num_heads, arch.num_kv_heads, d)
+    qkv = QKV(arch.num_heads, arch.num_kv_heads, d)
     sizes = (arch.num_heads * d, arch.num_kv_heads * d, arch.num_kv_heads * d)
     for kind, rest in _kinds(arch.qkv_bias, (hidden,)):
         parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes))
@@ -121,7 +121,7 @@ def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
         for letter in "qk":
             yield _whole(f"{mcore}{letter}_layernorm.weight", f"{hf}{letter}_norm.weight", (d,), Replicated(), layer)
     if arch.sinks:
-        yield _whole(f"{mcore}core_attention.softmax_offset", f"{hf}sinks", (arch.num_heads,), Columns(), layer)
+        yield _whole(f"{mcore}core_attention.softmax_offset", f"{hf}sinks", (arch.num_heads,), ColumnParallel(), layer)
     yield from _output_projection(arch, layer)
 
 
@@ -130,7 +130,7 @@ def _latent_attention(arch: Architecture, latent: Latent, layer: int) -> Iterato
     hidden, heads = arch.hidden_size, arch.num_heads
     queries = heads * arch.head_dim
     if latent.q_rank is None:
-        yield _whole(f"{mcore}linear_q_proj.weight", f"{hf}q_proj.weight", (queries, hidden), Columns(), layer)
+        yield _whole(f"{mcore}linear_q_proj.weight", f"{hf}q_proj.weight", (queries, hidden), ColumnParallel(), layer)
     else:
         yield from _latent(f"{mcore}q", f"{mcore}linear_q", f"{hf}q_a_proj", f"{hf}q_a_layernorm", f"{hf}q_b_proj",
                            (latent.q_rank, latent.q_rank, queries), hidden, layer)  # fmt: skip
@@ -147,13 +147,13 @@ def _latent(
     down, rank, up = sizes
     yield _whole(f"{linear}_down_proj.weight", f"{hf_down}.weight", (down, hidden), Replicated(), layer)
     yield _whole(f"{norm}_layernorm.weight", f"{hf_norm}.weight", (rank,), Replicated(), layer)
-    yield _whole(f"{linear}_up_proj.weight", f"{hf_up}.weight", (up, rank), Columns(), layer)
+    yield _whole(f"{linear}_up_proj.weight", f"{hf_up}.weight", (up, rank), ColumnParallel(), layer)
 
 
 def _output_projection(arch: Architecture, layer: int) -> Iterator[Weight]:
     mcore, hf = f"decoder.layers.{layer}.self_attention.linear_proj.", f"model.layers.{layer}.self_attn.o_proj."
     shape = (arch.hidden_size, arch.num_heads * arch.value_dim)
-    yield _whole(f"{mcore}weight", f"{hf}weight", shape, Rows(), layer)
+    yield _whole(f"{mcore}weight", f"{hf}weight", shape, RowParallel(), layer)
     if arch.linear_bias:
         yield _whole(f"{mcore}bias", f"{hf}bias", (arch.hidden_size,), Replicated(), layer)
 
@@ -169,8 +169,8 @@ def _mlp(
 ) -> Iterator[Weight]:
     gate, up, down = names
     parts = tuple(Part(f"{hf}{name}.weight", (wide, hidden)) for name in (gate, up))
-    yield Weight(f"{mcore}linear_fc1.weight", (2 * wide, hidden), parts, GateUp(), layer, expert)
-    yield _whole(f"{mcore}linear_fc2.weight", f"{hf}{down}.weight", (hidden, wide), Rows(), layer, expert)
+    yield Weight(f"{mcore}linear_fc1.weight", (2 * wide, hidden), parts, GatedMLP(), layer, expert)
+    yield _whole(f"{mcore}linear_fc2.weight", f"{hf}{down}.weight", (hidden, wide), RowParallel(), layer, expert)
 
 
 def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
@@ -205,10 +205,12 @@ def _stacked_expert(arch: Architecture, mcore: str, hf: str, layer: int, expert:
         return (Part(hf + tensor, shape, expert, count),)
 
     fc1, fc2 = f"{mcore}linear_fc1.", f"{mcore}linear_fc2."
-    gate_up = InterleavedGateUp()
+    gate_up = InterleavedGatedMLP()
     yield Weight(f"{fc1}weight", (2 * wide, hidden), of("gate_up_proj", (hidden, 2 * wide)), gate_up, layer, expert)
     yield Weight(f"{fc1}bias", (2 * wide,), of("gate_up_proj_bias", (2 * wide,)), gate_up, layer, expert)
-    yield Weight(f"{fc2}weight", (hidden, wide), of("down_proj", (wide, hidden)), TransposedRows(), layer, expert)
+    yield Weight(
+        f"{fc2}weight", (hidden, wide), of("down_proj", (wide, hidden)), TransposedRowParallel(), layer, expert
+    )
     yield Weight(f"{fc2}bias", (hidden,), of("down_proj_bias", (hidden,)), Replicated(), layer, expert)
 
 
@@ -218,6 +220,6 @@ def _kinds(with_bias: bool, rest: Shape) -> tuple[tuple[str, Shape], ...]:
 
 
 def _whole(
-    name: str, hf_name: str, shape: Shape, form: Form, layer: int | None = None, expert: int | None = None
+    name: str, hf_name: str, shape: Shape, mapping: ParamMapping, layer: int | None = None, expert: int | None = None
 ) -> Weight:
-    return Weight(name, shape, (Part(hf_name, shape),), form, layer, expert)
+    return Weight(name, shape, (Part(hf_name, shape),), mapping, layer, expert)

@@ -28,7 +28,7 @@ from isoloss.models.conversion.hf_to_mcore import plan
 from isoloss.models.conversion.plan import Plan as FilePlan
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
-from isoloss.models.weights.checkpoint_names import Style, places
+from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader
 from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.models.weights.weight_map import weight_map
@@ -65,7 +65,7 @@ def check_weights(checkpoint: Path, folder: Path, dtype: torch.dtype | None = No
         whole = reader.whole(weight)
         if dtype is not None and weight.trained:
             whole = whole.to(dtype)
-        (place,) = places(weight, arch, style)
+        (place,) = checkpoint_rows(weight, arch, style)
         stored = found[place.key][place.index]
         if weight.shape[0] == VOCAB and weight.layer is None:
             assert stored.shape[0] == padded_vocab_size(VOCAB, 1) and not stored[VOCAB:].any()

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.checkpoint_names import Style, places
-from isoloss.models.weights.mappings import GateUp, Qkv
+from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows
+from isoloss.models.weights.mappings import QKV, GatedMLP
 from isoloss.models.weights.weight_map import Weight, weight_map
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -24,7 +24,7 @@ ORACLE = json.loads((Path(tiny_models.__file__).parent / "hashes.json").read_tex
 
 def te_name(weight: Weight, arch: Architecture) -> str:
     """What mbridge calls a weight: the parameter of Transformer Engine's spec, with grouped experts."""
-    (place,) = places(weight, arch, Style.PER_LAYER)
+    (place,) = checkpoint_rows(weight, arch, Style.PER_LAYER)
     if weight.expert is None:
         return place.key
     return place.key.replace(".experts.experts.", ".experts.") + str(weight.expert)
@@ -46,8 +46,8 @@ def test_every_shard_is_mbridges(family, tp, tmp_path):
     ours, shapes = {}, {}
     for weight, name, tensors in tiny(family, tmp_path):
         assert name not in ours
-        whole = weight.form.merge(tensors)
-        shards = [weight.form.shard(whole, tp, rank) for rank in range(tp)]
+        whole = weight.mapping.merge(tensors)
+        shards = [weight.mapping.shard(whole, tp, rank) for rank in range(tp)]
         ours[name] = [tiny_models.sha256(shard) for shard in shards]
         shapes[name] = [*shards[0].shape]
     if tp == 1:
@@ -61,15 +61,15 @@ def test_every_shard_is_mbridges(family, tp, tmp_path):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_hashes_tell_other_orders_apart(family, tmp_path):
-    num_controls = {Qkv: 0, GateUp: 0}
+    num_controls = {QKV: 0, GatedMLP: 0}
     for weight, name, tensors in tiny(family, tmp_path):
         whole, shards = ORACLE["families"][family][name]["sha256"], ORACLE["tp2"][family][name]
-        if isinstance(weight.form, Qkv):  # one after the other
+        if isinstance(weight.mapping, QKV):  # one after the other
             assert tiny_models.sha256(torch.cat(tensors)) != whole
-        elif isinstance(weight.form, GateUp):  # exchanged, and split over TP without regard to the halves
+        elif isinstance(weight.mapping, GatedMLP):  # exchanged, and split over TP without regard to the halves
             assert tiny_models.sha256(torch.cat(tensors[::-1])) != whole
             assert not {tiny_models.sha256(half) for half in torch.cat(tensors).chunk(2)} & {*shards}
         else:
             continue
-        num_controls[type(weight.form)] += 1
+        num_controls[type(weight.mapping)] += 1
     assert all(num_controls.values())

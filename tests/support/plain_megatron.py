@@ -19,7 +19,7 @@ from torch import nn
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.mappings import Columns, Vocabulary
+from isoloss.models.weights.mappings import ColumnParallel, Vocabulary
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 
@@ -153,14 +153,14 @@ def fill(model: GPTModel, arch: Architecture, hf: Path, mesh: Mesh, padded_vocab
             name = "embedding.word_embeddings.weight"
         weight = weights[name]
         whole = reader.whole(weight).to(parameter.dtype)
-        if isinstance(weight.form, Vocabulary):
+        if isinstance(weight.mapping, Vocabulary):
             padding = whole.new_full((padded_vocab - len(whole), whole.shape[1]), 9.0)
             shard = torch.cat([whole, padding]).chunk(mesh.layout.tp)[mesh.tp.rank()]
         elif weight.expert is not None:
-            shard = weight.form.shard(whole, mesh.layout.etp, mesh.etp.rank())
+            shard = weight.mapping.shard(whole, mesh.layout.etp, mesh.etp.rank())
         else:  # the local spec shards what Transformer Engine's replicates
-            form = Columns() if "_down_proj" in name else weight.form
-            shard = form.shard(whole, mesh.layout.tp, mesh.tp.rank())
+            mapping = ColumnParallel() if "_down_proj" in name else weight.mapping
+            shard = mapping.shard(whole, mesh.layout.tp, mesh.tp.rank())
         parameter.copy_(shard)
         filled.append(name)
     return filled

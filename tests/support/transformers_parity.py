@@ -57,7 +57,7 @@ def _by_hf_name(engine: Engine, named) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
     for name, whole in named:
-        for part, tensor in zip(weights[name].parts, weights[name].form.split(whole)):
+        for part, tensor in zip(weights[name].parts, weights[name].mapping.split(whole)):
             if part.row is None:
                 tensors[part.tensor] = tensor.clone()
             else:

@@ -31,8 +31,8 @@ def export(source, target, weights, stages=1, max_shard_bytes=4000):
 
     def stream(part):
         for weight in part:
-            whole = weight.form.merge([source.get(part) for part in weight.parts])
-            yield from zip((part.tensor for part in weight.parts), weight.form.split(whole))
+            whole = weight.mapping.merge([source.get(part) for part in weight.parts])
+            yield from zip((part.tensor for part in weight.parts), weight.mapping.split(whole))
 
     size = -(-len(weights) // stages)
     parts = [weights[k * size : (k + 1) * size] for k in range(stages)]

@@ -12,19 +12,22 @@ from isoloss.models.architecture import Architecture, Rope
 from isoloss.models.families import qwen2, qwen3
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.mappings import (
-    Columns,
-    GateUp,
-    InterleavedGateUp,
-    Qkv,
+    QKV,
+    ColumnParallel,
+    GatedMLP,
+    InterleavedGatedMLP,
     Replicated,
-    Rows,
-    TransposedRows,
+    RowParallel,
+    TransposedRowParallel,
     Vocabulary,
     padded_vocab_size,
 )
 from isoloss.models.weights.weight_map import num_parameters, weight_map
 from isoloss.parallel.errors import UserError
 
+MAPPINGS = [
+    Replicated, ColumnParallel, RowParallel, TransposedRowParallel, QKV, GatedMLP, InterleavedGatedMLP, Vocabulary
+]  # fmt: skip
 DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.int64])
 
 
@@ -53,13 +56,13 @@ def test_weight_map_covers_the_tensors_of_transformers_exactly(family, tie, tmp_
     assert trained == num_parameters(arch) == model.num_parameters()
     for weight in weights:
         tensors = [stored[part.tensor] if part.row is None else stored[part.tensor][part.row] for part in weight.parts]
-        whole = weight.form.merge(tensors)
+        whole = weight.mapping.merge(tensors)
         assert tuple(whole.shape) == weight.shape
-        assert all(torch.equal(a, b) for a, b in zip(weight.form.split(whole), tensors))
+        assert all(torch.equal(a, b) for a, b in zip(weight.mapping.split(whole), tensors))
         for tp in (1, 2):
-            shards = [weight.form.shard(whole, tp, rank) for rank in range(tp)]
+            shards = [weight.mapping.shard(whole, tp, rank) for rank in range(tp)]
             assert all(shard.is_contiguous() for shard in shards)
-            assert torch.equal(weight.form.unshard(shards), whole)
+            assert torch.equal(weight.mapping.unshard(shards), whole)
 
 
 def test_names_are_those_of_megatron_core_in_model_order():
@@ -83,35 +86,35 @@ def test_qkv_is_the_queries_of_a_group_then_its_key_then_its_value(rest):
     h, g, d = 6, 2, 4
     q, k, v = numbered((h, d, *rest)), numbered((g, d, *rest)) + 1000, numbered((g, d, *rest)) + 2000
     expected = torch.cat([q[0], q[1], q[2], k[0], v[0], q[3], q[4], q[5], k[1], v[1]])
-    whole = Qkv(h, g, d).merge([tensor.reshape(-1, *rest) for tensor in (q, k, v)])
+    whole = QKV(h, g, d).merge([tensor.reshape(-1, *rest) for tensor in (q, k, v)])
     assert torch.equal(whole, expected)
-    assert torch.equal(Qkv(h, g, d).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
+    assert torch.equal(QKV(h, g, d).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
 
 
 def test_more_ranks_than_kv_heads_take_runs_of_rows():
     whole = numbered((48, 3))
-    shards = [Qkv(8, 2, 4).shard(whole, 4, rank) for rank in range(4)]
-    assert torch.equal(torch.cat(shards), whole) and torch.equal(Qkv(8, 2, 4).unshard(shards), whole)
+    shards = [QKV(8, 2, 4).shard(whole, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(shards), whole) and torch.equal(QKV(8, 2, 4).unshard(shards), whole)
 
 
 def test_gate_and_up_are_sharded_each_for_itself():
     gate, up = numbered((4, 2)), numbered((4, 2)) + 100
-    whole = GateUp().merge([gate, up])
+    whole = GatedMLP().merge([gate, up])
     assert torch.equal(whole, torch.cat([gate, up]))
-    assert torch.equal(GateUp().shard(whole, 2, 1), torch.cat([gate[2:], up[2:]]))
+    assert torch.equal(GatedMLP().shard(whole, 2, 1), torch.cat([gate[2:], up[2:]]))
 
 
 def test_what_gpt_oss_stores_transposed_and_interleaved():
     gate, up = numbered((4, 2)), numbered((4, 2)) + 100
     stored = torch.stack([gate, up], 1).reshape(8, 2).T  # [inputs, gate 0, up 0, gate 1, ...]
-    assert torch.equal(InterleavedGateUp().merge([stored]), torch.cat([gate, up]))
-    assert torch.equal(InterleavedGateUp().merge([stored[0]]), torch.cat([gate, up])[:, 0])
-    assert torch.equal(TransposedRows().merge([gate.T]), gate)
+    assert torch.equal(InterleavedGatedMLP().merge([stored]), torch.cat([gate, up]))
+    assert torch.equal(InterleavedGatedMLP().merge([stored[0]]), torch.cat([gate, up])[:, 0])
+    assert torch.equal(TransposedRowParallel().merge([gate.T]), gate)
 
 
 def test_rows_and_replicated():
     whole = numbered((4, 6))
-    assert torch.equal(Rows().shard(whole, 2, 1), whole[:, 3:])
+    assert torch.equal(RowParallel().shard(whole, 2, 1), whole[:, 3:])
     assert torch.equal(Replicated().shard(whole, 2, 1), whole)
     assert Replicated().shard(whole, 2, 1).data_ptr() != whole.data_ptr()
 
@@ -138,20 +141,18 @@ def test_padded_vocab_size():
 
 @st.composite
 def forms(draw):
-    """(form, shapes of its Hugging Face tensors, tp) for sizes that tp divides."""
+    """(mapping, shapes of its Hugging Face tensors, tp) for sizes that tp divides."""
     tp = draw(st.sampled_from([1, 2, 4]))
     n, m, rest = (draw(st.integers(1, 5)) for _ in range(3))
-    kind = draw(
-        st.sampled_from([Replicated, Columns, Rows, TransposedRows, Qkv, GateUp, InterleavedGateUp, Vocabulary])
-    )
-    if kind is Qkv:
+    kind = draw(st.sampled_from(MAPPINGS))
+    if kind is QKV:
         g, d = tp * n, draw(st.integers(1, 4))
         tail = draw(st.sampled_from([(), (rest,)]))
-        return Qkv(g * m, g, d), [(g * m * d, *tail), (g * d, *tail), (g * d, *tail)], tp
-    if kind is GateUp:
-        return GateUp(), [(tp * n, m), (tp * n, m)], tp
-    if kind is InterleavedGateUp:
-        return InterleavedGateUp(), [(m, 2 * tp * n) if draw(st.booleans()) else (2 * tp * n,)], tp
+        return QKV(g * m, g, d), [(g * m * d, *tail), (g * d, *tail), (g * d, *tail)], tp
+    if kind is GatedMLP:
+        return GatedMLP(), [(tp * n, m), (tp * n, m)], tp
+    if kind is InterleavedGatedMLP:
+        return InterleavedGatedMLP(), [(m, 2 * tp * n) if draw(st.booleans()) else (2 * tp * n,)], tp
     if kind is Vocabulary:
         size = draw(st.integers(1, 600))
         return Vocabulary(size), [(size, m)], tp
@@ -161,14 +162,14 @@ def forms(draw):
 @settings(max_examples=200, deadline=None)
 @given(forms(), DTYPES)
 def test_there_and_back_again(case, dtype):
-    form, shapes, tp = case
+    mapping, shapes, tp = case
     tensors = [numbered(shape, dtype) + 1000 * i for i, shape in enumerate(shapes)]
-    whole = form.merge(tensors)
-    parts = form.split(whole)
+    whole = mapping.merge(tensors)
+    parts = mapping.split(whole)
     assert all(torch.equal(a, b) and a.dtype == dtype for a, b in zip(parts, tensors, strict=True))
-    shards = [form.shard(whole, tp, rank) for rank in range(tp)]
+    shards = [mapping.shard(whole, tp, rank) for rank in range(tp)]
     assert len({tuple(shard.shape) for shard in shards}) == 1
-    back = form.unshard(shards)
+    back = mapping.unshard(shards)
     assert torch.equal(back, whole) and back.dtype == dtype
 
 
@@ -176,11 +177,11 @@ def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
     with pytest.raises(
         UserError, match=r"parallel.tp=4 neither divides nor is a multiple of the model's 3 key/value heads"
     ):
-        Qkv(12, 3, 4).shard(numbered((72, 3)), 4, 0)
+        QKV(12, 3, 4).shard(numbered((72, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 MLP features"):
-        GateUp().shard(numbered((12, 3)), 4, 0)
+        GatedMLP().shard(numbered((12, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 input features"):
-        Rows().shard(numbered((4, 6)), 4, 0)
+        RowParallel().shard(numbered((4, 6)), 4, 0)
 
 
 def test_a_plain_architecture_needs_no_config_file():
@@ -201,9 +202,9 @@ def test_a_critic_has_a_head_of_its_own():
 def test_square_matrices_are_transposed_as_well():
     """The experts of gpt-oss are 2880 x 2880: no shape tells whether they were."""
     matrix = numbered((3, 3))
-    (back,) = TransposedRows().split(matrix)
+    (back,) = TransposedRowParallel().split(matrix)
     assert (
-        TransposedRows().merge([matrix]).tolist()
+        TransposedRowParallel().merge([matrix]).tolist()
         == back.tolist()
         == [[r[c] for r in matrix.tolist()] for c in range(3)]
     )
