@@ -95,22 +95,16 @@ def pack(
     all_lengths = (*spans, *rest)
     own_R = own_tokens(all_lengths, mesh)
     labelled_N = label[own_R].nonzero().squeeze(1)
-
-    def own(row: Tensor) -> Tensor:
-        return row[own_R].to(device)
-
-    def labelled(row: Tensor) -> Tensor:
-        return row[own_R[labelled_N]].to(device)
-
+    at_N = own_R[labelled_N]
     return PackedBatch(
-        tokens_R=own(tokens),
-        positions_R=own(positions),
+        tokens_R=tokens[own_R].to(device),
+        positions_R=positions[own_R].to(device),
         lengths=all_lengths,
         real_lengths=(*map(len, samples), *rest),
-        document_R=own(document),
-        origin_R=own(origin),
+        document_R=document[own_R].to(device),
+        origin_R=origin[own_R].to(device),
         labelled_N=labelled_N.to(device),
-        targets_N=labelled(targets),
-        weights_AN=labelled(target_weights.T).T,
-        fields={name: labelled(row) for name, row in fields.items()},
+        targets_N=targets[at_N].to(device),
+        weights_AN=target_weights[:, at_N].to(device),
+        fields={name: row[at_N].to(device) for name, row in fields.items()},
     )
