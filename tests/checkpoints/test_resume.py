@@ -228,7 +228,7 @@ def test_the_same_rows_elsewhere_are_the_same_run(own):
 
 def test_a_checkpoint_that_does_not_tell_its_rows(own, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(trainer, "record", lambda found: {"data.train": ["mine/rows.jsonl"]})  # as it was once
+        patch.setattr(trainer.RunData, "fingerprints", lambda data: [])  # as it was once
         assert launch.main("sft", Config, sft.run, own[1]) == 0
     capsys.readouterr()
     assert launch.main("sft", Config, sft.run, [*own[1], "checkpoint.resume=true"]) == 2

@@ -20,7 +20,7 @@ SMALL = {
     "intermediate_size": 48,
     "max_position_embeddings": 256,
 }
-TIMES = ("seconds", "tokens_per_second", "mfu", "generate_seconds", "train_seconds", "sync_seconds")
+TIMES = ("seconds", "tokens_per_second", "mfu", "generate_seconds", "train_seconds", "critic_seconds", "sync_seconds")
 AnyConfig = TypeVar("AnyConfig", Config, RLConfig)
 
 
