@@ -27,7 +27,8 @@ PINNED: Mapping[str, Any] = {
     "auto_map": None,
 }  # fmt: skip
 
-# No influence on logits or gradients: token ids, generation defaults, how outputs are returned, bookkeeping.
+# No influence on logits: token ids, generation defaults, how outputs are returned, bookkeeping. transformers gives the
+# embedding's row of pad_token_id no gradient; isoloss trains it like any other.
 IRRELEVANT = frozenset({
     "architectures", "transformers_version", "_name_or_path", "name_or_path", "_attn_implementation",
     "_attn_implementation_autoset", "attn_implementation", "unsloth_version", "unsloth_fixed", "transformers.js_config",
