@@ -14,7 +14,7 @@ from support.thinned import thinned
 from support.transformers_parity import make_samples
 
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.checkpoint_names import native_style, places
+from isoloss.models.weights.checkpoint_names import checkpoint_rows, native_style
 from isoloss.models.weights.manifest import check_checksums
 from isoloss.models.weights.manifest import read as read_manifest
 from isoloss.models.weights.weight_map import weight_map
@@ -46,7 +46,7 @@ def test_a_checkpoint_goes_on_in_another_layout(name, distributed_optimizer, tmp
     keys = {
         key for key in metadata.state_dict_metadata if not key.startswith("optimizer") and "_extra_state" not in key
     }
-    expected = {place.key for weight in weight_map(arch) for place in places(weight, arch, native_style(arch))}
+    expected = {place.key for weight in weight_map(arch) for place in checkpoint_rows(weight, arch, native_style(arch))}
     assert {key for key in keys if not key.startswith("chained")} == expected
 
 

@@ -29,8 +29,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batch import Sample
+from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
-from isoloss.models.mcore import gpt
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.weight_map import Part
 from isoloss.parallel import attention, vocab
@@ -140,7 +140,7 @@ def test_long_documents_and_a_vocabulary_in_chunks(name, one_rank, monkeypatch, 
     positions than the loss head takes at a time: a window, and sinks, reach over the borders."""
     monkeypatch.setattr(vocab, "CACHED_ELEMENTS", 5 * VOCAB)
     loss_head = partial(vocab.vocab_parallel_logprobs, chunk_elements=100 * VOCAB)
-    monkeypatch.setattr(gpt, "vocab_parallel_logprobs", loss_head)
+    monkeypatch.setattr(model_module, "vocab_parallel_logprobs", loss_head)
     folder = write_folder(name, tmp_path / "in", max_position_embeddings=2048)
     lengths = (1200, 3, 700, 9)
     assert max(lengths) > 2 * attention.QUERY_BLOCK

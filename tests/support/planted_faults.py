@@ -12,7 +12,7 @@ from torch import Tensor
 from isoloss.models.architecture import Rope
 from isoloss.models.conversion import mcore_to_hf
 from isoloss.models.weights import checkpoint_read, hf_checkpoint
-from isoloss.models.weights.mappings import GateUp, Qkv
+from isoloss.models.weights.mappings import QKV, GatedMLP
 from isoloss.models.weights.weight_map import Part, Weight, weight_map
 from isoloss.tools import verify_tensors
 
@@ -20,12 +20,12 @@ from isoloss.tools import verify_tensors
 def plain_qkv() -> contextlib.AbstractContextManager:
     """q, k and v one below the other, instead of by kv head."""
 
-    def split(self: Qkv, whole: Tensor) -> tuple[Tensor, ...]:
+    def split(self: QKV, whole: Tensor) -> tuple[Tensor, ...]:
         d = self.head_dim
         return whole.split([self.num_heads * d, self.num_kv_heads * d, self.num_kv_heads * d])
 
     return _patched(
-        Qkv,
+        QKV,
         split=split,
         merge=lambda self, tensors: torch.cat(list(tensors)),
     )
@@ -33,7 +33,7 @@ def plain_qkv() -> contextlib.AbstractContextManager:
 
 def gate_for_up() -> contextlib.AbstractContextManager:
     return _patched(
-        GateUp,
+        GatedMLP,
         split=lambda self, whole: whole.chunk(2, 0)[::-1],
         merge=lambda self, tensors: torch.cat(list(tensors)[::-1]),
     )

@@ -13,7 +13,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, apply_factories
 
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.checkpoint_names import native_style, places
+from isoloss.models.weights.checkpoint_names import checkpoint_rows, native_style
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.models.weights.weight_map import weight_map
@@ -26,7 +26,7 @@ def expected(folder: Path) -> dict[str, torch.Tensor]:
     arch, reader = read_architecture(folder), HFReader(folder)
     found: dict[str, torch.Tensor] = {}
     for weight in weight_map(arch):
-        (place,) = places(weight, arch, native_style(arch))
+        (place,) = checkpoint_rows(weight, arch, native_style(arch))
         found.setdefault(place.key, torch.zeros(*place.axes, *weight.shape))[place.index] = reader.whole(weight)
     return found
 

@@ -15,7 +15,7 @@ from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConf
 from isoloss.engine.packing import pack
 from isoloss.models.architecture import Architecture, Experts, Latent, Rope
 from isoloss.models.mcore import transformer_engine
-from isoloss.models.weights.checkpoint_names import local_name, native_style, places
+from isoloss.models.weights.checkpoint_names import checkpoint_rows, local_name, native_style
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError
 
@@ -131,7 +131,7 @@ def test_names_of_fused_modules_are_those_of_a_checkpoint(arch):
     for weight in weight_map(arch):
         if weight.layer is None:
             continue
-        (place,) = places(weight, arch, style)
+        (place,) = checkpoint_rows(weight, arch, style)
         name = place.key.removeprefix("decoder.layers.")
         if weight.expert is not None:
             name = name.replace("experts.experts.", "experts.") + str(weight.expert)
