@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.engine.config import LossConfig
+from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.sequence import sum_over_documents
 
@@ -52,6 +56,22 @@ class Term:
     coefficient: float = 1.0
     name: str = "loss"
 
+    def values(self, inputs: TokenInputs) -> Tensor:
+        """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
+        values_N, shape = self.per_token(inputs), tuple(inputs.document_N.shape)
+        if not isinstance(values_N, Tensor) or values_N.shape != shape:
+            kind = f"shape {tuple(values_N.shape)}" if isinstance(values_N, Tensor) else f"a {type(values_N).__name__}"
+            raise UserError(
+                f"{self.name}: {defined(self.per_token)} returned {kind} instead of shape {shape}: return one number "
+                "per target, neither summed nor averaged, which loss.aggregation does"
+            )
+        if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
+            raise UserError(
+                f"{self.name}: {defined(self.per_token)} returned numbers without a gradient: compute them from "
+                "inputs.logprobs_N, without detach() or item()"
+            )
+        return values_N
+
 
 @dataclass(frozen=True)
 class Loss:
@@ -90,6 +110,21 @@ class Loss:
     def aggregations(self) -> tuple[Aggregation, ...]:
         """The distinct ones, in the order of the terms."""
         return tuple(dict.fromkeys(term.aggregation for term in self.terms))
+
+
+class Fields(dict[str, Tensor]):
+    """Those of the samples, by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
+
+
+def defined(function: Callable[..., Any]) -> str:
+    """The name of a function, and where it stands."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
 
 
 def negative_log_likelihood(inputs: TokenInputs) -> Tensor:

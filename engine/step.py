@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.load_balancing import reduce_losses, routed_tokens
-from isoloss.engine.losses import Loss, TokenInputs
+from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
 from isoloss.models.mcore.gpt import forward_row
@@ -132,8 +132,7 @@ def run_step(
         weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
         value, sums, magnitudes = hidden.new_zeros(()), [], []
         for term in loss.terms:
-            per_token_N = term.per_token(inputs)
-            terms_N = weights_AN[modes.index(term.aggregation)] * per_token_N
+            terms_N = weights_AN[modes.index(term.aggregation)] * term.values(inputs)
             value = value + term.coefficient * terms_N.sum()
             sums.append(terms_N.detach().sum(dtype=torch.float64))
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
@@ -221,7 +220,7 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
             hidden, at, micro_batch.targets_N, temperature=loss.temperature, with_entropy=loss.needs_entropy
         )
     dtype = logprobs_N.dtype
-    fields = {name: values.to(dtype) for name, values in micro_batch.fields.items()}
+    fields = Fields({name: values.to(dtype) for name, values in micro_batch.fields.items()})
     documents = (micro_batch.document_N, len(micro_batch.lengths))
     return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, model.mesh.context)
 

@@ -61,7 +61,7 @@ def group_advantages(rewards_PG: Tensor) -> Tensor:
 def clip_loss(inputs: TokenInputs) -> Tensor:
     """PPO's clipped surrogate of every token, [N]; the engine weighs and sums it."""
     advantages_N = inputs.fields["advantages"]
-    ratio_N = torch.exp(inputs.logprobs_N - inputs.fields["old_logprobs"])
+    ratio_N = torch.exp(inputs.logprobs_N - inputs.fields["rollout_logprobs"])
     return -torch.minimum(ratio_N * advantages_N, ratio_N.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantages_N)
 
 
@@ -69,8 +69,8 @@ def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sampl
     """The tokens that were read and generated, never tokenized again; the completion's are learned from."""
     tokens_T = torch.tensor(prompt.tokens + completion.tokens)
     mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
-    old_logprobs_T = torch.tensor([0.0] * len(prompt.tokens) + list(completion.logprobs), dtype=torch.float64)
-    return Sample(tokens_T, mask_T, fields={"advantages": advantage * mask_T, "old_logprobs": old_logprobs_T})
+    logprobs_T = torch.tensor([0.0] * len(prompt.tokens) + list(completion.logprobs), dtype=torch.float64)
+    return Sample(tokens_T, mask_T, fields={"advantages": advantage * mask_T, "rollout_logprobs": logprobs_T})
 
 
 class Policy:

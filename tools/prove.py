@@ -171,10 +171,11 @@ def with_rollout(config: RLConfig, samples: Sequence[Sample], precision: str, po
     rng = np.random.default_rng(config.train.seed)
     one_rank = on_layout(config, Layout(), precision)
     near = pool.run(1, older_logprobs, one_rank, freeze(samples), config.train.seed)[0]
-    return [
-        dataclasses.replace(sample, fields=rollout_fields(near_T, sample.mask_T, rng))
-        for sample, near_T in zip(samples, near, strict=True)
-    ]
+    made_up = [rollout_fields(near_T, s.mask_T, rng) for s, near_T in zip(samples, near, strict=True)]
+    if not config.algorithm.uses_reference:  # as in a run
+        for fields in made_up:
+            del fields["ref_logprobs"]
+    return [dataclasses.replace(sample, fields=fields) for sample, fields in zip(samples, made_up)]
 
 
 def prove(

@@ -4,6 +4,7 @@ Each names its function as a user names one of his own: `module:function`, or `f
 when a run asks for them, so this page imports no torch.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -83,6 +84,17 @@ def imported(function: str, key: str) -> Callable[..., Any]:
 
 
 def check_functions(advantage: str, loss: str) -> None:
-    """Raises UserError where a function of the user's cannot be had."""
-    imported(advantage_of(advantage).function, "algorithm.advantage")
-    imported(loss_of(loss).function, "algorithm.loss")
+    """Raises UserError where a function of the user's cannot be had, or takes other arguments than it will get."""
+    of_advantage = imported(advantage_of(advantage).function, "algorithm.advantage")
+    of_loss = imported(loss_of(loss).function, "algorithm.loss")
+    if advantage not in ADVANTAGES:
+        _check_call(f"algorithm.advantage={advantage}", of_advantage, "(rewards_S, group_S, valid_S)", *"RGV")
+    if loss not in LOSSES:
+        _check_call(f"algorithm.loss={loss}", of_loss, "(inputs, algorithm)", "I", algorithm="A")
+
+
+def _check_call(named: str, function: Callable[..., Any], call: str, *arguments: Any, **keywords: Any) -> None:
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        raise UserError(f"{named} must take {call}: {error}") from None

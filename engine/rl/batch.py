@@ -19,6 +19,7 @@ from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import kl_estimator
 from isoloss.engine.rl.reference import Reference
 from isoloss.engine.rl.trajectory import Group, Trajectory
+from isoloss.parallel import UserError
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ def estimate(
         valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
         for index, penalty_T in enumerate(penalty):
             rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
-        advantages = [a * s.mask_T.double() for a, s in zip(function(rewards_S, group_S, valid_S), samples)]
+        advantages_S = one_number_each(function(rewards_S, group_S, valid_S), kind.function, len(samples))
+        advantages = [a * s.mask_T.double() for a, s in zip(advantages_S, samples)]
         return [{"advantages": a} for a in (whitened(samples, advantages) if kind.whitened else advantages)]
 
     estimated = []
@@ -186,6 +188,19 @@ def estimate(
     for sample_fields, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
         sample_fields["advantages"] = advantages_T
     return estimated
+
+
+def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
+    """What an advantage gave. Raises UserError where that is not a finite number for each of `count` completions."""
+    returned = f"algorithm.advantage={function} returned"
+    if not isinstance(advantages_S, Tensor) or advantages_S.shape != (count,):
+        kind = type(advantages_S).__name__
+        kind = f"shape {tuple(advantages_S.shape)}" if isinstance(advantages_S, Tensor) else f"a {kind}"
+        raise UserError(f"{returned} {kind} instead of shape ({count},): one number per completion")
+    if not advantages_S.isfinite().all():
+        first = int((~advantages_S.isfinite()).nonzero()[0])
+        raise UserError(f"{returned} {advantages_S[first]:g} for completion {first}: it must be finite")
+    return advantages_S
 
 
 def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from support import rl_runs
 from support.runs import rows_of
 
+from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
 from isoloss.engine.rl.config import RLConfig
-from isoloss.parallel import Layout
+from isoloss.parallel import Layout, UserError
 from isoloss.recipes import grpo, launch
 from isoloss.tools import prove
 
@@ -24,6 +27,21 @@ def squared(inputs, algorithm):
 def leaky(inputs, algorithm):
     \"\"\"It looks at its neighbours in the micro-batch: another layout, another loss.\"\"\"
     return inputs.logprobs_N - inputs.logprobs_N.mean()
+
+def summed(inputs, algorithm):
+    return -inputs.logprobs_N.sum()
+
+def far_from_the_reference(inputs, algorithm):
+    return inputs.fields["ref_logprobs"] - inputs.logprobs_N
+
+def of_three(inputs, algorithm, clip_higher):
+    return -inputs.logprobs_N
+
+def mean_reward(rewards_S, group_S, valid_S):
+    return rewards_S.mean()
+
+def infinite(rewards_S, group_S, valid_S):
+    return torch.arange(len(rewards_S)) / torch.zeros(len(rewards_S))
 
 def centred(rewards_S, group_S, valid_S):
     \"\"\"Less a constant.\"\"\"
@@ -84,6 +102,8 @@ def test_prove_judges_a_loss_of_ones_own(pool, functions, tmp_path, capsys, func
         ("algorithm.loss=nowhere.py:f", "names a file that is not there"),
         ("algorithm.advantage={}:f", "names no function"),
         ("algorithm.advantage=grpoo", "is not one of grpo, .* or file.py:function"),
+        ("algorithm.loss={}:of_three", r"must take \(inputs, algorithm\): missing a required argument: 'clip_higher'"),
+        ("algorithm.advantage={}:squared", r"must take \(rewards_S, group_S, valid_S\): too many positional"),
     ],
 )
 def test_a_mistake_is_one_line(run, functions, capsys, override, says):
@@ -91,3 +111,42 @@ def test_a_mistake_is_one_line(run, functions, capsys, override, says):
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert status == 2 and line.startswith("isoloss: error: algorithm.") and not folder.exists()
     assert re.search(says, line)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("algorithm.loss={}:summed", r"policy_loss: summed \({}:12\) returned shape \(\) instead of shape \(\d+,\): "),
+        (
+            "algorithm.loss={}:far_from_the_reference",
+            "asks for the field 'ref_logprobs', but the samples have advantages",
+        ),
+        (
+            "algorithm.advantage={}:mean_reward",
+            r"returned shape \(\) instead of shape \(8,\): one number per completion",
+        ),
+        ("algorithm.advantage={}:infinite", "returned nan for completion 0: it must be finite"),
+    ],
+)
+def test_a_result_that_is_not_one_number_each_ends_the_run(run, functions, capsys, override, says):
+    status, folder = run(override.format(functions))
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert status == 2 and re.search(says.format(functions), line), line
+    assert not (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    ("function", "says"),
+    [
+        (lambda inputs: inputs.logprobs_N.unsqueeze(1), r"returned shape \(3, 1\) instead of shape \(3,\)"),
+        (lambda inputs: inputs.logprobs_N[:1], r"returned shape \(1,\) instead of shape \(3,\)"),
+        (lambda inputs: 0.5, "returned a float instead of shape"),
+        (lambda inputs: inputs.logprobs_N.detach(), "returned numbers without a gradient"),
+    ],
+)
+def test_a_term_is_one_number_per_target_with_a_gradient(function, says):
+    inputs = TokenInputs(torch.zeros(3, requires_grad=True), None, None, {}, torch.zeros(3), 1, dist.group.WORLD)
+    with pytest.raises(UserError, match=r"loss: <lambda> \(.*test_own_functions.py:\d+\) " + says):
+        Loss.of(function).terms[0].values(inputs)
+    with torch.no_grad():
+        assert Loss.of(negative_log_likelihood).terms[0].values(inputs).tolist() == [0, 0, 0]

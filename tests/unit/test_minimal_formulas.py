@@ -36,7 +36,7 @@ def test_advantages_are_of_a_group():
     ],
 )
 def test_the_loss_is_ppos(ratio, advantage, loss, one_rank):
-    fields = {"advantages": torch.tensor([advantage]), "old_logprobs": torch.tensor([-1.0])}
+    fields = {"advantages": torch.tensor([advantage]), "rollout_logprobs": torch.tensor([-1.0])}
     logprobs_N, document_N = torch.tensor([-1.0 + math.log(ratio)]), torch.zeros(1, dtype=torch.int64)
     inputs = TokenInputs(logprobs_N, None, None, fields, document_N, 1, one_rank)
     assert minimal_rl.clip_loss(inputs).item() == pytest.approx(loss, rel=1e-6)
@@ -47,7 +47,7 @@ def test_a_sample_learns_from_the_completion_alone():
     assert sample.tokens_T.tolist() == [4, 5, 6, 7, 8]
     assert sample.mask_T.tolist() == [False, False, False, True, True]
     assert sample.fields["advantages"].tolist() == [0, 0, 0, 3, 3]
-    assert sample.fields["old_logprobs"].tolist() == [0, 0, 0, -0.5, -1.0]
+    assert sample.fields["rollout_logprobs"].tolist() == [0, 0, 0, -0.5, -1.0]
 
 
 def test_the_reward_is_for_a_right_answer_that_was_ended():
