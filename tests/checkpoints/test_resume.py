@@ -25,7 +25,7 @@ from isoloss.engine.config import (
 )
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import launch, sft
-from isoloss.tools.prove import on_layout
+from isoloss.tools.proof import on_layout
 
 STEPS, SAVED = 8, 4
 

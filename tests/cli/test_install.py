@@ -56,7 +56,7 @@ def test_a_recipe_runs_from_a_wheel(installed, tmp_path):
     assert "wrote" in told and (tmp_path / "mcore/.metadata").is_file()
 
 
-@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "isoloss-prove"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_and_a_mistake_do_not_wait_for_torch(command, capsys):
     """torch and Megatron-Core take seven seconds of the processor."""
     module, _, function = COMMANDS[command].partition(":")

@@ -20,7 +20,7 @@ from isoloss.engine.losses import Loss
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import launch, sft
 from isoloss.tools.parity import freeze
-from isoloss.tools.prove import on_layout
+from isoloss.tools.proof import on_layout
 
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "sequences", "micro_batches", "seconds",
            "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip

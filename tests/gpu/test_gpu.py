@@ -24,7 +24,7 @@ from isoloss.engine.config import Config
 from isoloss.parallel import Layout
 from isoloss.parallel.vocab import unrounded_logits
 from isoloss.recipes.launch import compose_config
-from isoloss.tools import prove
+from isoloss.tools import proof
 from isoloss.tools.parity import Case, freeze
 from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
 
@@ -42,7 +42,7 @@ def config(tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="module")
 def samples(config):
-    return prove.first_batch(config, NO_BUG)
+    return proof.first_batch(config, NO_BUG)
 
 
 def test_logits_of_bf16_weights_are_not_rounded():
@@ -55,11 +55,11 @@ def test_logits_of_bf16_weights_are_not_rounded():
 @pytest.mark.parametrize("precision", ("fp64", "fp32"))
 def test_every_layout_agrees(config, samples, precision):
     cases = [
-        Case(budget, prove.loss_config(mode, config))
+        Case(budget, proof.loss_config(mode, config))
         for mode in ("token-mean", "seq-mean-token-mean")
         for budget in (600, 0)
     ]
-    rows = prove.prove(config, samples, {Layout.parse(layout): cases for layout in LAYOUTS}, precision)
+    rows = proof.prove(config, samples, {Layout.parse(layout): cases for layout in LAYOUTS}, precision)
     assert all(row.against.passed for row in rows), [row.against.reason for row in rows]
 
 
@@ -78,9 +78,9 @@ def test_one_call_for_all_documents_is_dense_attention(ring):
 
 @pytest.mark.parametrize("bug", ("mean-of-micro-batch-means", "dropped-micro-batch"))
 def test_planted_bugs_show(config, bug):
-    samples = prove.first_batch(config, PLANTED_BUGS[bug])
-    cases = [Case(budget, prove.loss_config("token-mean", config)) for budget in (600, 0)]
-    rows = prove.prove(config, samples, {Layout(): cases}, "fp64", PLANTED_BUGS[bug])
+    samples = proof.first_batch(config, PLANTED_BUGS[bug])
+    cases = [Case(budget, proof.loss_config("token-mean", config)) for budget in (600, 0)]
+    rows = proof.prove(config, samples, {Layout(): cases}, "fp64", PLANTED_BUGS[bug])
     assert [row.against.passed for row in rows] == [False, True]
 
 

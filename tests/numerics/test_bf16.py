@@ -10,7 +10,7 @@ from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
 from isoloss.tools.parity import freeze
 from isoloss.tools.planted_bugs import NO_BUG
-from isoloss.tools.prove import first_batch, on_layout
+from isoloss.tools.proof import first_batch, on_layout
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from isoloss.engine.config import LossConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
-from isoloss.tools import prove
+from isoloss.tools import proof, prove
 from isoloss.tools.certificate import ProofRun, claims, verdict
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
 from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
@@ -62,20 +62,20 @@ def test_a_proof_on_the_shipped_model_and_data(pool, tmp_path, capsys):
     arguments = ["--layouts", "dp2,ulysses2", "batch.global_size=6", f"data.cache_dir={tmp_path}/cache"]
     modes = ["--aggregations", "token-mean,prompt-mean-token-mean"]
     assert prove.main([*arguments, *modes, "--out", str(tmp_path)], pool) == 0
-    proof = json.loads((tmp_path / "proof.json").read_text())
-    assert proof["proved"] and len(proof["runs"]) == 10
-    assert all(verdict.startswith("proved by") for verdict in proof["claims"].values())
-    assert set(proof["claims"]) == {"layouts", "micro-batches", "token-mean", "prompt-mean-token-mean"}
-    assert all(r["gradient_error"] <= 1e-10 and r["loss_error"] <= 1e-12 for r in proof["runs"])
+    certificate = json.loads((tmp_path / "proof.json").read_text())
+    assert certificate["proved"] and len(certificate["runs"]) == 10
+    assert all(verdict.startswith("proved by") for verdict in certificate["claims"].values())
+    assert set(certificate["claims"]) == {"layouts", "micro-batches", "token-mean", "prompt-mean-token-mean"}
+    assert all(r["gradient_error"] <= 1e-10 and r["loss_error"] <= 1e-12 for r in certificate["runs"])
     assert (tmp_path / "proof.png").read_bytes().startswith(b"\x89PNG")
     assert "proved: 10 of 10 runs agree" in capsys.readouterr().out
 
 
 def test_budgets_come_from_the_data(run):
     """One micro-batch a rank, three, and one sample each; on two dp ranks of three samples the last two are one."""
-    status, proof, told = run(layouts="1,dp2,pp2+vpp2")
+    status, certificate, told = run(layouts="1,dp2,pp2+vpp2")
     assert status == 0, told
-    counts = Counter((r["layout"], r["micro_batches"]) for r in proof["runs"])
+    counts = Counter((r["layout"], r["micro_batches"]) for r in certificate["runs"])
     assert counts == dict.fromkeys(
         [("1", 1), ("1", 3), ("1", 6), ("dp2", 1), ("dp2", 3), ("pp2+vpp2", 2), ("pp2+vpp2", 4), ("pp2+vpp2", 6)], 1
     )
@@ -84,17 +84,17 @@ def test_budgets_come_from_the_data(run):
 
 def test_budgets_that_give_the_same_micro_batches_run_once(run):
     """And where nothing was cut into micro-batches, nothing is proved about them."""
-    status, proof, told = run("--budgets", "8192,0", layouts="dp2")
-    assert [r["micro_batches"] for r in proof["runs"]] == [1]
-    assert status == 1 and not proof["proved"] and "NOT proved: 1 of 1 runs agree" in told
-    assert proof["claims"]["micro-batches"].startswith("not exercised: leave --budgets out")
-    assert proof["claims"]["layouts"] == "proved by 1 runs: dp2"
+    status, certificate, told = run("--budgets", "8192,0", layouts="dp2")
+    assert [r["micro_batches"] for r in certificate["runs"]] == [1]
+    assert status == 1 and not certificate["proved"] and "NOT proved: 1 of 1 runs agree" in told
+    assert certificate["claims"]["micro-batches"].startswith("not exercised: leave --budgets out")
+    assert certificate["claims"]["layouts"] == "proved by 1 runs: dp2"
 
 
 def test_one_rank_proves_nothing_about_layouts(run):
-    status, proof, _ = run(layouts="1")
-    assert status == 1 and proof["claims"]["layouts"].startswith("not exercised: name a layout")
-    assert proof["claims"]["token-mean"] == "proved by 2 runs"
+    status, certificate, _ = run(layouts="1")
+    assert status == 1 and certificate["claims"]["layouts"].startswith("not exercised: name a layout")
+    assert certificate["claims"]["token-mean"] == "proved by 2 runs"
 
 
 def row(layout: str, filled: int, mode: str) -> ProofRun:
@@ -160,11 +160,11 @@ def test_every_bug_can_be_shown_but_one_of_several_steps():
 @pytest.mark.parametrize("bug", SHOWN_BY)
 def test_a_planted_bug_fails_where_it_shows_and_only_there(run, bug):
     model, layouts, arguments = SHOWN_BY[bug]
-    status, proof, told = run("--plant", bug, *arguments, model=model, layouts=layouts)
+    status, certificate, told = run("--plant", bug, *arguments, model=model, layouts=layouts)
     assert "as it must be: the bug is caught" in told, told
-    assert status == 1 and not proof["proved"] and proof["planted_bug"] == bug
-    spoiled = [r for r in proof["runs"] if r["must_fail"]]
-    untouched = [r for r in proof["runs"] if not r["must_fail"]]
+    assert status == 1 and not certificate["proved"] and certificate["planted_bug"] == bug
+    spoiled = [r for r in certificate["runs"] if r["must_fail"]]
+    untouched = [r for r in certificate["runs"] if not r["must_fail"]]
     assert spoiled and untouched
     # The gradient alone gives every bug away: a loss check is too weak, and the canary sees some of them only.
     warned = ["canary: " in r["reason"] for r in spoiled]
@@ -215,9 +215,11 @@ def test_the_gradient_norm_counts():
     ],
 )
 def test_a_proof_of_a_policy_loss(run, loss, keys):
-    status, proof, told = run("--loss", loss, *keys, layouts="dp2,ulysses2")
-    assert status == 0 and proof["loss"] == loss, told
-    assert {r["aggregation"] for r in proof["runs"]} == {"seq-mean-token-mean" if loss == "gspo" else "token-mean"}
+    status, certificate, told = run("--loss", loss, *keys, layouts="dp2,ulysses2")
+    assert status == 0 and certificate["loss"] == loss, told
+    assert {r["aggregation"] for r in certificate["runs"]} == {
+        "seq-mean-token-mean" if loss == "gspo" else "token-mean"
+    }
 
 
 def test_what_is_made_up_reaches_every_branch(pool, models):
@@ -226,11 +228,11 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
     data = [f"data.train={ASSETS}/tiny/eval.jsonl", f"data.cache_dir={models}/cache"]
     config = prove.configuration("clip", [*keys, *data])
     assert isinstance(config, RLConfig)
-    samples = prove.with_rollout(config, prove.first_batch(config, NO_BUG), "fp64", pool)
+    samples = proof.with_rollout(config, proof.first_batch(config, NO_BUG), "fp64", pool)
     advantages = torch.cat([s.fields["advantages"] for s in samples])
     assert (advantages > 0).any() and (advantages < 0).any()
     assert all((values[~s.mask_T] == 0).all() for s in samples for values in s.fields.values())
-    rows = prove.prove(config, samples, {Layout(): [Case(0, config.loss, config)]}, "fp64", pool=pool)
+    rows = proof.prove(config, samples, {Layout(): [Case(0, config.loss, config)]}, "fp64", pool=pool)
     details = rows[0].measured.details
     assert 0.05 < details["clip_fraction"] < 0.5
     assert details["kl"] > 1e-3 and 0.05 < details["train_rollout_logprob_diff"] < 0.2
@@ -248,19 +250,19 @@ def test_what_is_made_up_reaches_every_branch(pool, models):
 )
 def test_a_planted_bug_that_cannot_show_is_refused(run, bug, arguments, needs):
     layout = "dp2" if bug.startswith("sequence") else "ulysses2"
-    status, proof, told = run("--plant", bug, *arguments, layouts=layout)
-    assert status == 2 and not proof
+    status, certificate, told = run("--plant", bug, *arguments, layouts=layout)
+    assert status == 2 and not certificate
     assert told.count("\n") == 1 and f"--plant {bug} shows in none of these runs" in told and needs in told
 
 
 def test_a_batch_of_one_row_is_refused(run):
-    status, proof, told = run("batch.global_size=1")
-    assert status == 2 and not proof and "needs at least two rows in the batch" in told and told.count("\n") == 1
+    status, certificate, told = run("batch.global_size=1")
+    assert status == 2 and not certificate and "needs at least two rows in the batch" in told and told.count("\n") == 1
 
 
 def test_zero_gradients_fail_end_to_end(run, monkeypatch):
     """A batch without a target has zero gradients everywhere: equal on every layout, and no proof."""
-    original = prove.first_batch
+    original = proof.first_batch
 
     def masked(config, bug):
         samples = original(config, bug)
@@ -268,9 +270,9 @@ def test_zero_gradients_fail_end_to_end(run, monkeypatch):
             sample.mask_T.zero_()
         return samples
 
-    monkeypatch.setattr(prove, "first_batch", masked)
-    status, proof, _ = run(layouts="dp2")
-    assert status == 1 and all("zero: nothing is proved" in r["reason"] for r in proof["runs"])
+    monkeypatch.setattr(proof, "first_batch", masked)
+    status, certificate, _ = run(layouts="dp2")
+    assert status == 1 and all("zero: nothing is proved" in r["reason"] for r in certificate["runs"])
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from isoloss.parallel import Layout
 from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
 from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
 from isoloss.tools.pool import WorkerPool
-from isoloss.tools.prove import on_layout
+from isoloss.tools.proof import on_layout
 
 
 class Grid:

@@ -19,7 +19,7 @@ from isoloss.engine.rl.trajectory import Completion
 from isoloss.engine.run import BadStepGuard, Run
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.prove import on_layout
+from isoloss.tools.proof import on_layout
 from support.runs import write_model, write_rows
 from support.training import Arrays, Killed, weights
 

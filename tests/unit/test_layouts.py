@@ -10,7 +10,7 @@ from isoloss.engine.config import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts, Rope
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.prove import on_layout
+from isoloss.tools.proof import on_layout
 
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
 CONFIG = Config(ModelConfig("anywhere"))

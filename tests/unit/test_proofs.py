@@ -17,7 +17,7 @@ from isoloss.models.weights.manifest import FileRecord
 from isoloss.models.weights.mappings import Replicated, Vocabulary
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, UserError
-from isoloss.tools import prove, verify, verify_logits, verify_tensors
+from isoloss.tools import proof, verify, verify_logits, verify_tensors
 from isoloss.tools.certificate import ProofRun, claims
 from isoloss.tools.fabricated import rollout_fields
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
@@ -57,11 +57,11 @@ def test_a_prompt_of_one_sample_with_targets_is_a_sequence():
 
 def test_the_same_row_again_is_no_second_row(monkeypatch):
     data = SimpleNamespace(train=[Sample(torch.arange(4), torch.arange(4) > 0)] * 3)
-    monkeypatch.setattr(prove, "read_architecture", lambda path: None)
-    monkeypatch.setattr(prove, "load_data", lambda config, arch: data)
-    monkeypatch.setattr(prove, "step_indices", lambda *args: np.array([1, 1, 1]))
+    monkeypatch.setattr(proof, "read_architecture", lambda path: None)
+    monkeypatch.setattr(proof, "load_data", lambda config, arch: data)
+    monkeypatch.setattr(proof, "step_indices", lambda *args: np.array([1, 1, 1]))
     with pytest.raises(UserError, match="one row over and over"):
-        prove.first_batch(Config(ModelConfig("anywhere")), NO_BUG)
+        proof.first_batch(Config(ModelConfig("anywhere")), NO_BUG)
 
 
 def test_made_up_fields_are_nothing_where_nothing_is_asked():
