@@ -121,12 +121,15 @@ class ExpertNames:
 
     module: of router and experts. projections: of an expert: gate, up, down.
     stacked: gate_up_proj and down_proj hold those of all experts, transposed, gate and up interleaved (gpt-oss).
+    selection_bias, shared: of the selection bias and of the shared experts, below the module.
     """
 
     module: str = "mlp"
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     stacked: bool = False
+    selection_bias: str = "gate.e_score_correction_bias"
+    shared: str = "shared_experts"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,17 @@ from types import ModuleType
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from isoloss.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    gpt_oss,
+    llama,
+    mistral,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError

@@ -183,10 +183,11 @@ def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
     if arch.linear_bias:
         yield _whole(f"{mcore}router.bias", f"{router}.bias", (moe.count,), Replicated(), layer)
     if moe.selection_bias:
-        bias = Part(f"{router}.e_score_correction_bias", (moe.count,))
+        bias = Part(f"{hf}{moe.names.selection_bias}", (moe.count,))
         yield Weight(f"{mcore}router.expert_bias", bias.shape, (bias,), Replicated(), layer, trained=False)
     if moe.shared_size:
-        yield from _mlp(f"{mcore}shared_experts.", f"{hf}shared_experts.", arch.hidden_size, moe.shared_size, layer)
+        prefix = f"{hf}{moe.names.shared}."
+        yield from _mlp(f"{mcore}shared_experts.", prefix, arch.hidden_size, moe.shared_size, layer)
     for expert in range(moe.count):
         name = f"{mcore}experts.local_experts.{expert}."
         if moe.names.stacked:

@@ -218,8 +218,7 @@ def reference(pool, tmp_path_factory) -> Callable[[str], tuple[Path, Evaluated]]
     return of
 
 
-# In `make test-all` every layout with some families, and every family with some layouts.
-@pytest.mark.parametrize(("name", "layout"), thinned(SHARDED, lambda row: SHARDED.index(row) % 3 == 0))
+@pytest.mark.parametrize(("name", "layout"), SHARDED)
 def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, reference, pool):
     """Latent attention, windows, sinks and experts, sharded, in fp64."""
     parallel = LAYOUTS[layout]

@@ -26,19 +26,29 @@ def group_of(item: pytest.Item) -> str | None:
 
 
 def mark(items: list[pytest.Item], rows: Mapping[str, Mapping[str, str]], marker: pytest.MarkDecorator) -> list[str]:
-    """Marks what `rows` leaves out; returns what it names and no test of these files has."""
-    unmatched = {}
+    """Marks what `rows` leaves out; returns what it names in vain: what no test of these files has, and patterns of
+    slow rows alone."""
+    in_vain: dict[tuple[str, str], dict[str, str]] = {}
     for item in items:
         file, _, name = item.nodeid.removeprefix("tests/").partition("::")
         for test, patterns in rows.get(file, {}).items():
             function, _, row = name.removesuffix("]").partition("[")
-            missing = unmatched.setdefault((file, test), {"", *patterns.split()})
+            found = in_vain.setdefault((file, test), dict.fromkeys(["", *patterns.split()], "matches nothing"))
             if fnmatchcase(function, test) and (row or test != "*"):
                 matched = {pattern for pattern in patterns.split() if fnmatchcase(row, pattern)}
-                missing -= {"", *matched}
+                found.pop("", None)
+                for pattern in matched & found.keys():
+                    if item.get_closest_marker("slow"):
+                        found[pattern] = "matches slow rows only"
+                    else:
+                        del found[pattern]
                 if not matched:
                     item.add_marker(marker)
-    return [f"{file}::{test} {pattern}" for (file, test), missing in unmatched.items() for pattern in sorted(missing)]
+    return [
+        f"{file}::{test}{pattern and f'[{pattern}]'} {why}"
+        for (file, test), found in in_vain.items()
+        for pattern, why in found.items()
+    ]
 
 
 class Schedule:
@@ -46,9 +56,10 @@ class Schedule:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        unmatched = [*mark(items, QUICK, pytest.mark.full), *mark(items, ORDINARY, pytest.mark.slow)]
-        if unmatched and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"tests/support/rows.py names what is not there: {'; '.join(unmatched)}")
+        # The slow ones first: a row that is slow cannot be quick.
+        in_vain = [*mark(items, ORDINARY, pytest.mark.slow), *mark(items, QUICK, pytest.mark.full)]
+        if in_vain and not any("::" in argument for argument in config.args):
+            raise pytest.UsageError(f"tests/support/rows.py names tests in vain: {'; '.join(in_vain)}")
         groups = {item: group_of(item) for item in items}
         for item, group in groups.items():
             if group is not None:

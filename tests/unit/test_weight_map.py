@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import FAMILIES, make, published, tensors_of
 
-from isoloss.models.architecture import Architecture, Rope
-from isoloss.models.families import qwen2, qwen3
+from isoloss.models.architecture import Architecture, ExpertNames, Rope
+from isoloss.models.families import glm4_moe, qwen2, qwen3
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.mappings import (
     QKV,
@@ -79,6 +79,22 @@ def test_names_are_those_of_megatron_core_in_model_order():
     names = [weight.name for weight in weight_map(qwen3.architecture(published("qwen3", tie_word_embeddings=True)))]
     assert "output_layer.weight" not in names
     assert f"{layer}self_attention.q_layernorm.weight" in names and f"{layer}self_attention.k_layernorm.weight" in names
+
+
+def test_a_family_names_all_that_belongs_to_experts():
+    """As Hunyuan V3 does, and with a module and projections of other names as well."""
+    arch = glm4_moe.architecture(published("glm-4.5"))
+    names = ExpertNames("moe", "router.gate", ("w1", "w3", "w2"), selection_bias="expert_bias", shared="shared_mlp")
+    arch = replace(arch, experts=replace(arch.experts, names=names))
+    found = {weight.name: [part.tensor for part in weight.parts] for weight in weight_map(arch)}
+    mcore, hf = "decoder.layers.1.mlp.", "model.layers.1.moe."
+    assert found[f"{mcore}router.weight"] == [f"{hf}router.gate.weight"]
+    assert found[f"{mcore}router.expert_bias"] == [f"{hf}expert_bias"]
+    assert found[f"{mcore}experts.local_experts.3.linear_fc2.weight"] == [f"{hf}experts.3.w2.weight"]
+    assert found[f"{mcore}shared_experts.linear_fc1.weight"] == [
+        f"{hf}shared_mlp.gate_proj.weight",
+        f"{hf}shared_mlp.up_proj.weight",
+    ]
 
 
 @pytest.mark.parametrize("rest", [(), (3,)])
