@@ -1,6 +1,6 @@
 """The nouns of a training step.
 
-Shape suffixes: T tokens of one sample, R tokens of a packed row, N labelled tokens on this rank, S samples.
+Shape suffix: T tokens of one sample.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Balancing the load of experts: what the configuration asks of the routers, and the weights of their losses.
 
-Shape suffixes: B losses, O tokens of the step, R tokens of this rank's slice, L layers with experts on this rank, E
-experts.
+Shape suffixes: A losses, O tokens of the step, R tokens of this rank's slice, Z of those that its routers see,
+S documents of the row, L layers with experts on this rank, E experts.
 """
 
 from collections.abc import Sequence
@@ -52,12 +52,12 @@ def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: 
     tokens = TokenCounts.from_lengths(lengths)
     ones = [torch.ones(length) for length in lengths]
     summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
-    weights_BO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []
-    for weights_O, router_loss in zip(weights_BO, balancing.losses):
+    weights_AO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []
+    for weights_O, router_loss in zip(weights_AO, balancing.losses):
         weights, counted = token_weights(ones, tokens, Aggregation("sum") if summed else router_loss.aggregation)
         weights_O[:-1] = torch.cat([*weights, weights_O[:0]])
         counts.append(counted)
-    return RouterLosses(balancing.losses, weights_BO.to(device), counts)
+    return RouterLosses(balancing.losses, weights_AO.to(device), counts)
 
 
 def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLosses | None) -> RoutedTokens:
@@ -66,17 +66,17 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLos
     def own(row_R: Tensor) -> Tensor:
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
-    document_T, origin_T = own(micro_batch.document_R), own(micro_batch.origin_R)
-    length_D = torch.tensor(micro_batch.real_lengths, device=document_T.device)
-    return RoutedTokens(document_T, origin_T, length_D, mesh.megatron.tp_cp, router_losses)
+    document_Z, origin_Z = own(micro_batch.document_R), own(micro_batch.origin_R)
+    length_S = torch.tensor(micro_batch.real_lengths, device=document_Z.device)
+    return RoutedTokens(document_Z, origin_Z, length_S, mesh.megatron.tp_cp, router_losses)
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:
     """The sum of each loss, without its coefficient, and of the weights that went into it, over all ranks.
 
-    Collectives: one all-reduce of 2B numbers over dp x context and one over tp x pp.
+    Collectives: one all-reduce of 2A numbers over dp x context and one over tp x pp.
     """
-    totals = torch.stack([router_losses.sums_B, router_losses.consumed_B])
+    totals = torch.stack([router_losses.sums_A, router_losses.consumed_A])
     dist.all_reduce(totals, group=mesh.dp_context)
     dist.all_reduce(totals, group=mesh.stage)
     sums, consumed = totals.tolist()

@@ -1,6 +1,6 @@
 """Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
 
-Shape suffixes: R tokens of this rank's slice, N labelled positions in it, A aggregations of the loss.
+Shape suffixes: T tokens of one sample, R of this rank's slice, N labelled positions in it, A aggregations of the loss.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,6 +1,7 @@
 """One pass over the samples of a step: plan, weights, packed micro-batches, schedule, metrics. SFT and RL share it.
 
-Shape suffixes: T tokens of one sample, N labelled positions on this rank, A aggregations of the loss.
+Shape suffixes: T tokens of one sample, R of this rank's slice of a packed row, N labelled positions on this rank,
+A aggregations of the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence

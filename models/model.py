@@ -48,7 +48,7 @@ class Model:
     dtype: of the weights.
     stages: layers of each pipeline stage, in the order of the model.
 
-    Shape suffix: N labelled positions of this rank's slice of a packed row.
+    Shape suffixes: N labelled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
     """
 
     chunks: Sequence[nn.Module]

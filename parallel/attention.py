@@ -1,8 +1,7 @@
 """Attention over packed rows: within a rank, and over a grid of Ulysses x ring ranks.
 
-Shape suffixes: R tokens of this rank's slice of a packed row, G tokens of what its ring rank holds (without a ring the
-whole row), T of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or key head,
-E of a value head, U Ulysses degree.
+Shape suffixes: R tokens of this rank's slice of a packed row, W tokens of its ring rank (without a ring the whole row),
+T of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or a key, U of a value.
 """
 
 from dataclasses import dataclass, replace
@@ -49,43 +48,43 @@ class Heads:
 def grid_attention(
     query_RHD: Tensor,
     key_RKD: Tensor,
-    value_RKE: Tensor,
+    value_RKU: Tensor,
     lengths: tuple[int, ...],
     ulysses: dist.ProcessGroup,
     ring: dist.ProcessGroup,
     heads: Heads,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split over ring x ulysses. Returns [R, H, E].
+    """Causal attention within each document of a row that is split over ring x ulysses. Returns [R, H, U].
 
-    One all-to-all over `ulysses` brings all tokens of the ring rank, for H/U query heads and the key/value heads they
-    read, to each rank, a second one takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). In between, keys and
-    values go round the ring. Key/value heads are repeated where U does not divide them; autograd sums the gradients of
-    the copies. Collectives: two all-to-alls each way over `ulysses`, and those of `ring_attention`.
+    One all-to-all over `ulysses` brings all tokens of the ring rank, for H/degree query heads and the key/value heads
+    they read, to each rank, a second one takes the result back (DeepSpeed-Ulysses, arXiv:2309.14509). In between, keys
+    and values go round the ring. Key/value heads are repeated where the degree does not divide them; autograd sums the
+    gradients of the copies. Collectives: two all-to-alls each way over `ulysses`, and those of `ring_attention`.
     """
     degree = ulysses.size()
     if degree == 1:
-        return _ring_or_whole(query_RHD, key_RKD, value_RKE, lengths, ring, heads)
+        return _ring_or_whole(query_RHD, key_RKD, value_RKU, lengths, ring, heads)
     repeats = kv_repeats(query_RHD.shape[1], key_RKD.shape[1], degree)
     if repeats > 1:
-        key_RKD, value_RKE = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKE))
-    qkv = (query_RHD, key_RKD, value_RKE)
+        key_RKD, value_RKU = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKU))
+    qkv = (query_RHD, key_RKD, value_RKU)
     mine = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
-    blocks = torch.cat([t.reshape(t.shape[0], degree, -1) for t in qkv], dim=2)  # [R, U, all channels of a rank]
+    blocks = torch.cat([t.reshape(t.shape[0], degree, -1) for t in qkv], dim=2)  # [R, degree, all channels of a rank]
     exchanged = all_to_all(blocks.transpose(0, 1), ulysses).flatten(0, 1)  # rank-major is row order
     query, key, value = (
         part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in mine], dim=1), mine)
     )
     if heads.sinks_H is not None:
         heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[ulysses.rank()])
-    out_GHE = _ring_or_whole(query, key, value, lengths, ring, heads)
-    back = all_to_all(out_GHE.unflatten(0, (degree, -1)), ulysses)  # [U, R, H/U, E]
+    out_WHU = _ring_or_whole(query, key, value, lengths, ring, heads)
+    back = all_to_all(out_WHU.unflatten(0, (degree, -1)), ulysses)  # [degree, R, H/degree, U]
     return back.transpose(0, 1).flatten(1, 2)
 
 
-def _ring_or_whole(query_GHD, key_GKD, value_GKE, lengths: tuple[int, ...], ring, heads: Heads) -> Tensor:
+def _ring_or_whole(query_WHD, key_WKD, value_WKU, lengths: tuple[int, ...], ring, heads: Heads) -> Tensor:
     if ring.size() == 1:
-        return document_attention(query_GHD, key_GKD, value_GKE, lengths, heads)
-    return ring_attention(query_GHD, key_GKD, value_GKE, lengths, ring, heads.scale, heads.window, heads.sinks_H)
+        return document_attention(query_WHD, key_WKD, value_WKU, lengths, heads)
+    return ring_attention(query_WHD, key_WKD, value_WKU, lengths, ring, heads.scale, heads.window, heads.sinks_H)
 
 
 def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
@@ -99,11 +98,11 @@ def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
 
 
 def document_attention(
-    query_GHD: Tensor, key_GKD: Tensor, value_GKE: Tensor, lengths: tuple[int, ...], heads: Heads
+    query_WHD: Tensor, key_WKD: Tensor, value_WKU: Tensor, lengths: tuple[int, ...], heads: Heads
 ) -> Tensor:
-    """Causal attention within each document of a whole row, [G, H, E]; no document sees another. No collectives."""
-    documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_GHD, key_GKD, value_GKE)))
-    grouped = query_GHD.shape[1] != key_GKD.shape[1]
+    """Causal attention within each document of a whole row, [W, H, U]; no document sees another. No collectives."""
+    documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_WHD, key_WKD, value_WKU)))
+    grouped = query_WHD.shape[1] != key_WKD.shape[1]
     outputs = []
     for q, k, v in documents:
         if heads.sinks_H is None and (heads.window is None or q.shape[1] <= heads.window):
@@ -119,7 +118,7 @@ def document_attention(
 QUERY_BLOCK = 512
 
 
-def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTE: Tensor, heads: Heads) -> Tensor:
+def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTU: Tensor, heads: Heads) -> Tensor:
     """One document, with a window, sinks or both. Blocks of queries see only the keys within reach, so that a mask, and
     with a window the work, never grows with the square of the document's length."""
     length = query_HTD.shape[1]
@@ -132,7 +131,7 @@ def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTE: Tensor, hea
         distance = place[start:stop, None] - place[None, first:stop]
         hidden = distance < 0 if heads.window is None else (distance < 0) | (distance >= heads.window)
         bias = torch.zeros(hidden.shape, dtype=query_HTD.dtype, device=query_HTD.device).masked_fill(hidden, -torch.inf)
-        key, value = key_KTD[:, first:stop], value_KTE[:, first:stop]
+        key, value = key_KTD[:, first:stop], value_KTU[:, first:stop]
         if heads.sinks_H is not None:  # a key of zeros, whose logit is the bias alone, with a value of zeros
             sinks = heads.sinks_H.to(bias.dtype)[:, None, None].expand(-1, stop - start, 1)
             bias = torch.cat([bias.expand(len(sinks), -1, -1), sinks], -1)
@@ -183,7 +182,7 @@ class PackedAttention(MegatronModule):
     def forward(
         self, query, key, value, attention_mask, attn_mask_type=None, attention_bias=None, packed_seq_params=None
     ):
-        """query: [R, 1, H, D]; key: [R, 1, K, D]; value: [R, 1, K, E]. Returns [R, 1, H*E]."""
+        """query: [R, 1, H, D]; key: [R, 1, K, D]; value: [R, 1, K, U]. Returns [R, 1, H*U]."""
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         heads = Heads(self.scale, self.window, self.softmax_offset)

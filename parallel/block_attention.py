@@ -3,8 +3,8 @@
 What FlashAttention does inside a device (arXiv:2205.14135): an output and the log-sum-exp of its scores are enough to
 merge it with others, and with the final log-sum-exp the gradient of each block can be computed alone.
 
-Shape suffixes: Q tokens of the rank that asks, S of the rank whose keys they are, T and J those of one block, H query
-heads, K key/value heads, G query heads for each of them, D width of a query or key head, E of a value head.
+Shape suffixes: Q tokens of the rank that asks, Y of the rank whose keys they are, I and J those of one block, H query
+heads, K key/value heads, F query heads for each of them, D width of a query or a key, U of a value.
 """
 
 from collections.abc import Sequence
@@ -89,29 +89,29 @@ def _size(piece: slice) -> int:
 
 def attend(
     query_QHD: Tensor,
-    key_SKD: Tensor,
-    value_SKE: Tensor,
+    key_YKD: Tensor,
+    value_YKU: Tensor,
     blocks: Sequence[Block],
     scale: float,
     window: int | None,
-    out_QHE: Tensor,
+    out_QHU: Tensor,
     lse_QH: Tensor,
 ) -> None:
     """Merge what these blocks give into the output and the log-sum-exp of the scores so far, in place.
 
-    out_QHE, lse_QH: 0 and -inf where a query has seen nothing yet; both in at least fp32.
+    out_QHU, lse_QH: 0 and -inf where a query has seen nothing yet; both in at least fp32.
     """
-    if _fused_on_gpu(query_QHD, value_SKE, blocks):
-        _attend_varlen(query_QHD, key_SKD, value_SKE, blocks, scale, out_QHE, lse_QH)
+    if _fused_on_gpu(query_QHD, value_YKU, blocks):
+        _attend_varlen(query_QHD, key_YKD, value_YKU, blocks, scale, out_QHU, lse_QH)
         return
-    kv_heads = key_SKD.shape[1]
+    kv_heads = key_YKD.shape[1]
     for block in blocks:
-        q_KGTD = query_QHD[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
-        k_KJD, v_KJE = (t[block.keys].transpose(0, 1) for t in (key_SKD, value_SKE))
-        forward = _flash if _fused_on_cpu(q_KGTD, block) else _plain
-        out_KGTE, lse_KGT = forward(q_KGTD, k_KJD, v_KJE, block, scale, window)
-        partial = out_KGTE.permute(2, 0, 1, 3).flatten(1, 2), lse_KGT.permute(2, 0, 1).flatten(1, 2)
-        out_QHE[block.queries], lse_QH[block.queries] = _merge(out_QHE[block.queries], lse_QH[block.queries], *partial)
+        q_KFID = query_QHD[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3)
+        k_KJD, v_KJU = (t[block.keys].transpose(0, 1) for t in (key_YKD, value_YKU))
+        forward = _flash if _fused_on_cpu(q_KFID, block) else _plain
+        out_KFIU, lse_KFI = forward(q_KFID, k_KJD, v_KJU, block, scale, window)
+        partial = out_KFIU.permute(2, 0, 1, 3).flatten(1, 2), lse_KFI.permute(2, 0, 1).flatten(1, 2)
+        out_QHU[block.queries], lse_QH[block.queries] = _merge(out_QHU[block.queries], lse_QH[block.queries], *partial)
 
 
 def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,11 +122,11 @@ def _merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> tupl
 
 
 def attend_backward(
-    grad_QHE: Tensor,
+    grad_QHU: Tensor,
     query_QHD: Tensor,
-    key_SKD: Tensor,
-    value_SKE: Tensor,
-    out_QHE: Tensor,
+    key_YKD: Tensor,
+    value_YKU: Tensor,
+    out_QHU: Tensor,
     lse_QH: Tensor,
     blocks: Sequence[Block],
     scale: float,
@@ -134,23 +134,23 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these blocks add to the gradients of queries, keys and values, in at least fp32.
 
-    out_QHE, lse_QH: of all keys that the queries see, on whichever rank, not of these blocks alone.
+    out_QHU, lse_QH: of all keys that the queries see, on whichever rank, not of these blocks alone.
     """
-    if _fused_on_gpu(query_QHD, value_SKE, blocks):
-        return _attend_varlen_backward(grad_QHE, query_QHD, key_SKD, value_SKE, out_QHE, lse_QH, blocks, scale)
-    kv_heads, dtype = key_SKD.shape[1], lse_QH.dtype
-    grad_query, grad_key, grad_value = (torch.zeros_like(t, dtype=dtype) for t in (query_QHD, key_SKD, value_SKE))
+    if _fused_on_gpu(query_QHD, value_YKU, blocks):
+        return _attend_varlen_backward(grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH, blocks, scale)
+    kv_heads, dtype = key_YKD.shape[1], lse_QH.dtype
+    grad_query, grad_key, grad_value = (torch.zeros_like(t, dtype=dtype) for t in (query_QHD, key_YKD, value_YKU))
     for block in blocks:
-        q_KGTD, out_KGTE, grad_KGTE = (
-            t[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for t in (query_QHD, out_QHE, grad_QHE)
+        q_KFID, out_KFIU, grad_KFIU = (
+            t[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3) for t in (query_QHD, out_QHU, grad_QHU)
         )
-        lse_KGT = lse_QH[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0)
-        k_KJD, v_KJE = (t[block.keys].transpose(0, 1) for t in (key_SKD, value_SKE))
-        backward = _flash_backward if _fused_on_cpu(q_KGTD, block) else _plain_backward
-        dq_KGTD, dk_KJD, dv_KJE = backward(grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block, scale, window)
-        grad_query[block.queries] += dq_KGTD.permute(2, 0, 1, 3).flatten(1, 2)
+        lse_KFI = lse_QH[block.queries].unflatten(1, (kv_heads, -1)).permute(1, 2, 0)
+        k_KJD, v_KJU = (t[block.keys].transpose(0, 1) for t in (key_YKD, value_YKU))
+        backward = _flash_backward if _fused_on_cpu(q_KFID, block) else _plain_backward
+        dq_KFID, dk_KJD, dv_KJU = backward(grad_KFIU, q_KFID, k_KJD, v_KJU, out_KFIU, lse_KFI, block, scale, window)
+        grad_query[block.queries] += dq_KFID.permute(2, 0, 1, 3).flatten(1, 2)
         grad_key[block.keys] += dk_KJD.transpose(0, 1)
-        grad_value[block.keys] += dv_KJE.transpose(0, 1)
+        grad_value[block.keys] += dv_KJU.transpose(0, 1)
     return grad_query, grad_key, grad_value
 
 
@@ -162,7 +162,7 @@ def _statistics(tensor: Tensor) -> torch.dtype:
 
 
 def _visible(block: Block, rows: slice, keys: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Which keys [j] each of these queries of the block [t, j] sees; None: all."""
+    """Which keys [j] each of these queries of the block [i, j] sees; None: all."""
     if not block.causal and block.distance is None:
         return None
     query = torch.arange(rows.start, rows.stop, device=device) + (block.distance or 0)
@@ -170,88 +170,88 @@ def _visible(block: Block, rows: slice, keys: int, window: int | None, device: t
     return (distance >= 0) if window is None or block.causal else (distance >= 0) & (distance < window)
 
 
-def _scores(q_KGtD: Tensor, k_KJD: Tensor, scale: float, visible: Tensor | None) -> Tensor:
-    scores_KGtJ = torch.einsum("kgtd,kjd->kgtj", q_KGtD, k_KJD) * scale
-    return scores_KGtJ if visible is None else scores_KGtJ.masked_fill(~visible, -torch.inf)
+def _scores(q_KFiD: Tensor, k_KJD: Tensor, scale: float, visible: Tensor | None) -> Tensor:
+    scores_KFiJ = torch.einsum("kfid,kjd->kfij", q_KFiD, k_KJD) * scale
+    return scores_KFiJ if visible is None else scores_KFiJ.masked_fill(~visible, -torch.inf)
 
 
 def _row_blocks(length: int) -> list[slice]:
     return [slice(start, min(start + QUERY_BLOCK, length)) for start in range(0, length, QUERY_BLOCK)]
 
 
-def _plain(q_KGTD, k_KJD, v_KJE, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
-    dtype, keys = _statistics(q_KGTD), k_KJD.shape[1]
-    q, k, v = (t.to(dtype) for t in (q_KGTD, k_KJD, v_KJE))
+def _plain(q_KFID, k_KJD, v_KJU, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+    dtype, keys = _statistics(q_KFID), k_KJD.shape[1]
+    q, k, v = (t.to(dtype) for t in (q_KFID, k_KJD, v_KJU))
     outputs, sums = [], []
     for rows in _row_blocks(q.shape[2]):
         scores = _scores(q[:, :, rows], k, scale, _visible(block, rows, keys, window, q.device))
         lse = scores.logsumexp(-1)
         # A query that sees nothing has scores and log-sum-exp of -inf, whose difference would be NaN.
         weights = (scores - lse.clamp(min=torch.finfo(dtype).min)[..., None]).exp()
-        outputs.append(torch.einsum("kgtj,kje->kgte", weights, v))
+        outputs.append(torch.einsum("kfij,kju->kfiu", weights, v))
         sums.append(lse)
     return torch.cat(outputs, 2), torch.cat(sums, 2)
 
 
 def _plain_backward(
-    grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block: Block, scale: float, window: int | None
+    grad_KFIU, q_KFID, k_KJD, v_KJU, out_KFIU, lse_KFI, block: Block, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    dtype, keys = _statistics(q_KGTD), k_KJD.shape[1]
-    grad, q, k, v, out = (t.to(dtype) for t in (grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE))
+    dtype, keys = _statistics(q_KFID), k_KJD.shape[1]
+    grad, q, k, v, out = (t.to(dtype) for t in (grad_KFIU, q_KFID, k_KJD, v_KJU, out_KFIU))
     grad_k, grad_v, grads_q = torch.zeros_like(k), torch.zeros_like(v), []
     for rows in _row_blocks(q.shape[2]):
         scores = _scores(q[:, :, rows], k, scale, _visible(block, rows, keys, window, q.device))
-        weights = (scores - lse_KGT[:, :, rows, None]).exp()
+        weights = (scores - lse_KFI[:, :, rows, None]).exp()
         delta = (grad[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
-        grad_scores = weights * (torch.einsum("kgte,kje->kgtj", grad[:, :, rows], v) - delta) * scale
-        grads_q.append(torch.einsum("kgtj,kjd->kgtd", grad_scores, k))
-        grad_k += torch.einsum("kgtj,kgtd->kjd", grad_scores, q[:, :, rows])
-        grad_v += torch.einsum("kgtj,kgte->kje", weights, grad[:, :, rows])
+        grad_scores = weights * (torch.einsum("kfiu,kju->kfij", grad[:, :, rows], v) - delta) * scale
+        grads_q.append(torch.einsum("kfij,kjd->kfid", grad_scores, k))
+        grad_k += torch.einsum("kfij,kfid->kjd", grad_scores, q[:, :, rows])
+        grad_v += torch.einsum("kfij,kfiu->kju", weights, grad[:, :, rows])
     return torch.cat(grads_q, 2), grad_k, grad_v
 
 
-# ---- PyTorch's fused kernel of the CPU: the key/value heads are its batch, each seen by G query heads ---------------
+# ---- PyTorch's fused kernel of the CPU: the key/value heads are its batch, each seen by F query heads ---------------
 
 
 def _fused_on_cpu(query: Tensor, block: Block) -> bool:
     return query.device.type == "cpu" and block.distance is None
 
 
-def _to_group(kv_KJx: Tensor, query_KGTD: Tensor) -> Tensor:
+def _to_group(kv_KJx: Tensor, query_KFID: Tensor) -> Tensor:
     """Keys or values for every query head, without a copy; the kernel wants both of one width."""
-    wide = pad(kv_KJx, (0, query_KGTD.shape[-1] - kv_KJx.shape[-1]))
-    return wide[:, None].expand(-1, query_KGTD.shape[1], -1, -1)
+    wide = pad(kv_KJx, (0, query_KFID.shape[-1] - kv_KJx.shape[-1]))
+    return wide[:, None].expand(-1, query_KFID.shape[1], -1, -1)
 
 
-def _flash(q_KGTD, k_KJD, v_KJE, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
+def _flash(q_KFID, k_KJD, v_KJU, block: Block, scale: float, window: int | None) -> tuple[Tensor, Tensor]:
     del window
-    key, value = (_to_group(t, q_KGTD) for t in (k_KJD, v_KJE))
+    key, value = (_to_group(t, q_KFID) for t in (k_KJD, v_KJU))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_KGTD, key, value, 0.0, block.causal, scale=scale
+        q_KFID, key, value, 0.0, block.causal, scale=scale
     )
-    return out[..., : v_KJE.shape[2]], lse
+    return out[..., : v_KJU.shape[2]], lse
 
 
 def _flash_backward(
-    grad_KGTE, q_KGTD, k_KJD, v_KJE, out_KGTE, lse_KGT, block: Block, scale: float, window: int | None
+    grad_KFIU, q_KFID, k_KJD, v_KJU, out_KFIU, lse_KFI, block: Block, scale: float, window: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     del window
-    key, value = (_to_group(t, q_KGTD) for t in (k_KJD, v_KJE))
-    grad, out = (pad(t, (0, q_KGTD.shape[3] - t.shape[3])) for t in (grad_KGTE, out_KGTE))
+    key, value = (_to_group(t, q_KFID) for t in (k_KJD, v_KJU))
+    grad, out = (pad(t, (0, q_KFID.shape[3] - t.shape[3])) for t in (grad_KFIU, out_KFIU))
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q_KGTD, key, value, out, lse_KGT.contiguous(), 0.0, block.causal, scale=scale
+        grad, q_KFID, key, value, out, lse_KFI.contiguous(), 0.0, block.causal, scale=scale
     )
-    return dq, dk.sum(1, dtype=lse_KGT.dtype), dv.sum(1, dtype=lse_KGT.dtype)[..., : v_KJE.shape[2]]
+    return dq, dk.sum(1, dtype=lse_KFI.dtype), dv.sum(1, dtype=lse_KFI.dtype)[..., : v_KJU.shape[2]]
 
 
 # ---- PyTorch's FlashAttention of the GPU: all documents in one call -------------------------------------------------
 
 
-def _fused_on_gpu(query_QHD: Tensor, value_SKE: Tensor, blocks: Sequence[Block]) -> bool:
+def _fused_on_gpu(query_QHD: Tensor, value_YKU: Tensor, blocks: Sequence[Block]) -> bool:
     return (
         query_QHD.is_cuda
         and query_QHD.dtype in (torch.bfloat16, torch.float16)
-        and query_QHD.shape[2] == value_SKE.shape[2]
+        and query_QHD.shape[2] == value_YKU.shape[2]
         and query_QHD.shape[2] % 8 == 0
         and query_QHD.shape[2] <= 256
         and all(block.distance is None for block in blocks)
@@ -275,32 +275,32 @@ class _Ragged:
         return cls(rows.to(device), starts.to(device), max(sizes))
 
 
-def _attend_varlen(query_QHD, key_SKD, value_SKE, blocks: Sequence[Block], scale: float, out_QHE, lse_QH) -> None:
+def _attend_varlen(query_QHD, key_YKD, value_YKU, blocks: Sequence[Block], scale: float, out_QHU, lse_QH) -> None:
     queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
     keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
     out, lse_Hq, *_ = torch.ops.aten._flash_attention_forward(
-        query_QHD[queries.rows], key_SKD[keys.rows], value_SKE[keys.rows], queries.starts, keys.starts,
+        query_QHD[queries.rows], key_YKD[keys.rows], value_YKU[keys.rows], queries.starts, keys.starts,
         queries.longest, keys.longest, 0.0, blocks[0].causal, False, scale=scale,
     )  # fmt: skip
-    out_QHE[queries.rows], lse_QH[queries.rows] = _merge(
-        out_QHE[queries.rows], lse_QH[queries.rows], out, lse_Hq.T.contiguous()
+    out_QHU[queries.rows], lse_QH[queries.rows] = _merge(
+        out_QHU[queries.rows], lse_QH[queries.rows], out, lse_Hq.T.contiguous()
     )
 
 
 def _attend_varlen_backward(
-    grad_QHE, query_QHD, key_SKD, value_SKE, out_QHE, lse_QH, blocks: Sequence[Block], scale: float
+    grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH, blocks: Sequence[Block], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
     keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query_QHD.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad_QHE[queries.rows], query_QHD[queries.rows], key_SKD[keys.rows], value_SKE[keys.rows],
-        out_QHE[queries.rows], lse_QH[queries.rows].T.contiguous(), queries.starts, keys.starts,
+        grad_QHU[queries.rows], query_QHD[queries.rows], key_YKD[keys.rows], value_YKU[keys.rows],
+        out_QHU[queries.rows], lse_QH[queries.rows].T.contiguous(), queries.starts, keys.starts,
         queries.longest, keys.longest, 0.0, blocks[0].causal, no_dropout, no_dropout.new_zeros(()), scale=scale,
     )  # fmt: skip
     rows = (queries.rows, keys.rows, keys.rows)
     grad_query, grad_key, grad_value = (
         torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, own, grad.to(lse_QH.dtype))
-        for whole, own, grad in zip((query_QHD, key_SKD, value_SKE), rows, grads)
+        for whole, own, grad in zip((query_QHD, key_YKD, value_YKU), rows, grads)
     )
     return grad_query, grad_key, grad_value

@@ -1,7 +1,7 @@
 """Ring attention (arXiv:2310.01889) over packed rows: keys and values go round, queries stay.
 
-Shape suffixes as in `block_attention`; Q are the tokens that this rank of the ring holds, zigzag (`sequence`), in both
-roles: it asks with Q queries and owns Q keys.
+Shape suffixes as in `block_attention`. The tokens that this rank of the ring holds, zigzag (`sequence`), have both
+roles: they are the Q that it asks with, and the Y whose keys it owns.
 """
 
 from dataclasses import dataclass
@@ -31,22 +31,22 @@ class _Ring:
 
 def ring_attention(
     query_QHD: Tensor,
-    key_QKD: Tensor,
-    value_QKE: Tensor,
+    key_YKD: Tensor,
+    value_YKU: Tensor,
     lengths: tuple[int, ...],
     group: dist.ProcessGroup,
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, E].
+    """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, U].
 
     lengths: of the documents of the *whole* row. scale, window, sinks_H: see `attention.Heads`.
     The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
     and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
     """
-    return _RingAttention.apply(query_QHD, key_QKD, value_QKE, sinks_H, _Ring(lengths, group, scale, window))
+    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, _Ring(lengths, group, scale, window))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -100,6 +100,6 @@ class _RingAttention(torch.autograd.Function):
         return *grads, grad_sinks, None
 
 
-def _join(key_QKD: Tensor, value_QKE: Tensor) -> Tensor:
+def _join(key_YKD: Tensor, value_YKU: Tensor) -> Tensor:
     """Keys and values, or their gradients, as one message."""
-    return torch.cat([key_QKD, value_QKE], dim=2)
+    return torch.cat([key_YKD, value_YKU], dim=2)

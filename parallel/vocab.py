@@ -7,8 +7,8 @@ product, so padding, hence TP, cannot reach the loss.
 Logits are in at least fp32, also those of 16-bit weights, and it is they that a temperature divides: rounded to bf16,
 logits of standard deviation 6 move log p by 0.02 on average.
 
-Shape suffixes: N labelled positions, D hidden size, V vocabulary columns of this TP rank, C positions of a chunk, B of
-a block of it.
+Shape suffixes: N labelled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank,
+M positions of a chunk, I of a block of it.
 """
 
 import torch
@@ -67,8 +67,8 @@ def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None
     if out_NV is None:
         out_NV = hidden_ND.new_empty((hidden_ND.shape[0], weight_VD.shape[0]), dtype=torch.float32)
     rows, hidden_ND = max(1, CONVERTED_ELEMENTS // weight_VD.shape[1]), hidden_ND.float()
-    for part_PD, out_NP in zip(weight_VD.split(rows), out_NV.split(rows, dim=1)):
-        torch.mm(hidden_ND, part_PD.float().T, out=out_NP)
+    for part_vD, out_Nv in zip(weight_VD.split(rows), out_NV.split(rows, dim=1)):
+        torch.mm(hidden_ND, part_vD.float().T, out=out_Nv)
     return out_NV
 
 
@@ -79,14 +79,14 @@ def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
     return hidden_ND.new_empty((rows, columns), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
 
 
-def _logits(hidden_CD: Tensor, weight_VD: Tensor, buffer_CV: Tensor | None) -> Tensor:
-    return unrounded_logits(hidden_CD, weight_VD, None if buffer_CV is None else buffer_CV[: hidden_CD.shape[0]])
+def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None) -> Tensor:
+    return unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
 
 
-def _own_targets(targets_C: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+def _own_targets(targets_M: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
     """Positions whose target this rank holds, and the target's column here."""
-    own = ((targets_C >= first) & (targets_C < first + columns)).nonzero().squeeze(1)
-    return own, targets_C[own] - first
+    own = ((targets_M >= first) & (targets_M < first + columns)).nonzero().squeeze(1)
+    return own, targets_M[own] - first
 
 
 def _blocks(rows: slice, n: int, columns: int, tensor: Tensor) -> list[slice]:
@@ -107,27 +107,27 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         part = hidden_ND.new_zeros((3, n), dtype=dtype)
         part[0] = -torch.inf
         top_N = hidden_ND.new_zeros(n, dtype=dtype)  # the largest logit here
-        kept, buffer_CV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
+        kept, buffer_MV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
-            logits_CV = _logits(hidden_ND[rows], weight, buffer_CV)
+            logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
             own, column = _own_targets(targets_N[rows], first, columns)
-            part[1, start + own] = logits_CV[own, column] / temperature
+            part[1, start + own] = logits_MV[own, column] / temperature
             for block in _blocks(rows, n, columns, hidden_ND):
-                logits_BV = logits_CV[block.start - start : block.stop - start]
+                logits_IV = logits_MV[block.start - start : block.stop - start]
                 if temperature != 1.0:
-                    logits_BV.div_(temperature)
-                top_B = top_N[block] = logits_BV.amax(1)
+                    logits_IV.div_(temperature)
+                top_I = top_N[block] = logits_IV.amax(1)
                 # Entropy needs the logits again; without it they are overwritten by what the backward wants of them.
-                shifted_BV = logits_BV - top_B[:, None] if with_entropy else logits_BV.sub_(top_B[:, None])
-                exp_BV = shifted_BV.exp() if with_entropy else shifted_BV.exp_()
-                sum_B = exp_BV.sum(1)
-                part[0, block] = top_B + sum_B.log()
+                shifted_IV = logits_IV - top_I[:, None] if with_entropy else logits_IV.sub_(top_I[:, None])
+                exp_IV = shifted_IV.exp() if with_entropy else shifted_IV.exp_()
+                sum_I = exp_IV.sum(1)
+                part[0, block] = top_I + sum_I.log()
                 if (
                     with_entropy
                 ):  # two terms of one sign; `sum` adds pairwise, a dot product loses 5e-5 of V equal terms
-                    part[2, block] = exp_BV.mul_(shifted_BV).sum(1) / sum_B - sum_B.log()
-            kept = logits_CV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
+                    part[2, block] = exp_IV.mul_(shifted_IV).sum(1) / sum_I - sum_I.log()
+            kept = logits_MV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
         parts = part.new_empty((group.size() * 3, n))
         dist.all_gather_into_tensor(parts, part, group=group)
         parts = parts.unflatten(0, (-1, 3))
@@ -150,31 +150,31 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden_ND)
         grad_weight = torch.empty_like(weight_VD, dtype=lse_N.dtype)
         grad_weight[ctx.columns if n else 0 :] = 0  # the first chunk writes the rest
-        buffer_CV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
+        buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
-            grad_CV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_CV)
+            grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV)
             for block in _blocks(rows, n, ctx.columns, hidden_ND):
-                x_BV = grad_CV[block.start - start : block.stop - start]
+                x_IV = grad_MV[block.start - start : block.stop - start]
                 if kept is None and ctx.temperature != 1.0:
-                    x_BV.div_(ctx.temperature)
-                grad_B = grad_logprob_N[block, None]
+                    x_IV.div_(ctx.temperature)
+                grad_I = grad_logprob_N[block, None]
                 if ctx.with_entropy:  # dH/dz_j = -p_j (log p_j + H)
-                    logp_BV = x_BV.sub_(lse_N[block, None])
-                    factor_BV = (logp_BV + entropy_N[block, None]).mul_(grad_entropy_N[block, None]).add_(grad_B)
-                    logp_BV.exp_().mul_(factor_BV.neg_())
+                    logp_IV = x_IV.sub_(lse_N[block, None])
+                    factor_IV = (logp_IV + entropy_N[block, None]).mul_(grad_entropy_N[block, None]).add_(grad_I)
+                    logp_IV.exp_().mul_(factor_IV.neg_())
                 elif kept is not None:  # exp(logit - top) already
-                    x_BV.mul_(torch.exp(top_N[block] - lse_N[block])[:, None] * -grad_B)
+                    x_IV.mul_(torch.exp(top_N[block] - lse_N[block])[:, None] * -grad_I)
                 else:
-                    x_BV.sub_(lse_N[block, None]).exp_().mul_(-grad_B)
+                    x_IV.sub_(lse_N[block, None]).exp_().mul_(-grad_I)
             own, column = _own_targets(targets_N[rows], ctx.first, ctx.columns)
-            grad_CV[own, column] += grad_logprob_N[rows][own]
-            low_CV = grad_CV.to(hidden_ND.dtype)
-            torch.mm(low_CV, weight, out=grad_hidden[rows])
-            if grad_weight.dtype == low_CV.dtype:
-                grad_weight[: ctx.columns].addmm_(low_CV.T, hidden_ND[rows], beta=0 if start == 0 else 1)
+            grad_MV[own, column] += grad_logprob_N[rows][own]
+            low_MV = grad_MV.to(hidden_ND.dtype)
+            torch.mm(low_MV, weight, out=grad_hidden[rows])
+            if grad_weight.dtype == low_MV.dtype:
+                grad_weight[: ctx.columns].addmm_(low_MV.T, hidden_ND[rows], beta=0 if start == 0 else 1)
             elif start == 0:
-                grad_weight[: ctx.columns] = low_CV.T @ hidden_ND[rows]
+                grad_weight[: ctx.columns] = low_MV.T @ hidden_ND[rows]
             else:
-                grad_weight[: ctx.columns] += low_CV.T @ hidden_ND[rows]
+                grad_weight[: ctx.columns] += low_MV.T @ hidden_ND[rows]
         return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None, None, None

@@ -3,7 +3,7 @@
 A router is a step function: where rounding decides between two experts, a gradient is another one and no tolerance says
 so. So choices are compared one by one, and a token that chose otherwise is told, never averaged.
 
-Shape suffixes: O tokens of the step, T tokens that a router sees, E experts.
+Shape suffixes: O tokens of the step, Z tokens that a router sees, E experts.
 """
 
 import contextlib
@@ -57,13 +57,13 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
 
     @torch.no_grad()
     def record(router: Router, inputs: tuple[Tensor, RoutedTokens], outputs: tuple[Tensor, Tensor]) -> None:
-        (hidden, seen), (_, chosen_TE) = inputs, outputs
+        (hidden, seen), (_, chosen_ZE) = inputs, outputs
         layer_choices = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
-        margin_T = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
-        origin = seen.origin_T[seen.real_T].cpu()
+        margin_Z = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
+        origin = seen.origin_Z[seen.real_Z].cpu()
         layer_choices.seen_O[origin] = True
-        layer_choices.chosen_OE[origin] = chosen_TE[seen.real_T].cpu()
-        layer_choices.margin_O[origin] = margin_T[seen.real_T].to("cpu", torch.float64)
+        layer_choices.chosen_OE[origin] = chosen_ZE[seen.real_Z].cpu()
+        layer_choices.margin_O[origin] = margin_Z[seen.real_Z].to("cpu", torch.float64)
 
     with contextlib.ExitStack() as stack:
         for router in routers(chunks):

@@ -1,6 +1,6 @@
 """Rewards -> advantages: pure functions, in fp64.
 
-Shape suffixes: S completions of the batch, G of one group (the completions of a prompt), T tokens of one completion.
+Shape suffixes: S completions of the batch, C tokens of one completion.
 A completion whose reward is not valid takes no part: not in a mean, not in a deviation, and its advantage is 0.
 """
 
@@ -46,30 +46,30 @@ def rloo(rewards_S: Tensor, group_S: Tensor, valid_S: Tensor) -> Tensor:
     return dr_grpo(rewards_S, group_S, valid_S) * count_S / (count_S - 1).clamp(min=1)
 
 
-def discounted_returns(rewards_T: Tensor, gamma: float) -> Tensor:
+def discounted_returns(rewards_C: Tensor, gamma: float) -> Tensor:
     """What is still to come at each token: R_t = r_t + gamma * R_(t+1)."""
     backwards, later = [], 0.0
-    for reward in reversed(rewards_T.tolist()):
+    for reward in reversed(rewards_C.tolist()):
         later = reward + gamma * later
         backwards.append(later)
     return torch.tensor(backwards[::-1], dtype=torch.float64)
 
 
-def gae(rewards_T: Tensor, values_T: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+def gae(rewards_C: Tensor, values_C: Tensor, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16), and the returns that the
-    critic learns. values_T[t]: expected return before token t. After the last token nothing more comes."""
-    next_values_T = torch.cat([values_T[1:], values_T.new_zeros(1)])[: len(values_T)]
-    advantages_T = discounted_returns(rewards_T + gamma * next_values_T - values_T, gamma * gae_lambda)
-    return advantages_T, advantages_T + values_T
+    critic learns. values_C[t]: expected return before token t. After the last token nothing more comes."""
+    next_values_C = torch.cat([values_C[1:], values_C.new_zeros(1)])[: len(values_C)]
+    advantages_C = discounted_returns(rewards_C + gamma * next_values_C - values_C, gamma * gae_lambda)
+    return advantages_C, advantages_C + values_C
 
 
 def whiten(per_completion: Sequence[Tensor]) -> list[Tensor]:
     """Shifted and scaled to mean 0 and (unbiased) variance 1 over all tokens of the batch."""
     flat = torch.cat([*per_completion, torch.zeros(0, dtype=torch.float64)])
     if len(flat) < 2:
-        return [torch.zeros_like(values_T) for values_T in per_completion]
+        return [torch.zeros_like(values_C) for values_C in per_completion]
     scale = (flat.var() + 1e-8).rsqrt()
-    return [(values_T - flat.mean()) * scale for values_T in per_completion]
+    return [(values_C - flat.mean()) * scale for values_C in per_completion]
 
 
 def overlong_punishment(lengths_S: Tensor, max_new_tokens: int, buffer: int) -> Tensor:

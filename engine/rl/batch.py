@@ -1,6 +1,6 @@
 """Rewarded completions -> the samples of the optimizer steps that they feed.
 
-Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of a completion.
+Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of one completion.
 """
 
 from collections.abc import Mapping, Sequence

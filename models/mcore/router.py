@@ -3,7 +3,7 @@
 Megatron's own casts to fp32 in the middle of an fp64 model and scales auxiliary losses by the tokens of one rank; this
 one computes in at least fp32, in the model's precision where that is higher, and is a function of each token alone.
 
-Shape suffixes: T tokens, E experts, K experts chosen, G groups of experts.
+Shape suffixes: Z tokens that a router sees, E experts, X experts chosen for a token.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,25 +51,25 @@ class Router(MegatronModule):
         self.layer = layer_number
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [tokens, 1, hidden]. Returns [T, E]."""
+        """hidden: [tokens, 1, hidden]. Returns [Z, E]."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         bias = None if self.bias is None else self.bias.to(dtype)
         return linear(hidden.flatten(0, -2).to(dtype), self.weight.to(dtype), bias)
 
     def forward(self, hidden: Tensor, tokens: RoutedTokens | None = None) -> tuple[Tensor, Tensor]:
-        """hidden: [tokens, 1, hidden]. Returns the weight of each expert [T, E], and which are chosen, bool [T, E].
+        """hidden: [tokens, 1, hidden]. Returns the weight of each expert [Z, E], and which are chosen, bool [Z, E].
 
         tokens: whose hidden states these are, in Megatron's slot for a padding mask.
         """
         routing = route(self.logits(hidden), self.experts, self.expert_bias)
-        weights_TE = torch.zeros_like(routing.logits_TE).scatter(1, routing.chosen_TK, routing.weights_TK)
-        chosen_TE = routing.chosen_TE
+        weights_ZE = torch.zeros_like(routing.logits_ZE).scatter(1, routing.chosen_ZX, routing.weights_ZX)
+        chosen_ZE = routing.chosen_ZE
         # Where activations are computed again, the first pass is without gradients: only the second one counts.
         if tokens is not None and tokens.router_losses is not None and torch.is_grad_enabled():
-            weights_TE = tokens.router_losses.add(weights_TE, routing, tokens)
+            weights_ZE = tokens.router_losses.add(weights_ZE, routing, tokens)
             if self.expert_bias is not None:
-                self.load_E += (chosen_TE & tokens.real_T[:, None]).sum(0)
-        return weights_TE, chosen_TE
+                self.load_E += (chosen_ZE & tokens.real_Z[:, None]).sum(0)
+        return weights_ZE, chosen_ZE
 
 
 def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:
@@ -77,45 +77,45 @@ def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
 
 
-def route(logits_TE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Routing:
+def route(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Routing:
     """Scores, then the best groups by the sum of their two highest, then the best experts in them (DeepSeek-V3,
     arXiv:2412.19437, section 2.1.2); with one group and no bias simply the top k."""
-    scores_TE = _scores(logits_TE, experts)
-    ranking_TE = scores_TE.detach() if selection_bias_E is None else scores_TE.detach() + selection_bias_E
-    chosen_TK = _in_best_groups(ranking_TE, experts).topk(experts.top_k, dim=1).indices
-    weights_TK = scores_TE.gather(1, chosen_TK)
+    scores_ZE = _scores(logits_ZE, experts)
+    ranking_ZE = scores_ZE.detach() if selection_bias_E is None else scores_ZE.detach() + selection_bias_E
+    chosen_ZX = _in_best_groups(ranking_ZE, experts).topk(experts.top_k, dim=1).indices
+    weights_ZX = scores_ZE.gather(1, chosen_ZX)
     if experts.normalize:
-        weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + TINY)
-    return Routing(logits_TE, scores_TE, chosen_TK, weights_TK * experts.scaling)
+        weights_ZX = weights_ZX / (weights_ZX.sum(-1, keepdim=True) + TINY)
+    return Routing(logits_ZE, scores_ZE, chosen_ZX, weights_ZX * experts.scaling)
 
 
-def selection_margin(logits_TE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Tensor:
-    """How far each token is from choosing other experts, [T]: the difference in ranking between the last expert chosen
+def selection_margin(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Tensor:
+    """How far each token is from choosing other experts, [Z]: the difference in ranking between the last expert chosen
     and the first one that is not, or between the last group and the first, where that is smaller."""
-    scores_TE = _scores(logits_TE, experts)
-    ranking_TE = scores_TE if selection_bias_E is None else scores_TE + selection_bias_E
-    margin_T = _gap(_in_best_groups(ranking_TE, experts), experts.top_k)
-    return torch.minimum(margin_T, _gap(_group_scores(ranking_TE, experts), experts.groups_kept))
+    scores_ZE = _scores(logits_ZE, experts)
+    ranking_ZE = scores_ZE if selection_bias_E is None else scores_ZE + selection_bias_E
+    margin_Z = _gap(_in_best_groups(ranking_ZE, experts), experts.top_k)
+    return torch.minimum(margin_Z, _gap(_group_scores(ranking_ZE, experts), experts.groups_kept))
 
 
-def _scores(logits_TE: Tensor, experts: Experts) -> Tensor:
-    return logits_TE.softmax(-1) if experts.score == "softmax" else logits_TE.sigmoid()
+def _scores(logits_ZE: Tensor, experts: Experts) -> Tensor:
+    return logits_ZE.softmax(-1) if experts.score == "softmax" else logits_ZE.sigmoid()
 
 
-def _group_scores(ranking_TE: Tensor, experts: Experts) -> Tensor:
-    """[T, G]; of one group it does not matter."""
-    grouped = ranking_TE.unflatten(1, (experts.groups, -1))
+def _group_scores(ranking_ZE: Tensor, experts: Experts) -> Tensor:
+    """[Z, groups]; of one group it does not matter."""
+    grouped = ranking_ZE.unflatten(1, (experts.groups, -1))
     return grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(2)
 
 
-def _in_best_groups(ranking_TE: Tensor, experts: Experts) -> Tensor:
+def _in_best_groups(ranking_ZE: Tensor, experts: Experts) -> Tensor:
     """The ranking with minus infinity for experts of groups that are not kept."""
     if experts.groups_kept == experts.groups:
-        return ranking_TE
-    scores_TG = _group_scores(ranking_TE, experts)
-    best = scores_TG.topk(experts.groups_kept, dim=1).indices
-    outside_TG = torch.ones_like(scores_TG, dtype=torch.bool).scatter(1, best, False)
-    return ranking_TE.unflatten(1, (experts.groups, -1)).masked_fill(outside_TG[..., None], -torch.inf).flatten(1)
+        return ranking_ZE
+    group_scores = _group_scores(ranking_ZE, experts)
+    best = group_scores.topk(experts.groups_kept, dim=1).indices
+    outside = torch.ones_like(group_scores, dtype=torch.bool).scatter(1, best, False)
+    return ranking_ZE.unflatten(1, (experts.groups, -1)).masked_fill(outside[..., None], -torch.inf).flatten(1)
 
 
 def _gap(values: Tensor, kept: int) -> Tensor:

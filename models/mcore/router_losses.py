@@ -4,8 +4,8 @@ A router sees a part of a packed row, which is a part of a step. So its losses a
 are known before any forward, as all others are; what a token needs to know of its document are counts, which are whole
 numbers.
 
-Shape suffixes: T tokens that a router sees, E experts, K experts chosen, D documents of the row, B losses, O tokens of
-the step.
+Shape suffixes: Z tokens that a router sees, E experts, X experts chosen for a token, S documents of the row, A losses,
+O tokens of the step.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,70 +26,70 @@ TINY = 1e-20  # sigmoid scores may all underflow
 class Routing:
     """What a router made of its tokens, in at least fp32.
 
-    scores_TE: softmax or sigmoid of the logits. chosen_TK: the chosen experts; weights_TK: what their outputs count.
+    scores_ZE: softmax or sigmoid of the logits. chosen_ZX: the chosen experts; weights_ZX: what their outputs count.
     """
 
-    logits_TE: Tensor
-    scores_TE: Tensor
-    chosen_TK: Tensor
-    weights_TK: Tensor
+    logits_ZE: Tensor
+    scores_ZE: Tensor
+    chosen_ZX: Tensor
+    weights_ZX: Tensor
 
     @property
-    def chosen_TE(self) -> Tensor:
+    def chosen_ZE(self) -> Tensor:
         """bool."""
-        return torch.zeros_like(self.logits_TE, dtype=torch.bool).scatter(1, self.chosen_TK, True)
+        return torch.zeros_like(self.logits_ZE, dtype=torch.bool).scatter(1, self.chosen_ZX, True)
 
 
 @dataclass(frozen=True)
 class RoutedTokens:
     """The tokens that the routers of a rank see of a micro-batch: its slice of the row, under TP its part of that.
 
-    document_T: the document of the row that each belongs to. origin_T: where it stands in the concatenation of all
-    samples of the step. Both -1 for padding and dummy tokens. length_D: tokens of each document of the whole row, the
+    document_Z: the document of the row that each belongs to. origin_Z: where it stands in the concatenation of all
+    samples of the step. Both -1 for padding and dummy tokens. length_S: tokens of each document of the whole row, the
     padding behind it not counted, int64. row: the ranks that share the row, tp x context. router_losses: what the
     routers add to the loss; None: nothing.
     """
 
-    document_T: Tensor
-    origin_T: Tensor
-    length_D: Tensor
+    document_Z: Tensor
+    origin_Z: Tensor
+    length_S: Tensor
     row: dist.ProcessGroup
     router_losses: "RouterLosses | None" = None
 
     @property
-    def real_T(self) -> Tensor:
-        return self.document_T >= 0
+    def real_Z(self) -> Tensor:
+        return self.document_Z >= 0
 
 
 def sequence_balance(routing: Routing, tokens: RoutedTokens) -> Tensor:
-    """What each token adds to its document's balance loss, [T].
+    """What each token adds to its document's balance loss, [Z].
 
-    The loss of a document is sum_e f_e P_e (DeepSeek-V3, arXiv:2412.19437, eq. 17-20): f_e = E / (K length) * (how many
+    The loss of a document is sum_e f_e P_e (DeepSeek-V3, arXiv:2412.19437, eq. 17-20): f_e = E / (X length) * (how many
     of its tokens chose e), without gradient, and P_e the mean over its tokens of e's share of a token's scores.
-    Collectives: one all-reduce of the counts [D, E] over the ranks that share the row, in the forward.
+    Collectives: one all-reduce of the counts [S, E] over the ranks that share the row, in the forward.
     """
-    dtype, num_experts = routing.scores_TE.dtype, routing.scores_TE.shape[1]
-    document_T = tokens.document_T.clamp(min=0)
-    chosen_TE = (routing.chosen_TE & tokens.real_T[:, None]).to(dtype)
-    counts_DE = chosen_TE.new_zeros(len(tokens.length_D), num_experts).index_add(0, document_T, chosen_TE)
-    counts_DE = sum_parts(counts_DE, tokens.row)  # of whole numbers: exact, in whatever order
-    length_D1 = tokens.length_D[:, None].to(dtype)
-    f_DE = counts_DE * num_experts / (routing.chosen_TK.shape[1] * length_D1)
-    shares_TE = routing.scores_TE / (routing.scores_TE.sum(1, keepdim=True) + TINY)
-    return ((f_DE / length_D1)[document_T] * shares_TE).sum(1)
+    dtype, num_experts = routing.scores_ZE.dtype, routing.scores_ZE.shape[1]
+    document_Z = tokens.document_Z.clamp(min=0)
+    chosen_ZE = (routing.chosen_ZE & tokens.real_Z[:, None]).to(dtype)
+    counts_SE = chosen_ZE.new_zeros(len(tokens.length_S), num_experts).index_add(0, document_Z, chosen_ZE)
+    counts_SE = sum_parts(counts_SE, tokens.row)  # of whole numbers: exact, in whatever order
+    length_S1 = tokens.length_S[:, None].to(dtype)
+    f_SE = counts_SE * num_experts / (routing.chosen_ZX.shape[1] * length_S1)
+    shares_ZE = routing.scores_ZE / (routing.scores_ZE.sum(1, keepdim=True) + TINY)
+    return ((f_SE / length_S1)[document_Z] * shares_ZE).sum(1)
 
 
 def z_loss(routing: Routing, tokens: RoutedTokens) -> Tensor:
-    """The square of the log-sum-exp of each token's logits, [T] (ST-MoE, arXiv:2202.08906)."""
+    """The square of the log-sum-exp of each token's logits, [Z] (ST-MoE, arXiv:2202.08906)."""
     del tokens
-    return routing.logits_TE.logsumexp(1).square()
+    return routing.logits_ZE.logsumexp(1).square()
 
 
 @dataclass(frozen=True)
 class RouterLoss:
     """coefficient * sum(weight * per_token) over the real tokens of the step and the layers with experts.
 
-    per_token: [T], not yet weighted. aggregation: makes the weights. name: what the metrics call the sum, without the
+    per_token: [Z], not yet weighted. aggregation: makes the weights. name: what the metrics call the sum, without the
     coefficient.
     """
 
@@ -102,29 +102,29 @@ class RouterLoss:
 class RouterLosses:
     """What the routers of this rank do in one pass over a step, besides routing.
 
-    weights_BO: the weight of every token of the step in each loss, fp64; a last column, index -1, is of padding, and 0.
-    counts: what the weights of each loss add up to. sums_B, consumed_B: the losses so far, without coefficients, and
+    weights_AO: the weight of every token of the step in each loss, fp64; a last column, index -1, is of padding, and 0.
+    counts: what the weights of each loss add up to. sums_A, consumed_A: the losses so far, without coefficients, and
     the weights that went into them; fp64.
     """
 
-    def __init__(self, losses: Sequence[RouterLoss], weights_BO: Tensor, counts: Sequence[StepCounts]):
-        self.losses, self.weights_BO, self.counts = losses, weights_BO, counts
-        self.sums_B = weights_BO.new_zeros(len(losses))
-        self.consumed_B = weights_BO.new_zeros(len(losses))
+    def __init__(self, losses: Sequence[RouterLoss], weights_AO: Tensor, counts: Sequence[StepCounts]):
+        self.losses, self.weights_AO, self.counts = losses, weights_AO, counts
+        self.sums_A = weights_AO.new_zeros(len(losses))
+        self.consumed_A = weights_AO.new_zeros(len(losses))
 
-    def add(self, weights_TE: Tensor, routing: Routing, tokens: RoutedTokens) -> Tensor:
-        """weights_TE, through whose backward the losses of these tokens are differentiated.
+    def add(self, weights_ZE: Tensor, routing: Routing, tokens: RoutedTokens) -> Tensor:
+        """weights_ZE, through whose backward the losses of these tokens are differentiated.
 
         Collectives: those of the losses.
         """
-        total = routing.logits_TE.new_zeros(())
+        total = routing.logits_ZE.new_zeros(())
         for index, loss in enumerate(self.losses):
-            weights_T = self.weights_BO[index, tokens.origin_T].to(total.dtype)
-            terms_T = weights_T * loss.per_token(routing, tokens)
-            total = total + loss.coefficient * terms_T.sum()
-            self.sums_B[index] += terms_T.detach().sum(dtype=torch.float64)
-            self.consumed_B[index] += weights_T.sum(dtype=torch.float64)
-        return _WithLoss.apply(weights_TE, total) if self.losses else weights_TE
+            weights_Z = self.weights_AO[index, tokens.origin_Z].to(total.dtype)
+            terms_Z = weights_Z * loss.per_token(routing, tokens)
+            total = total + loss.coefficient * terms_Z.sum()
+            self.sums_A[index] += terms_Z.detach().sum(dtype=torch.float64)
+            self.consumed_A[index] += weights_Z.sum(dtype=torch.float64)
+        return _WithLoss.apply(weights_ZE, total) if self.losses else weights_ZE
 
 
 class _WithLoss(torch.autograd.Function):

@@ -23,15 +23,15 @@ def stage_layers(arch: Architecture, layout: Layout, chosen: Sequence[int] = ())
     return split_layers(layer_flops(arch, TOKENS), layout.pp * layout.vpp, output_flops(arch, TOKENS))
 
 
-def split_layers(costs_L: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
+def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
     """Split layers into consecutive stages, each of at least one, so that the costliest stage costs the least.
 
-    costs_L: of each layer; last: what the last stage pays besides. Of the best splits the most even one (least sum of
+    costs: of each layer; last: what the last stage pays besides. Of the best splits the most even one (least sum of
     squares) is taken, and of those the first in lexicographic order: the first stages also hold the embedding and, in
     1F1B, the activations of most micro-batches. Exact: dynamic programming over (first layer, stages left).
     """
-    total = len(costs_L)
-    before = [0, *accumulate(costs_L)]
+    total = len(costs)
+    before = [0, *accumulate(costs)]
 
     def cost(first: int, end: int) -> int:
         return before[end] - before[first] + (last if end == total else 0)

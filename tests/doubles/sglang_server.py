@@ -267,8 +267,10 @@ class Engine:
         self.need_session("update_weights_from_tensor")
         (handle,) = body["serialized_named_tensors"]  # one for each of tp_size=1 processes
         sent = Unpickler(io.BytesIO(base64.b64decode(handle, validate=True))).load()
-        flat_B = sent["flattened_tensor"]
-        self.load({m.name: flat_B[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in sent["metadata"]})
+        flat_bytes = sent["flattened_tensor"]
+        self.load(
+            {m.name: flat_bytes[m.start_idx : m.end_idx].view(m.dtype).reshape(m.shape) for m in sent["metadata"]}
+        )
 
     def from_distributed(self, body: dict[str, Any]) -> None:
         self.need_session("update_weights_from_distributed")
@@ -276,9 +278,9 @@ class Engine:
             raise Refusal(f"Failed to receive weights: Group {body['group_name']} not in {list(self.groups)}.")
         dtypes = [getattr(torch, name) for name in body["dtypes"]]
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in zip(body["shapes"], dtypes)]
-        flat_B = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.broadcast(flat_B, src=0, group=self.groups[body["group_name"]])
-        parts = zip(body["names"], flat_B.split(sizes), dtypes, body["shapes"])
+        flat_bytes = torch.empty(sum(sizes), dtype=torch.uint8)
+        dist.broadcast(flat_bytes, src=0, group=self.groups[body["group_name"]])
+        parts = zip(body["names"], flat_bytes.split(sizes), dtypes, body["shapes"])
         self.load({name: part.view(dtype).reshape(shape) for name, part, dtype, shape in parts})
 
     def init_group(self, body: dict[str, Any]) -> None:

@@ -104,10 +104,10 @@ def test_documents_of_many_blocks_of_queries(window, sinks):
     """Longer than a block, than the window and shorter, forward and backward."""
     lengths = (1200, 3, 517)
     case = random_case(list(lengths), 2, 1, 0, window=window, sinks=sinks)
-    q, k, v = (t.clone().requires_grad_() for t in (case.query_GHD, case.key_GKD, case.value_GKE))
+    q, k, v = (t.clone().requires_grad_() for t in (case.query_WHD, case.key_WKD, case.value_WKU))
     s = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
     out = document_attention(q, k, v, lengths, Heads(SCALE, window, s))
-    (case.grad_GHE * out).sum().backward()
+    (case.grad_WHU * out).sum().backward()
     found = [out, q.grad, k.grad, v.grad] + ([] if s is None else [s.grad])
     for a, b in zip(found, dense_reference(case), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)

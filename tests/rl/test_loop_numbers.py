@@ -158,15 +158,15 @@ def test_the_metrics_of_a_step_are_the_formulas_of_its_weights(run, step):
         for tokens_T in run.steps[step]:
             tokens = tuple(tokens_T.tolist())
             start, advantage = start_of[tokens], advantage_of[tokens]
-            logp_T, old_T, ref_T = (
+            logp_C, old_C, ref_C = (
                 model.logprobs(tokens_T, start, TEMPERATURE).numpy() for model in (present, old, initial)
             )
-            advantages_T = np.full(len(logp_T), advantage)
-            policy += formulas.clip(logp_T, old_T, advantages_T, 0.2, 0.3, dual=3.0).tolist()
-            kl += formulas.kl(logp_T, ref_T, "k3").tolist()
+            advantages_C = np.full(len(logp_C), advantage)
+            policy += formulas.clip(logp_C, old_C, advantages_C, 0.2, 0.3, dual=3.0).tolist()
+            kl += formulas.kl(logp_C, ref_C, "k3").tolist()
             entropy += present.entropies(tokens_T, start, TEMPERATURE).tolist()
-            ratio_T = np.exp(logp_T - old_T)
-            clipped += ((ratio_T > 1.3) & (advantage > 0) | (ratio_T < 0.8) & (advantage < 0)).tolist()
+            ratio_C = np.exp(logp_C - old_C)
+            clipped += ((ratio_C > 1.3) & (advantage > 0) | (ratio_C < 0.8) & (advantage < 0)).tolist()
     assert row["valid_tokens"] == len(policy) and row["sequences"] == len(run.steps[step])
     assert row["policy_loss"] == pytest.approx(np.mean(policy), abs=CLOSE)
     assert row["kl"] == pytest.approx(np.mean(kl), rel=1e-3, abs=1e-9)

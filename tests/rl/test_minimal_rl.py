@@ -97,9 +97,9 @@ def expected(sorter, rollout) -> list[minimal_rl.Step]:
     steps = []
     for number, part in enumerate(rollout.parts, start=1):
         terms = []
-        for tokens, logp_T in zip(part, logprobs(model, part, [start_of[each] for each in part])):
-            ratio_T, advantage = torch.exp(logp_T - old[tokens]), advantage_of[tokens]
-            terms.append(-torch.minimum(ratio_T * advantage, ratio_T.clamp(0.8, 1.28) * advantage))
+        for tokens, logp_C in zip(part, logprobs(model, part, [start_of[each] for each in part])):
+            ratio_C, advantage = torch.exp(logp_C - old[tokens]), advantage_of[tokens]
+            terms.append(-torch.minimum(ratio_C * advantage, ratio_C.clamp(0.8, 1.28) * advantage))
         loss = torch.cat(terms).mean()
         adamw.zero_grad()
         loss.backward()

@@ -119,10 +119,10 @@ def test_a_bucket_flattens_and_comes_back(parts):
     ]  # fmt: skip
     flat = flatten(bucket)
     assert sorted(part.name for part in flat.layout) == sorted(name for name, _ in bucket)
-    assert flat.flat_B.numel() == sum(tensor.nbytes for _, tensor in bucket)
+    assert flat.flat_bytes.numel() == sum(tensor.nbytes for _, tensor in bucket)
     for part in flat.layout:
         assert part.start_idx % part.dtype.itemsize == 0 and part.end_idx - part.start_idx == part.numel
-        back = flat.flat_B[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape)
+        back = flat.flat_bytes[part.start_idx : part.end_idx].view(part.dtype).reshape(part.shape)
         assert torch.equal(back, dict(bucket)[part.name])
 
 

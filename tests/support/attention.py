@@ -15,10 +15,10 @@ from isoloss.parallel.sequence import own_tokens, tokens_of
 class Case:
     """A row of documents. sinks_H: None, or a logit for each query head."""
 
-    query_GHD: Tensor
-    key_GKD: Tensor
-    value_GKE: Tensor
-    grad_GHE: Tensor
+    query_WHD: Tensor
+    key_WKD: Tensor
+    value_WKU: Tensor
+    grad_WHU: Tensor
     lengths: tuple[int, ...]
     window: int | None = None
     sinks_H: Tensor | None = None
@@ -29,7 +29,7 @@ SCALE = 0.7
 
 def dense_reference(case: Case) -> list[Tensor]:
     """Output and gradients of (grad * output).sum(): one softmax over the whole row under an explicit mask."""
-    q, k, v = (t.clone().requires_grad_() for t in (case.query_GHD, case.key_GKD, case.value_GKE))
+    q, k, v = (t.clone().requires_grad_() for t in (case.query_WHD, case.key_WKD, case.value_WKU))
     repeats = q.shape[1] // k.shape[1]
     document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
     order = torch.arange(len(document))
@@ -43,7 +43,7 @@ def dense_reference(case: Case) -> list[Tensor]:
         scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(order), 1)], -1)
     weights = scores.softmax(-1)[..., : len(order)]
     out = torch.einsum("hgj,jhd->ghd", weights, v.repeat_interleave(repeats, 1))
-    (case.grad_GHE * out).sum().backward()
+    (case.grad_WHU * out).sum().backward()
     return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
@@ -51,7 +51,7 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
     """The same of this rank's tokens, and which they are; of the sinks, which every rank holds, this rank's part."""
     mesh = Mesh.create(Layout(ulysses=ulysses, ring=ring))
     tokens_R = own_tokens(case.lengths, mesh)
-    whole = (case.query_GHD, case.key_GKD, case.value_GKE, case.grad_GHE)
+    whole = (case.query_WHD, case.key_WKD, case.value_WKU, case.grad_WHU)
     q, k, v, grad = (t[tokens_R].clone().requires_grad_() for t in whole)
     sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
     out = grid_attention(q, k, v, case.lengths, mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks))
@@ -62,15 +62,15 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
 def round_the_ring(case: Case, ring: int) -> list[Tensor]:
     """Output and gradients as all ranks of a ring make them, in this process: rank by rank and owner by owner."""
     tokens = [tokens_of(case.lengths, ring, rank) for rank in range(ring)]
-    whole = (case.query_GHD, case.key_GKD, case.value_GKE)
-    dtype = torch.promote_types(case.grad_GHE.dtype, torch.float32)
-    results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_GHE, *whole)]
+    whole = (case.query_WHD, case.key_WKD, case.value_WKU)
+    dtype = torch.promote_types(case.grad_WHU.dtype, torch.float32)
+    results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_WHU, *whole)]
     for rank, mine in enumerate(tokens):
-        query, grad = case.query_GHD[mine], case.grad_GHE[mine]
+        query, grad = case.query_WHD[mine], case.grad_WHU[mine]
         out = torch.zeros_like(grad, dtype=dtype)
         lse = out.new_full(query.shape[:2], -torch.inf)
         owners = [
-            (case.key_GKD[theirs], case.value_GKE[theirs], blocks_of(case.lengths, ring, rank, owner, case.window))
+            (case.key_WKD[theirs], case.value_WKU[theirs], blocks_of(case.lengths, ring, rank, owner, case.window))
             for owner, theirs in enumerate(tokens)
         ]
         for key, value, blocks in owners:

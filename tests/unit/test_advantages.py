@@ -89,8 +89,8 @@ def test_of_shifted_and_scaled_rewards(batch, shift, scale):
 @given(st.lists(REWARDS, max_size=12), st.floats(0, 1))
 def test_discounted_returns(rewards, gamma):
     wanted = [sum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
-    got_T = advantages.discounted_returns(torch.tensor(rewards, dtype=torch.float64), gamma)
-    assert got_T.dtype == torch.float64 and got_T.tolist() == pytest.approx(wanted, abs=1e-12)
+    got_C = advantages.discounted_returns(torch.tensor(rewards, dtype=torch.float64), gamma)
+    assert got_C.dtype == torch.float64 and got_C.tolist() == pytest.approx(wanted, abs=1e-12)
 
 
 @given(st.data(), st.integers(0, 12), st.floats(0, 1), st.floats(0, 1))
@@ -105,12 +105,12 @@ def test_gae(data, length, gamma, lam):
 
 
 def test_gae_at_the_ends_of_lambda():
-    rewards_T = torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64)
-    values_T = torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64)
-    advantages_T, returns_T = advantages.gae(rewards_T, values_T, 1.0, 1.0)
-    assert advantages_T.tolist() == [1.5, 1.0, 0.5] and returns_T.tolist() == [2.0, 2.0, 2.0]  # Monte Carlo
-    advantages_T, returns_T = advantages.gae(rewards_T, values_T, 0.5, 0.0)
-    assert advantages_T.tolist() == [0.0, -0.25, 0.5] and returns_T.tolist() == [0.5, 0.75, 2.0]  # one step
+    rewards_C = torch.tensor([0.0, 0.0, 2.0], dtype=torch.float64)
+    values_C = torch.tensor([0.5, 1.0, 1.5], dtype=torch.float64)
+    advantages_C, returns_C = advantages.gae(rewards_C, values_C, 1.0, 1.0)
+    assert advantages_C.tolist() == [1.5, 1.0, 0.5] and returns_C.tolist() == [2.0, 2.0, 2.0]  # Monte Carlo
+    advantages_C, returns_C = advantages.gae(rewards_C, values_C, 0.5, 0.0)
+    assert advantages_C.tolist() == [0.0, -0.25, 0.5] and returns_C.tolist() == [0.5, 0.75, 2.0]  # one step
 
 
 @given(st.lists(st.lists(REWARDS, max_size=6), max_size=5))

@@ -73,7 +73,7 @@ def slopes(x: np.ndarray, *rest) -> np.ndarray:
 @pytest.mark.parametrize("biased", (False, True))
 def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, biased):
     """The row's documents in the order 2, 0, 3, 1 of the step; padding, whose logits matter to nobody, behind."""
-    x_TE = torch.tensor(logits(), requires_grad=True)
+    x_ZE = torch.tensor(logits(), requires_grad=True)
     bias = np.array([0.3, -0.2, 0.0, 0.1, -0.4, 0.2]) * biased
     experts = replace(EXPERTS, score=score, selection_bias=biased)
     place = {2: 0, 0: LENGTHS[2], 3: LENGTHS[2] + LENGTHS[0], 1: TOKENS - LENGTHS[1]}  # where each begins in the step
@@ -88,14 +88,14 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
     tokens = RoutedTokens(
         torch.tensor([*document, -1, -1]), torch.tensor([*origin, -1, -1]), torch.tensor([*LENGTHS, 2]), one_rank
     )
-    routing = route(x_TE, experts, torch.tensor(bias) if biased else None)
-    (0.0 * started.add(routing.weights_TK, routing, tokens)).sum().backward()
+    routing = route(x_ZE, experts, torch.tensor(bias) if biased else None)
+    (0.0 * started.add(routing.weights_ZX, routing, tokens)).sum().backward()
 
-    aux, z = started.sums_B.tolist()
+    aux, z = started.sums_A.tolist()
     assert COEFFICIENTS[0] * aux + COEFFICIENTS[1] * z == pytest.approx(formula(logits(), score, bias, mode), rel=1e-13)
-    assert x_TE.grad is not None and not x_TE.grad[TOKENS:].any()
-    np.testing.assert_allclose(x_TE.grad.numpy(), slopes(logits(), score, bias, mode), rtol=1e-6, atol=1e-9)
-    for consumed, counts in zip(started.consumed_B.tolist(), started.counts, strict=True):
+    assert x_ZE.grad is not None and not x_ZE.grad[TOKENS:].any()
+    np.testing.assert_allclose(x_ZE.grad.numpy(), slopes(logits(), score, bias, mode), rtol=1e-6, atol=1e-9)
+    for consumed, counts in zip(started.consumed_A.tolist(), started.counts, strict=True):
         assert consumed == pytest.approx(counts.weight_sum, rel=1e-14)
 
 
@@ -105,26 +105,26 @@ def test_only_a_plain_sum_of_everything_leaves_the_division_to_the_caller():
     summed, mean = (Term(negative_log_likelihood, Aggregation(mode)) for mode in ("sum", "token-mean"))
     for terms, weight in (((summed,), 1.0), ((mean,), 1 / 8), ((summed, replace(mean, name="kl")), 1 / 8)):
         started = load_balancing.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
-        assert started.weights_BO.tolist() == [[weight] * 8 + [0.0]]  # the last one is of padding
+        assert started.weights_AO.tolist() == [[weight] * 8 + [0.0]]  # the last one is of padding
 
 
 def test_margins_are_the_distance_to_another_choice():
     """The second and the third of six; among groups of two, of which the best is kept, that of the groups."""
-    x_TE = torch.tensor([[4.0, 1.0, 2.0, 2.5, 0.0, -1.0]], dtype=torch.float64)
-    probability = torch.softmax(x_TE, 1)[0].tolist()
-    plain = selection_margin(x_TE, EXPERTS, None)
+    x_ZE = torch.tensor([[4.0, 1.0, 2.0, 2.5, 0.0, -1.0]], dtype=torch.float64)
+    probability = torch.softmax(x_ZE, 1)[0].tolist()
+    plain = selection_margin(x_ZE, EXPERTS, None)
     assert plain.tolist() == pytest.approx([probability[3] - probability[2]])
-    grouped = selection_margin(x_TE, replace(EXPERTS, groups=3, groups_kept=1), None)
+    grouped = selection_margin(x_ZE, replace(EXPERTS, groups=3, groups_kept=1), None)
     assert grouped.tolist() == pytest.approx([probability[0] + probability[1] - probability[2] - probability[3]])
     bias = torch.tensor([0.0, 0.0, probability[3] - probability[2] + 0.01, 0.0, 0.0, 0.0])
-    assert selection_margin(x_TE, EXPERTS, bias).tolist() == pytest.approx([0.01])
-    assert selection_margin(x_TE, replace(EXPERTS, top_k=6), None).tolist() == [float("inf")]
+    assert selection_margin(x_ZE, EXPERTS, bias).tolist() == pytest.approx([0.01])
+    assert selection_margin(x_ZE, replace(EXPERTS, top_k=6), None).tolist() == [float("inf")]
 
 
 def test_a_step_without_samples_has_no_weights():
     asked = load_balancing.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
     assert asked is not None
-    assert load_balancing.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu")).weights_BO.tolist() == [
+    assert load_balancing.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu")).weights_AO.tolist() == [
         [0],
         [0],
     ]

@@ -1,6 +1,6 @@
 """Losses of policy and critic against the papers' formulas (tests/oracles/rl/formulas.py).
 
-Shape suffixes: N labelled tokens of the batch, T of one completion, V a vocabulary.
+Shape suffixes: N labelled tokens of the batch, C of one completion, V a vocabulary.
 """
 
 import itertools
@@ -70,20 +70,20 @@ def policy_terms(batch, algorithm, at=None):
     constant = (at or batch).logprobs
     low, high = algorithm.clip_low, algorithm.clip_high
 
-    def formula(logp_T, fields):
-        advantages_T, rollout_T = fields["advantages"], fields["rollout_logprobs"]
-        constant_T, train_T = fields["constant"], fields.get("train_logprobs", fields["constant"])
-        old_T = rollout_T if algorithm.old_logprobs == "rollout" else train_T
-        terms_T = {
-            "clip": lambda: formulas.clip(logp_T, old_T, advantages_T, low, high, algorithm.dual_clip),
-            "gspo": lambda: formulas.gspo(logp_T, old_T, advantages_T, low, high),
-            "cispo": lambda: formulas.cispo(logp_T, old_T, advantages_T, low, high, constant_T),
-            "reinforce": lambda: formulas.reinforce(logp_T, advantages_T),
+    def formula(logp_C, fields):
+        advantages_C, rollout_C = fields["advantages"], fields["rollout_logprobs"]
+        constant_C, train_C = fields["constant"], fields.get("train_logprobs", fields["constant"])
+        old_C = rollout_C if algorithm.old_logprobs == "rollout" else train_C
+        terms_C = {
+            "clip": lambda: formulas.clip(logp_C, old_C, advantages_C, low, high, algorithm.dual_clip),
+            "gspo": lambda: formulas.gspo(logp_C, old_C, advantages_C, low, high),
+            "cispo": lambda: formulas.cispo(logp_C, old_C, advantages_C, low, high, constant_C),
+            "reinforce": lambda: formulas.reinforce(logp_C, advantages_C),
         }[algorithm.loss]()
         if algorithm.importance == "none":
-            return terms_T
-        trainer_T = constant_T if algorithm.old_logprobs == "rollout" else train_T
-        return terms_T * formulas.importance(trainer_T, rollout_T, algorithm.importance, algorithm.importance_cap)
+            return terms_C
+        trainer_C = constant_C if algorithm.old_logprobs == "rollout" else train_C
+        return terms_C * formulas.importance(trainer_C, rollout_C, algorithm.importance, algorithm.importance_cap)
 
     return replace(batch, fields=batch.fields | {"constant": constant}).of_completions(formula)
 
@@ -186,8 +186,8 @@ def test_the_gradient_of_gspo_is_the_papers(one_rank):
         of_completion = np.random.default_rng(seed).normal(size=len(LENGTHS))
         batch = replace(batch, fields=batch.fields | {"advantages": np.repeat(of_completion, LENGTHS)})
         wanted_N = batch.of_completions(
-            lambda logp_T, fields: (
-                formulas.gspo_gradient(logp_T, fields["train_logprobs"], fields["advantages"], 0.05, 0.1) / len(logp_T)
+            lambda logp_C, fields: (
+                formulas.gspo_gradient(logp_C, fields["train_logprobs"], fields["advantages"], 0.05, 0.1) / len(logp_C)
             )
         ) / len(LENGTHS)
         clipped |= set((wanted_N == 0).tolist())
@@ -307,25 +307,25 @@ def test_value_terms_and_their_gradients(value_clip, one_rank):
 # ------------------------------------------------------------------------------------------------------------- metrics
 
 
-def clipping_changes(algorithm, logp_T, old_T, advantages_T):
+def clipping_changes(algorithm, logp_C, old_C, advantages_C):
     """Tokens whose objective (of cispo: weight) is another with the clipping range than without it, 0 or 1."""
     if algorithm.loss == "reinforce":
-        return np.zeros(len(logp_T))
+        return np.zeros(len(logp_C))
 
-    def terms_T(low, high):
+    def terms_C(low, high):
         if algorithm.loss == "cispo":
-            ones_T = np.ones(len(logp_T))
-            return formulas.cispo(ones_T, old_T, ones_T, low, high, constant_T=logp_T)
+            ones_C = np.ones(len(logp_C))
+            return formulas.cispo(ones_C, old_C, ones_C, low, high, constant_C=logp_C)
         formula = formulas.gspo if algorithm.loss == "gspo" else formulas.clip
-        return formula(logp_T, old_T, advantages_T, low, high)
+        return formula(logp_C, old_C, advantages_C, low, high)
 
-    return (abs(terms_T(algorithm.clip_low, algorithm.clip_high) - terms_T(1e9, 1e9)) > 1e-12).astype(float)
+    return (abs(terms_C(algorithm.clip_low, algorithm.clip_high) - terms_C(1e9, 1e9)) > 1e-12).astype(float)
 
 
 @pytest.mark.parametrize("algorithm", CASES, ids=name_of)
 def test_observed(algorithm, one_rank):
     old = "rollout_logprobs" if algorithm.old_logprobs == "rollout" else "train_logprobs"
-    clip_fraction = lambda logp_T, fields: clipping_changes(algorithm, logp_T, fields[old], fields["advantages"])
+    clip_fraction = lambda logp_C, fields: clipping_changes(algorithm, logp_C, fields[old], fields["advantages"])
     for seed in range(3):
         batch = Batch.random(seed)
         fields = batch.fields

@@ -47,13 +47,13 @@ def test_advantages_over_tokens_are_verls():
     """KL (k1, coefficient 0.2) in the reward, gamma 0.9, lambda 0.8."""
     penalty_N = 0.2 * k1(BATCH["ref_logprobs"] - BATCH["train_logprobs"])
     returns, both = [], []
-    for penalty_T, values_T, reward in zip(
+    for penalty_C, values_C, reward in zip(
         penalty_N.split(LENGTHS), BATCH["old_values"].split(LENGTHS), BATCH["rewards"]
     ):
-        rewards_T = -penalty_T
-        rewards_T[-1:] += reward
-        returns.append(advantages.discounted_returns(rewards_T, 0.9))
-        both.append(advantages.gae(rewards_T, values_T, 0.9, 0.8))
+        rewards_C = -penalty_C
+        rewards_C[-1:] += reward
+        returns.append(advantages.discounted_returns(rewards_C, 0.9))
+        both.append(advantages.gae(rewards_C, values_C, 0.9, 0.8))
     assert agrees(torch.cat(advantages.whiten(returns)).tolist(), VERL["reinforce++"])
     assert agrees(torch.cat(advantages.whiten([a for a, _ in both])).tolist(), VERL["gae"]["advantages"])
     assert agrees(torch.cat([r for _, r in both]).tolist(), VERL["gae"]["returns"])

@@ -31,7 +31,7 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
             router_losses = start(load_balancing, lengths, loss, device)
             micro_batches = [m for rank_batches in plans[-1].micro_batches for m in rank_batches]
             first = [sum(lengths[:index]) for index in range(len(lengths))]
-            for weights_O, router_loss in zip(router_losses.weights_BO, router_losses.losses):
+            for weights_O, router_loss in zip(router_losses.weights_AO, router_losses.losses):
                 by_token = router_loss.aggregation.mode == "token-mean"
                 for m in micro_batches:
                     size = sum(lengths[i] for i in m) if by_token else len(m)
@@ -44,10 +44,10 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
     return {PREPARE_STEP: remember, "isoloss.engine.load_balancing.start": start_wrongly}
 
 
-def _every_token(real_T: property) -> property:
+def _every_token(real_Z: property) -> property:
     """Padding counted as well."""
-    del real_T
-    return property(lambda tokens: torch.ones_like(tokens.document_T, dtype=torch.bool))
+    del real_Z
+    return property(lambda tokens: torch.ones_like(tokens.document_Z, dtype=torch.bool))
 
 
 def _deaf_for_counts(distributed):
@@ -104,7 +104,7 @@ EXPERTS = (
     ),
     PlantedBug(
         "padding-counted",
-        {"isoloss.models.mcore.router_losses.RoutedTokens.real_T": _every_token},
+        {"isoloss.models.mcore.router_losses.RoutedTokens.real_Z": _every_token},
         lambda run: run.moe is not None and run.padded,
         "a model with experts, and a layout with tp, ulysses or ring that does not divide the tokens of a micro-batch",
     ),

@@ -5,7 +5,7 @@ The padding is masked out and positions are counted without it, so what a row co
 neighbours, beyond rounding. What it draws does not at all: its random numbers are a function of (seed, request id,
 position, token).
 
-Shape suffixes: B rows, L columns of the batch (the longest row), V vocabulary.
+Shape suffixes: B rows of the batch, T its columns (tokens of the longest row), V the vocabulary.
 """
 
 import hashlib
@@ -142,10 +142,10 @@ def prefill(model: PreTrainedModel, rows: Sequence[ActiveSequence]) -> tuple[Bat
     place: dict[tuple[int, ...], int] = {}
     source = [place.setdefault(row.context, len(place)) for row in rows]
     columns = max(map(len, place))
-    tokens_BL = torch.tensor([[0] * (columns - len(context)) + list(context) for context in place])
+    tokens_BT = torch.tensor([[0] * (columns - len(context)) + list(context) for context in place])
     lengths_B = torch.tensor([len(context) for context in place])
     cache = DynamicCache()  # without the configuration: sliding layers keep everything too, and only mask it
-    logits_BV = _forward(model, tokens_BL, lengths_B, cache)
+    logits_BV = _forward(model, tokens_BT, lengths_B, cache)
     if len(place) < len(rows):
         indices = torch.tensor(source, device=logits_BV.device)
         _change(cache, lambda x: x.index_select(0, indices))
@@ -159,14 +159,14 @@ def decode(model: PreTrainedModel, batch: Batch) -> Tensor:
     return _forward(model, tokens_B1, torch.tensor([row.length for row in batch.rows]), batch.cache)
 
 
-def _forward(model: PreTrainedModel, tokens_BL: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
+def _forward(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
     """lengths_B: of the rows with these tokens. The head is the trainer's, so that rounding is the same in both."""
-    columns = cache.get_seq_length() + tokens_BL.shape[1]
-    positions_BL = torch.arange(columns) - (columns - lengths_B)[:, None]
+    columns = cache.get_seq_length() + tokens_BT.shape[1]
+    positions_BT = torch.arange(columns) - (columns - lengths_B)[:, None]
     output: Any = model.base_model(
-        input_ids=tokens_BL.to(model.device),
-        attention_mask=(positions_BL >= 0).to(model.device),
-        position_ids=positions_BL[:, -tokens_BL.shape[1] :].clamp(min=0).to(model.device),
+        input_ids=tokens_BT.to(model.device),
+        attention_mask=(positions_BT >= 0).to(model.device),
+        position_ids=positions_BT[:, -tokens_BT.shape[1] :].clamp(min=0).to(model.device),
         past_key_values=cache,
         use_cache=True,
     )
@@ -264,7 +264,7 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, max_position
 
 
 def _layers(cache: DynamicCache) -> Any:
-    """Each with its keys and its values, [B, heads, L, D]; typed as if they were not there yet."""
+    """Each with its keys and its values, [B, heads, T, D]; typed as if they were not there yet."""
     return cache.layers
 
 

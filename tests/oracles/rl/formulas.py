@@ -1,6 +1,6 @@
 """Every formula of RL as its paper writes it, in numpy and loops over tokens and completions, to hold ours against.
 
-Written from the papers, not from the code. `_T` arrays hold the tokens of one completion, `_k` the completions of a
+Written from the papers, not from the code. `_C` arrays hold the tokens of one completion, `_k` the completions of a
 group.
 """
 
@@ -31,17 +31,17 @@ def rloo(rewards_k):
     return np.array([rewards_k[i] - sum(rewards_k[j] for j in range(k) if j != i) / (k - 1) for i in range(k)])
 
 
-def reinforce_pp(reward, kl_T, coef):
+def reinforce_pp(reward, kl_C, coef):
     """REINFORCE++ (2501.03262), before it is normalized: r - coef * sum of KL(i) over i = t .. T."""
-    return np.array([reward - coef * sum(kl_T[i] for i in range(t, len(kl_T))) for t in range(len(kl_T))])
+    return np.array([reward - coef * sum(kl_C[i] for i in range(t, len(kl_C))) for t in range(len(kl_C))])
 
 
-def gae(rewards_T, values_T, gamma, lam):
+def gae(rewards_C, values_C, gamma, lam):
     """Schulman et al. (1506.02438), equation 16: A_t = sum over l of (gamma lam)^l delta_{t+l}; and A + V."""
-    length = len(rewards_T)
-    delta = [rewards_T[t] + gamma * (values_T[t + 1] if t + 1 < length else 0.0) - values_T[t] for t in range(length)]
-    advantages_T = np.array([sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, length)) for t in range(length)])
-    return advantages_T, advantages_T + np.asarray(values_T)
+    length = len(rewards_C)
+    delta = [rewards_C[t] + gamma * (values_C[t + 1] if t + 1 < length else 0.0) - values_C[t] for t in range(length)]
+    advantages_C = np.array([sum((gamma * lam) ** (s - t) * delta[s] for s in range(t, length)) for t in range(length)])
+    return advantages_C, advantages_C + np.asarray(values_C)
 
 
 def whiten(parts, epsilon):
@@ -64,10 +64,10 @@ def overlong(length, longest, buffer):
 # -------------------------------------------------------------------------------- losses: the terms of one completion
 
 
-def clip(logp_T, old_T, advantages_T, low, high, dual=None):
+def clip(logp_C, old_C, advantages_C, low, high, dual=None):
     """PPO (1707.06347), equation 7, DAPO's two ranges (equation 10), dual clip (1912.09729)."""
     terms = []
-    for logp, old, a in zip(logp_T, old_T, advantages_T):
+    for logp, old, a in zip(logp_C, old_C, advantages_C):
         ratio = np.exp(logp - old)
         objective = min(ratio * a, min(max(ratio, 1 - low), 1 + high) * a)
         if dual is not None and a < 0:
@@ -76,51 +76,51 @@ def clip(logp_T, old_T, advantages_T, low, high, dual=None):
     return np.array(terms)
 
 
-def gspo(logp_T, old_T, advantages_T, low, high):
+def gspo(logp_C, old_C, advantages_C, low, high):
     """GSPO (2507.18071), equations 5 to 7, for each token: the ratio of the completion to the power 1/length."""
-    s = (np.exp(np.sum(logp_T)) / np.exp(np.sum(old_T))) ** (1 / len(logp_T))
-    return np.array([-min(s * a, min(max(s, 1 - low), 1 + high) * a) for a in advantages_T])
+    s = (np.exp(np.sum(logp_C)) / np.exp(np.sum(old_C))) ** (1 / len(logp_C))
+    return np.array([-min(s * a, min(max(s, 1 - low), 1 + high) * a) for a in advantages_C])
 
 
-def gspo_gradient(logp_T, old_T, advantages_T, low, high):
+def gspo_gradient(logp_C, old_C, advantages_C, low, high):
     """What each token's log-probability gets of a completion with one advantage: equation 10, times the length."""
-    s = (np.exp(np.sum(logp_T)) / np.exp(np.sum(old_T))) ** (1 / len(logp_T))
-    return np.array([-s * a if s * a <= min(max(s, 1 - low), 1 + high) * a else 0.0 for a in advantages_T])
+    s = (np.exp(np.sum(logp_C)) / np.exp(np.sum(old_C))) ** (1 / len(logp_C))
+    return np.array([-s * a if s * a <= min(max(s, 1 - low), 1 + high) * a else 0.0 for a in advantages_C])
 
 
-def cispo(logp_T, old_T, advantages_T, low, high, constant_T=None):
-    """MiniMax-M1 (2506.13585), equations 4 and 5: -sg(clip(ratio)) A log pi. constant_T: where sg() is evaluated."""
-    at_T = logp_T if constant_T is None else constant_T
-    weights = [min(max(np.exp(c - o), 1 - low), 1 + high) for c, o in zip(at_T, old_T)]
-    return np.array([-w * a * logp for w, a, logp in zip(weights, advantages_T, logp_T)])
+def cispo(logp_C, old_C, advantages_C, low, high, constant_C=None):
+    """MiniMax-M1 (2506.13585), equations 4 and 5: -sg(clip(ratio)) A log pi. constant_C: where sg() is evaluated."""
+    at_C = logp_C if constant_C is None else constant_C
+    weights = [min(max(np.exp(c - o), 1 - low), 1 + high) for c, o in zip(at_C, old_C)]
+    return np.array([-w * a * logp for w, a, logp in zip(weights, advantages_C, logp_C)])
 
 
-def reinforce(logp_T, advantages_T):
+def reinforce(logp_C, advantages_C):
     """Williams 1992: -A log pi."""
-    return np.array([-a * logp for a, logp in zip(advantages_T, logp_T)])
+    return np.array([-a * logp for a, logp in zip(advantages_C, logp_C)])
 
 
-def importance(trainer_T, rollout_T, level, cap):
+def importance(trainer_C, rollout_C, level, cap):
     """Truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
     training"): min(pi_trainer / pi_rollout, cap), of each token, or of the whole completion for all its tokens."""
-    ratios = np.exp(np.asarray(trainer_T) - np.asarray(rollout_T))
+    ratios = np.exp(np.asarray(trainer_C) - np.asarray(rollout_C))
     if level == "sequence":
         ratios = np.full(len(ratios), np.prod(ratios))
     return np.array([min(r, cap) for r in ratios])
 
 
-def kl(logp_T, reference_T, estimator):
+def kl(logp_C, reference_C, estimator):
     """Schulman, "Approximating KL divergence" (2020), of KL(pi || reference) at samples of pi; r = reference / pi."""
-    ratios = [np.exp(ref - logp) for logp, ref in zip(logp_T, reference_T)]
+    ratios = [np.exp(ref - logp) for logp, ref in zip(logp_C, reference_C)]
     return np.array(
         [{"k1": -np.log(r), "k2": np.log(r) ** 2 / 2, "k3": (r - 1) - np.log(r)}[estimator] for r in ratios]
     )
 
 
-def value(values_T, old_T, returns_T, clip_range):
+def value(values_C, old_C, returns_C, clip_range):
     """PPO's clipped value loss (Engstrom et al., 2005.12729) with the factor 1/2 of PPO's squared error."""
     terms = []
-    for v, old, target in zip(values_T, old_T, returns_T):
+    for v, old, target in zip(values_C, old_C, returns_C):
         clipped = min(max(v, old - clip_range), old + clip_range)
         terms.append(max((v - target) ** 2, (clipped - target) ** 2) / 2)
     return np.array(terms)

@@ -1,7 +1,4 @@
-"""A bucket of weights as SGLang takes it: one tensor of bytes, and where each weight lies in it.
-
-Shape suffix: B bytes.
-"""
+"""A bucket of weights as SGLang takes it: one tensor of bytes, and where each weight lies in it."""
 
 import base64
 import io
@@ -33,9 +30,9 @@ class FlattenedTensorMetadata:
 
 @dataclass(frozen=True)
 class FlatBucket:
-    """flat_B: the bytes of a bucket's tensors. layout: where each lies in them."""
+    """flat_bytes: the bytes of a bucket's tensors. layout: where each lies in them."""
 
-    flat_B: Tensor
+    flat_bytes: Tensor
     layout: tuple[FlattenedTensorMetadata, ...]
 
 
@@ -61,7 +58,7 @@ def serialize(bucket: FlatBucket) -> str:
     set_sharing_strategy("file_system")
     try:
         buffer = io.BytesIO()
-        _Pickler(buffer, 2).dump({"flattened_tensor": bucket.flat_B, "metadata": list(bucket.layout)})
+        _Pickler(buffer, 2).dump({"flattened_tensor": bucket.flat_bytes, "metadata": list(bucket.layout)})
     finally:
         set_sharing_strategy(strategy)
     ours, theirs = (f"c{module}\nFlattenedTensorMetadata\n".encode() for module in (__name__, METADATA_MODULE))

@@ -65,7 +65,7 @@ class BroadcastSync(WeightSync):
         group = self._group
 
         def broadcast() -> None:
-            work = dist.broadcast(payload.flat_B.to(self._device), src=0, group=group, async_op=True)
+            work = dist.broadcast(payload.flat_bytes.to(self._device), src=0, group=group, async_op=True)
             assert work is not None
             try:
                 work.wait()
@@ -145,7 +145,7 @@ class TensorSync(WeightSync):
         """The handles of all ranks to their copy of the bucket, on rank 0. Collective over the world on GPUs."""
         flat = flatten(bucket) if bucket else None
         handles: list[Any] = [serialize(flat) if flat else None]
-        if flat and flat.flat_B.is_cuda:
+        if flat and flat.flat_bytes.is_cuda:
             torch.cuda.synchronize()  # the bytes must be there before another process looks
             handles = gather_objects(serialize(flat), self._group)
         # The bucket before this one is freed only here: rank 0 came to the gathering after the servers had read it.
@@ -157,7 +157,7 @@ class TensorSync(WeightSync):
 
     def send(self, servers: Sequence[Server], payload: list[str]) -> None:
         payloads: dict[Server, list[str]] = {}
-        if self._held is not None and self._held.flat_B.is_cuda:
+        if self._held is not None and self._held.flat_bytes.is_cuda:
             wanted, start = sum(self._tp_sizes.values()), 0
             if wanted != len(payload):
                 raise UserError(
