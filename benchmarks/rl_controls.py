@@ -103,7 +103,7 @@ def evaluate(model: Path, seed: int) -> float:
         engine = Engine(config)
         with open_rollout(config, engine, data, score, model) as rollout:
             rollout.sync_weights(0)
-            found = completion_stats(rollout.evaluate(data.eval))
+            found = completion_stats(rollout.evaluate(data.eval.prompts))
     dist.destroy_process_group()
     return found["reward_mean"]
 
