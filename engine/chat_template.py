@@ -19,7 +19,9 @@ Messages = list[dict[str, Any]]
 class Template:
     """What renders the messages of one row: the tokenizer's chat template, with what it is given besides them.
 
-    place: of the row, for messages to the user. tools: the row's, None where it has none. kwargs: data.template_kwargs.
+    place: of the row, for messages to the user.
+    tools: the row's, None where it has none.
+    kwargs: data.template_kwargs.
     """
 
     tokenizer: Any

@@ -47,8 +47,9 @@ class DataStats:
 class TokenDataset:
     """A sequence of Samples over three arrays, with n sequences and `total` tokens in all.
 
-    tokens: int32 [total]; mask: bool [total], True at targets; offsets: int64 [n + 1], sequence i is
-    offsets[i]:offsets[i + 1].
+    tokens: int32 [total].
+    mask: bool [total], True at targets.
+    offsets: int64 [n + 1], sequence i is offsets[i]:offsets[i + 1].
     fingerprint: the same for two data sets where these arrays are, whatever files they came from.
     """
 

@@ -118,9 +118,11 @@ class Engine:
     def optim_step(self, lr: float | None = None) -> OptimResult:
         """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
-        lr: learning rate of this step; default the configured one. A non-finite loss or gradient, or a step without a
-        valid token, is reported and not applied. Collectives: the gradient reduction, one all-reduce of the norm, and
-        with moe.bias_update_rate one of the experts' loads.
+        A non-finite loss or gradient, or a step without a valid token, is reported and not applied.
+
+        lr: learning rate of this step; default the configured one.
+        Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
+            experts' loads.
         """
         started = time.perf_counter()
         lr = self.config.optim.lr if lr is None else lr

@@ -26,7 +26,8 @@ from isoloss.parallel.normalizer import TokenCounts, token_weights
 class LoadBalancing:
     """What a training step does about the load of experts.
 
-    losses: of the routers. bias_rate: how far a selection bias moves in a step."""
+    losses: of the routers.
+    bias_rate: how far a selection bias moves in a step."""
 
     losses: tuple[RouterLoss, ...]
     bias_rate: float
@@ -44,7 +45,9 @@ def configured(config: MoeConfig, arch: Architecture) -> LoadBalancing | None:
 
 
 def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: torch.device) -> RouterLosses:
-    """What the routers do in one pass over a step. lengths: tokens of every sequence of the step, on every rank.
+    """What the routers do in one pass over a step.
+
+    lengths: tokens of every sequence of the step, on every rank.
 
     Every token counts, target or not: all of them are sent to experts. Where `loss` leaves the normalization to the
     caller, so do the losses of the routers. No collective.

@@ -19,9 +19,11 @@ from isoloss.parallel.sequence import sum_over_documents
 class TokenInputs:
     """What a loss sees of the labelled positions of a micro-batch on this rank; all tensors are [N].
 
-    logprobs_N: log-probabilities of the targets at the loss's temperature. entropy_N: entropy of the predicted
-    distribution, in nats, if the loss asked for it. values_N: the value head's output, of a critic, whose other two are
-    empty. fields: those of the samples. document_N: the document of the row that each target belongs to.
+    logprobs_N: log-probabilities of the targets at the loss's temperature.
+    entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
+    values_N: the value head's output, of a critic, whose other two are empty.
+    fields: those of the samples.
+    document_N: the document of the row that each target belongs to.
     """
 
     logprobs_N: Tensor
@@ -48,7 +50,8 @@ TOKEN_MEAN = Aggregation("token-mean")
 class Term:
     """coefficient * sum(weight * per_token), with weights that the aggregation makes of the counts of the whole step.
 
-    per_token: TokenInputs -> [N], not yet weighted. name: what the metrics call the sum, without the coefficient.
+    per_token: TokenInputs -> [N], not yet weighted.
+    name: what the metrics call the sum, without the coefficient.
     """
 
     per_token: PerToken
@@ -77,9 +80,11 @@ class Term:
 class Loss:
     """A sum of terms, each with an aggregation of its own.
 
-    needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N. temperature: logits are divided by
-    it. observed: further per-token values, reported as means over the valid tokens of the step. largest: others, none
-    of them negative, of which the largest is reported. correlated: pairs of others, reported as Pearson's correlation.
+    needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N.
+    temperature: logits are divided by it.
+    observed: further per-token values, reported as means over the valid tokens of the step.
+    largest: others, none of them negative, of which the largest is reported.
+    correlated: pairs of others, reported as Pearson's correlation.
     """
 
     terms: tuple[Term, ...]

@@ -21,7 +21,9 @@ from isoloss.parallel import Layout, device, environment
 class ModelSource:
     """The model of a configuration, resolved and checked once a run.
 
-    layout: in this world. weights: where they are read from. folder: of config.json and tokenizer.
+    layout: in this world.
+    weights: where they are read from.
+    folder: of config.json and tokenizer.
     """
 
     arch: Architecture

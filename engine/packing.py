@@ -60,10 +60,11 @@ def pack(
 ) -> PackedBatch:
     """Pack samples, in order, into one row and take this rank's slice.
 
-    weights: for each sample, weights for every token as a target, [A, T]; offsets: its start in the step.
+    weights: for each sample, weights for every token as a target, [A, T].
+    offsets: of each sample, its start in the step.
+    names, modes: fields of the step's samples and number of aggregations; a row of dummies has them too.
     Targets are shifted here, on whole rows, before sharding. No samples make a row of dummy tokens without labels,
-    through which every parameter still gets a (zero) gradient. names, modes: fields of the step's samples and number of
-    aggregations, which such a row has too: the loss asks for them.
+    through which every parameter still gets a (zero) gradient.
     """
     spans = [padded_document(len(sample), mesh) for sample in samples]
     used = sum(spans)

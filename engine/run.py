@@ -29,7 +29,8 @@ from isoloss.parallel import UserError, device
 class RunResult:
     """Where a run ended.
 
-    checkpoint: the last one. export: the Hugging Face folder, None without checkpoint.export_hf.
+    checkpoint: the last one.
+    export: the Hugging Face folder, None without checkpoint.export_hf.
     first_eval, last_eval: metrics of the evaluations; empty without data.eval.
     """
 
@@ -52,7 +53,8 @@ class Run:
     """One run, on every rank: a new one in the folder that `open_folder` made, or with checkpoint.resume one that goes
     on from the newest checkpoint there. A context manager, whose end closes its metrics; collective over the world.
 
-    done: optimizer steps done so far. total_steps: of the whole run.
+    done: optimizer steps done so far.
+    total_steps: of the whole run.
     state: what `save` was given in the checkpoint that the run resumed from; None for a new run.
     metrics: metrics.jsonl, TensorBoard and the progress bar.
     """
@@ -90,8 +92,8 @@ class Run:
         """The optimizer steps still to be done, from 0; the body of the loop does one and calls `log`.
 
         evaluate: metrics after so many steps, empty where there is nothing to evaluate on; called before the first step
-        and every train.eval_every. save: writes a checkpoint, by default `save`; called every checkpoint.every. Both
-        also after the last step.
+            and every train.eval_every.
+        save: writes a checkpoint, by default `save`; called every checkpoint.every. Both also after the last step.
         """
         self._first_eval = self._evaluate(evaluate)
         while self.done < self.total_steps:
@@ -144,7 +146,9 @@ class Run:
     def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
         """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later.
 
-        weights: where they come from. data: lines about it. work: what a step is made of.
+        weights: where they come from.
+        data: lines about it.
+        work: what a step is made of.
         """
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)

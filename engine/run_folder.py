@@ -30,7 +30,9 @@ from isoloss.parallel import UserError, device
 class Fingerprint:
     """Of something besides the configuration that must stay the same when a run goes on.
 
-    of: its name in messages and checkpoints. value: a digest or a short text. decided_by: what the user can set back.
+    of: its name in messages and checkpoints.
+    value: a digest or a short text.
+    decided_by: what the user can set back.
     """
 
     of: str

@@ -55,7 +55,8 @@ class MicroBatches(Sequence[PackedBatch]):
 class StepBatch:
     """The micro-batches of this rank, and what the step holds over all ranks.
 
-    counts: for each aggregation of the loss. lengths: tokens of every sample of the step.
+    counts: for each aggregation of the loss.
+    lengths: tokens of every sample of the step.
     """
 
     micro_batches: Sequence[PackedBatch]
@@ -69,12 +70,16 @@ class StepBatch:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Over all ranks. loss: the number that was differentiated. magnitude: the sum of the absolute values of all that
-    was added up to it, which its rounding error is relative to. weight_sum: of the first term's weights, as consumed.
+    """Over all ranks.
 
+    loss: the number that was differentiated.
+    magnitude: the sum of the absolute values of all that was added up to it, which its rounding error is relative to.
+    weight_sum: of the first term's weights, as consumed.
     terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
     observed: means over the valid tokens, and what else the loss asked for of them.
-    valid_tokens: targets; total_tokens: tokens without padding; micro_batches: of each rank.
+    valid_tokens: targets.
+    total_tokens: tokens without padding.
+    micro_batches: of each rank.
     seconds: that forward and backward took, where they were timed.
     """
 
@@ -187,7 +192,8 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     """What a head gives for all targets of the step, [total tokens, *shape] fp64 in the order of the samples, on every
     rank.
 
-    head: a micro-batch and the hidden states of its row -> [N, *shape]. shape: of what it gives for one target.
+    head: a micro-batch and the hidden states of its row -> [N, *shape].
+    shape: of what it gives for one target.
     Collectives: the model's and the head's; one all-reduce over dp x context and one over pp of the result.
     """
 

@@ -38,7 +38,8 @@ class YarnScaling:
     by `factor`, those that turn more than beta_fast times are kept, with a linear ramp over the channels between.
 
     truncate: round the ends of the ramp outwards to whole channels.
-    cos_sin_factor: multiplies cosine and sine. softmax_factor: multiplies the scale of the attention logits.
+    cos_sin_factor: multiplies cosine and sine.
+    softmax_factor: multiplies the scale of the attention logits.
     """
 
     factor: float
@@ -119,7 +120,8 @@ def _yarn(pos_freqs: Tensor, theta: float, s: YarnScaling) -> Tensor:
 class ExpertNames:
     """What Hugging Face files call the experts of a layer, below `model.layers.N.`.
 
-    module: of router and experts. projections: of an expert: gate, up, down.
+    module: of router and experts.
+    projections: of an expert: gate, up, down.
     stacked: gate_up_proj and down_proj hold those of all experts, transposed, gate and up interleaved (gpt-oss).
     selection_bias, shared: of the selection bias and of the shared experts, below the module.
     """
@@ -140,7 +142,8 @@ class Experts:
     score: router logits become scores by `softmax` over all experts or by `sigmoid`.
     selection_bias: a bias for each expert that is added to the scores for the selection only (arXiv:2408.15664).
     groups, groups_kept: experts are chosen among the best groups, by the sum of each group's two highest scores.
-    normalize: the weights of the chosen experts are divided by their sum; scaling: then multiplied by this.
+    normalize: the weights of the chosen experts are divided by their sum.
+    scaling: then multiplied by this.
     shared_size: width of the MLP that sees every token; 0: there is none.
     """
 
@@ -162,8 +165,10 @@ class Experts:
 class Latent:
     """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): queries, keys and values from low-rank latents.
 
-    q_rank: width of the query latent, None where queries are projected directly; kv_rank: that of keys and values.
-    nope_dim + rope_dim: width of a query and key head without and with rotary positions; value_dim: of a value head.
+    q_rank: width of the query latent, None where queries are projected directly.
+    kv_rank: that of keys and values.
+    nope_dim + rope_dim: width of a query and key head without and with rotary positions.
+    value_dim: of a value head.
     """
 
     q_rank: int | None
@@ -180,7 +185,8 @@ class Architecture:
     num_kv_heads: key/value heads (groups of query heads), a divisor of num_heads.
     head_dim: width of a query and key head; num_heads * head_dim need not equal hidden_size.
     rotary_dim: channels of a head that are rotated.
-    qkv_bias: q, k and v projections have a bias. linear_bias: so do all other projections, the router among them.
+    qkv_bias: q, k and v projections have a bias.
+    linear_bias: so do all other projections, the router among them.
     qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
     windows: for each layer, how many tokens a token sees, itself included; None: all. () means None everywhere.
     sinks: the softmax of each head has one more, learned logit that no value belongs to.
@@ -190,7 +196,7 @@ class Architecture:
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
     critic: the output projection has one row, which gives an expected return instead of logits (`as_critic`).
     mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
-    model computes and are not trained.
+        model computes and are not trained.
     """
 
     family: str

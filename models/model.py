@@ -68,7 +68,10 @@ class Model:
         *,
         te: bool = False,
     ) -> "Model":
-        """With uninitialised weights. stages: None: balanced. te: of Transformer Engine's modules.
+        """With uninitialised weights.
+
+        stages: None: balanced.
+        te: of Transformer Engine's modules.
 
         Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
         """
@@ -97,7 +100,8 @@ class Model:
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities of the targets (and the entropy) at the labelled positions, [N].
 
-        labelled_N: indices into this rank's slice; targets_N: the tokens to be predicted there.
+        labelled_N: indices into this rank's slice.
+        targets_N: the tokens to be predicted there.
         temperature: logits are divided by it.
         Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
         """
@@ -220,6 +224,7 @@ class Model:
     ) -> Iterator[list[Named]]:
         """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
-        dtype: default the model's own. Collective over the world: every rank exhausts the iterator.
+        dtype: default the model's own.
+        Collective over the world: every rank exhausts the iterator.
         """
         return stream_weights(self.hf_tensors(dtype or self.dtype), self.device, bucket_bytes, receives)

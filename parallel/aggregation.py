@@ -18,8 +18,9 @@ MODES = (
 class Aggregation:
     """How per-token terms become one number.
 
-    mode: one of MODES. norm_length: the constant of seq-mean-token-sum-norm, in tokens. count_fully_masked: whether a
-    sequence or prompt without a valid token counts in S or P.
+    mode: one of MODES.
+    norm_length: the constant of seq-mean-token-sum-norm, in tokens.
+    count_fully_masked: whether a sequence or prompt without a valid token counts in S or P.
     """
 
     mode: str = "token-mean"

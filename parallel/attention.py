@@ -36,7 +36,8 @@ class PackedRow(PackedSeqParams):
 class Heads:
     """How the query heads of a layer attend.
 
-    scale: of the logits. window: how many tokens a token sees, itself included; None: all before it.
+    scale: of the logits.
+    window: how many tokens a token sees, itself included; None: all before it.
     sinks_H: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453, learned).
     """
 
@@ -146,7 +147,9 @@ def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTU: Tensor, hea
 
 
 class PackedAttention(MegatronModule):
-    """Megatron-Core's `core_attention` slot. ulysses, ring: groups; the rest is what the layer's heads do.
+    """Megatron-Core's `core_attention` slot.
+
+    ulysses, ring: groups; the rest is what the layer's heads do.
 
     `softmax_offset`, Megatron's name, holds the sinks of this TP rank's heads. Every context rank adds its heads' and
     its queries' part to their gradient, which is summed over the context group like any other.

@@ -42,7 +42,9 @@ def gather_objects(mine: Item, group: dist.ProcessGroup | None = None) -> list[I
 
 def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[], Tensor]:
     """Send `x` to the next rank of the group and receive as much from the one before, without waiting; not
-    differentiable. The returned function waits, and gives what arrived. channel: messages on one keep their order.
+    differentiable. The returned function waits, and gives what arrived.
+
+    channel: messages on one keep their order.
     """
     x, arriving = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
     if group.size() == 1:

@@ -22,12 +22,13 @@ def require(holds: bool, key: str, value: object, hint: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Meaning:
-    """What is known of a key besides its name, type and default.
+    """What is known of a key besides its name, type and default. Bounds and choices hold for each item of a list, and
+    not for null.
 
     text: its meaning, for `--help` and docs/configuration.md: units, what null means.
     required: the default, something empty, is refused.
-    choices: the valid names, where its type, a Literal, does not tell them. or_function: or a function of the user's,
-    file.py:function. Bounds and choices hold for each item of a list, and not for null.
+    choices: the valid names, where its type, a Literal, does not tell them.
+    or_function: or a function of the user's, file.py:function.
     refusal: what follows `key=value` where it is out of bounds, if there is more to say than the bounds.
     """
 

@@ -41,7 +41,8 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, U].
 
-    lengths: of the documents of the *whole* row. scale, window, sinks_H: see `attention.Heads`.
+    lengths: of the documents of the *whole* row.
+    scale, window, sinks_H: see `attention.Heads`.
     The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
     and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.

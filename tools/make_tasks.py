@@ -34,8 +34,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Task:
-    """draw(rng, taken): a random problem whose question is not among those taken. mistake_rate: how often the
-    demonstrator makes the mistake. sft_rows, rl_rows: sizes."""
+    """draw(rng, taken): a random problem whose question is not among those taken.
+
+    mistake_rate: how often the demonstrator makes the mistake.
+    sft_rows, rl_rows: sizes."""
 
     draw: Callable[[Random, Container[str]], Problem]
     mistake_rate: float

@@ -47,8 +47,8 @@ TOLERANCE = {"fp64": Tolerance(1e-12, 1e-10), "fp32": Tolerance(1e-6, 1e-5)}
 class Case:
     """One way to run the batch: a token budget (0: everything in one micro-batch) and a loss.
 
-    policy: the RL configuration whose policy loss is meant, aggregated as `loss` says; None: cross-entropy. critic: its
-    value loss on a critic instead.
+    policy: the RL configuration whose policy loss is meant, aggregated as `loss` says; None: cross-entropy.
+    critic: its value loss on a critic instead.
     """
 
     max_tokens: int
@@ -97,10 +97,13 @@ class Norms:
 
 @dataclass(frozen=True)
 class Measurement:
-    """A step as one layout ran it. parameters: by weight name; only norms, and only where there was a reference.
+    """A step as one layout ran it.
 
-    magnitude: what the loss was added up from, in absolute values: its rounding is relative to that. details: every
-    term and observed value of the loss. routing: of every layer with experts, numbered from 1.
+    parameters: by weight name; only norms, and only where there was a reference.
+
+    magnitude: what the loss was added up from, in absolute values: its rounding is relative to that.
+    details: every term and observed value of the loss.
+    routing: of every layer with experts, numbered from 1.
     """
 
     loss: float
@@ -144,7 +147,9 @@ def measure(
     bug: PlantedBug = NO_BUG,
     write: bool = False,
 ) -> list[Measurement]:
-    """Run each case on this world. references: a safetensors file a case, read, or (write=True, one rank) written.
+    """Run each case on this world.
+
+    references: a safetensors file a case, read, or (write=True, one rank) written.
 
     Cases of a critic are not mixed with others; its head, which training starts at 0, is random, so that every gradient
     depends on it. Returns this rank's measurements: parameters on the first of the ranks that hold the same ones, none
@@ -200,9 +205,12 @@ def merge(per_rank: Sequence[Sequence[Measurement]]) -> list[Measurement]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A measurement against its reference, in relative errors. worst: the parameter with the largest gradient error.
+    """A measurement against its reference, in relative errors.
 
-    flips: tokens that chose other experts; smallest_margin: how close any choice was.
+    worst: the parameter with the largest gradient error.
+
+    flips: tokens that chose other experts.
+    smallest_margin: how close any choice was.
     """
 
     loss_error: float

@@ -65,8 +65,9 @@ class WorkerPool:
     def run(self, world: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """function(*args) on ranks 0..world-1 of a fresh world; returns their results in rank order.
 
-        function: importable by name; it may create a Mesh and an Engine. Raises UserError if a rank did, WorkerError
-        for anything else (the other ranks, which may hang in a collective, are killed and replaced).
+        function: importable by name; it may create a Mesh and an Engine.
+        Raises UserError if a rank did, WorkerError for anything else (the other ranks, which may hang in a collective,
+        are killed and replaced).
         """
         if world > self.size:
             raise ValueError(f"a world of {world} ranks does not fit a pool of {self.size}")

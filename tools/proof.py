@@ -94,8 +94,10 @@ def choose_runs(
     losses: Sequence[Case],
     budgets: Sequence[int] | None = None,
 ) -> Runs:
-    """Every loss with every budget that gives micro-batches of its own, by layout. budgets: None chooses them from the
-    lengths of the samples: one micro-batch a rank, about three, and one sample each."""
+    """Every loss with every budget that gives micro-batches of its own, by layout.
+
+    budgets: None chooses them from the lengths of the samples: one micro-batch a rank, about three, and one sample
+        each."""
     costs, lengths = CostModel.of(read_architecture(config.model.path)), [len(sample) for sample in samples]
 
     def plan(layout: Layout, budget: int) -> Plan:
@@ -138,7 +140,8 @@ def prove(
 ) -> list[ProofRun]:
     """Run the cases of every layout, against one rank with everything in one micro-batch, without the bug.
 
-    pool: runs the ranks; default one of its own. UserError for a planted bug that shows in none of the runs.
+    pool: runs the ranks; default one of its own.
+    UserError for a planted bug that shows in none of the runs.
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None

@@ -19,8 +19,9 @@ from isoloss.tools import command_line
 
 @dataclass(frozen=True)
 class Curve:
-    """steps, rewards: of the evaluations. batches: for every generated batch the first optimizer step that it feeds,
-    the groups drawn and those of them dropped."""
+    """steps, rewards: of the evaluations.
+    batches: for every generated batch the first optimizer step that it feeds, the groups drawn and those of them
+        dropped."""
 
     label: str
     steps: tuple[int, ...]

@@ -23,7 +23,8 @@ from isoloss.models.mcore.router_losses import RoutedTokens
 class Choices:
     """Of a layer, by the tokens' place in the step; where this rank saw a token (seen_O), else False and infinity.
 
-    chosen_OE: bool. margin_O: see `selection_margin`.
+    chosen_OE: bool.
+    margin_O: see `selection_margin`.
     """
 
     seen_O: Tensor

@@ -44,7 +44,9 @@ def verify_export(export: Export, out: Path) -> LogitsEvidence:
 
 
 def verify_import(hf: Path, checkpoint: Path, dtype: torch.dtype | None) -> LogitsEvidence:
-    """Certify the checkpoint that was made of a Hugging Face folder. dtype: that it was rounded to, if it was.
+    """Certify the checkpoint that was made of a Hugging Face folder.
+
+    dtype: that it was rounded to, if it was.
 
     Raises Unverified; then there is no certificate.
     """

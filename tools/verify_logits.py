@@ -35,11 +35,16 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class LogitsEvidence:
-    """lengths: tokens of each sequence; text_tokens: those of the first if it is a text, else 0.
+    """lengths: tokens of each sequence;
+    text_tokens: those of the first if it is a text, else 0.
 
-    compared: numbers. max_difference: the largest |isoloss - transformers|. spread: the logits' standard deviation.
-    noise: the largest difference between two evaluations by transformers. tolerance: of max_difference.
-    experts: of all layers together; experts_visited: how many of them a token was sent to.
+    compared: numbers.
+    max_difference: the largest |isoloss - transformers|.
+    spread: the logits' standard deviation.
+    noise: the largest difference between two evaluations by transformers.
+    tolerance: of max_difference.
+    experts: of all layers together.
+    experts_visited: how many of them a token was sent to.
     """
 
     lengths: tuple[int, ...]
@@ -64,7 +69,8 @@ class Question:
 def compare_logits(
     arch: Architecture, source: WeightSource, hf: Path, dtype: torch.dtype | None = None
 ) -> LogitsEvidence:
-    """source: the weights of the checkpoint. dtype: of them, where those of the folder `hf` are wider.
+    """source: the weights of the checkpoint.
+    dtype: of them, where those of the folder `hf` are wider.
 
     Raises Unverified where the logits differ, an expert saw no token, or transformers finds other tensors.
     """

@@ -39,8 +39,9 @@ class Rounded:
 
 
 class IsolossModel:
-    """A model of one rank in fp32, forward only. visited: for each layer with experts, bool [E], whether a token so far
-    was sent to the expert."""
+    """A model of one rank in fp32, forward only.
+
+    visited: for each layer with experts, bool [E], whether a token so far was sent to the expert."""
 
     def __init__(self, arch: Architecture, source: WeightSource, own_mesh: Mesh):
         self._model = Model.build(arch, own_mesh, torch.float32)

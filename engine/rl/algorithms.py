@@ -18,7 +18,8 @@ class Advantage:
     """How rewards become advantages.
 
     function: of the rewards of all completions, (rewards_S, group_S, valid_S) -> advantages_S: fp64, the prompt of each
-    and whether it has a reward. by_token: of the rewards of the tokens of one completion, whitened over the batch.
+        and whether it has a reward.
+    by_token: of the rewards of the tokens of one completion, whitened over the batch.
     critic: it also takes a critic's values, and gives returns.
     compares: a completion is compared with others of its prompt, so there must be two.
     whitened: scaled to mean 0 and variance 1 over all tokens of the batch.

@@ -26,8 +26,10 @@ from isoloss.parallel import UserError
 class RolloutBatch:
     """A generated batch, and how far the run has come in it.
 
-    cursor: prompts that the run has drawn so far. steps: the samples of each of its optimizer steps. done: how many of
-    them have been taken. stats: what the metrics tell of the batch.
+    cursor: prompts that the run has drawn so far.
+    steps: the samples of each of its optimizer steps.
+    done: how many of them have been taken.
+    stats: what the metrics tell of the batch.
     """
 
     cursor: int = 0

@@ -59,7 +59,8 @@ def load_prompts(
     """The rows of data.train or data.eval, in their order. The same on every rank; enters no collective.
 
     data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", and gives the chat
-    template its variables; a row's `tools` reach it as well. limit: how messages name max_prompt_tokens.
+        template its variables; a row's `tools` reach it as well.
+    limit: how messages name max_prompt_tokens.
 
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
@@ -89,9 +90,12 @@ def load_prompts(
 
 
 def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
-    """answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there,
-    else None. source: its `data_source`, else `source`. extra: all columns but the prompt, `answer` and `data_source`,
-    so that a reward function finds each under the name that it has in the file."""
+    """A row as a prompt.
+
+    answer: the row's `answer`, `ground_truth`, `reward_model.ground_truth` or `solution`, the first that is there.
+    source: its `data_source`, else `source`.
+    extra: all columns but the prompt, `answer` and `data_source`, as they are named in the file.
+    """
     values, place = row.values, row.place
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:

@@ -63,8 +63,10 @@ class RolloutLog:
     """output_dir/rollouts.jsonl: a line for every completion ever generated for training, kept or dropped, and
     eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
 
-    enabled: True on the one rank that writes. start_step: optimizer steps already done; what an earlier run wrote about
-    later ones, and its evaluation after that one, is taken out. No collective is entered.
+    enabled: True on the one rank that writes.
+    start_step: optimizer steps already done; what an earlier run wrote about later ones, and its evaluation after that
+        one, is taken out.
+    Enters no collective.
     """
 
     def __init__(self, output_dir: Path, log: MetricsLog, *, enabled: bool, start_step: int):

@@ -23,7 +23,8 @@ Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 class Rollout:
     """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
 
-    score: prompts and completions -> rewards and texts; called on rank 0. prompts: to train on.
+    score: prompts and completions -> rewards and texts; called on rank 0.
+    prompts: to train on.
     calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
     """
 
@@ -85,7 +86,8 @@ class Rollout:
     def groups(self, first_draw: int, num_prompts: int) -> list[Group]:
         """Rewarded completions of the next prompts, rollout.num_generations of each; the same on every rank.
 
-        first_draw: prompts that the run has drawn before. Collective over the world.
+        first_draw: prompts that the run has drawn before.
+        Collective over the world.
         """
         count = self._generations
         drawn = draw_indices(len(self._prompts), first_draw, num_prompts, self._seed)

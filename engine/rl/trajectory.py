@@ -16,9 +16,12 @@ Finish = Literal["stop", "length", "abort"]
 class Prompt:
     """One row of data.train or data.eval, as the policy reads it and as reward functions see it.
 
-    id: "file:line" of the row. tokens: token ids, with the generation prompt of the chat template. prompt: the row's
-    `prompt` as it stands there, text or messages. answer: the row's `answer`, None if it has none. source: what
-    metrics are grouped by: the row's `data_source`, else the name of its file without ending. extra: further columns.
+    id: "file:line" of the row.
+    tokens: token ids, with the generation prompt of the chat template.
+    prompt: the row's `prompt` as it stands there, text or messages.
+    answer: the row's `answer`, None if it has none.
+    source: what metrics are grouped by: the row's `data_source`, else the name of its file without ending.
+    extra: further columns.
     """
 
     id: str
@@ -33,7 +36,9 @@ class Prompt:
 class Sampling:
     """How to choose tokens. A completion ends with (and contains) the first of stop_token_ids, or after max_new_tokens.
 
-    temperature: 0 is greedy. top_p: nucleus; 1 switches it off. seed: of the run; a request adds its own id.
+    temperature: 0 is greedy.
+    top_p: nucleus; 1 switches it off.
+    seed: of the run; a request adds its own id.
     """
 
     max_new_tokens: int
@@ -48,8 +53,9 @@ class Completion:
     """What came out for a request.
 
     logprobs: of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not renormalize;
-    with temperature 0, of softmax(logits)). versions: the weight version that produced each token. finish: "stop" with
-    a stop token at the end, "length" at max_new_tokens, "abort" where the backend was told to stop.
+        with temperature 0, of softmax(logits)).
+    versions: the weight version that produced each token.
+    finish: "stop" with a stop token at the end, "length" at max_new_tokens, "abort" where the backend was told to stop.
     """
 
     id: str
@@ -85,8 +91,8 @@ class Request:
 class Trajectory:
     """A completion of a prompt and its reward.
 
-    reward: math.nan where the reward function failed, which `error` tells; the completion is then masked. parts: of a
-    weighted sum, by the function's name.
+    reward: math.nan where the reward function failed, which `error` tells; the completion is then masked.
+    parts: of a weighted sum, by the function's name.
     """
 
     prompt: Prompt

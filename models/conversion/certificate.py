@@ -23,7 +23,9 @@ def text(
 ) -> str:
     """The record of a conversion that nobody has verified yet.
 
-    files: what was written, besides this file. direction: "hf-to-mcore" or "mcore-to-hf". weights: of the checkpoint.
+    files: what was written, besides this file.
+    direction: "hf-to-mcore" or "mcore-to-hf".
+    weights: of the checkpoint.
     left_out: number of tensors of the source that the model has no use for.
     """
     mapped = weight_map(weights.arch)

@@ -46,7 +46,9 @@ _METADATA_VERSION = "1.0.0"
 class Chunk:
     """A box of a checkpoint tensor.
 
-    key, global_shape: of the tensor. offsets, shape: of the box. rows: what is in it.
+    key, global_shape: of the tensor.
+    offsets, shape: of the box.
+    rows: what is in it.
     """
 
     key: str

@@ -34,8 +34,10 @@ _TYPE_ORDER = ("F32", "BF16", "F16")
 
 @dataclass(frozen=True)
 class Shard:
-    """A safetensors file. tensors: their types, such as "BF16", in the order of their bytes. metadata: of its header,
-    or None."""
+    """A safetensors file.
+
+    tensors: their types, such as "BF16", in the order of their bytes.
+    metadata: of its header, or None."""
 
     tensors: Mapping[str, str]
     metadata: Mapping[str, str] | None

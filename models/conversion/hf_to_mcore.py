@@ -43,8 +43,12 @@ MIN_FILE_BYTES, MAX_FILE_BYTES, NUM_FILES = 64 << 20, 2 << 30, 16
 class Plan:
     """A conversion.
 
-    transfer: its files. arch: with the dtype of the checkpoint. dtypes: of all its tensors, sorted.
-    num_source_tensors: those used; left_out: those of the source that are no weights. num_tensors: of the checkpoint.
+    transfer: its files.
+    arch: with the dtype of the checkpoint.
+    dtypes: of all its tensors, sorted.
+    num_source_tensors: those used.
+    left_out: those of the source that are no weights.
+    num_tensors: of the checkpoint.
     """
 
     transfer: FilePlan
@@ -60,7 +64,8 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
     """Plan the conversion of a Hugging Face folder.
 
     dtype: name of a torch dtype for the weights; None keeps each tensor's own. Weights that are not trained (the
-    experts' selection bias) are float32 always. file_bytes: about the size of a file; None suits the model.
+        experts' selection bias) are float32 always.
+    file_bytes: about the size of a file; None suits the model.
     Raises UserError where the folder is damaged or is not a model that isoloss knows.
     """
     folder = Path(os.path.abspath(folder))

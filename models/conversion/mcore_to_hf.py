@@ -41,8 +41,9 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     """What turns `checkpoint` into a Hugging Face folder.
 
     hf: where config.json and the tokenizer are, and perhaps the files whose names are wanted; default the checkpoint's
-    own. dtype: name of a torch dtype for the weights; default the one of config.json, or for a checkpoint that was
-    converted each weight's own. Weights that are not trained (the experts' selection bias) keep theirs.
+        own.
+    dtype: name of a torch dtype for the weights; default the one of config.json, or for a checkpoint that was converted
+        each weight's own. Weights that are not trained (the experts' selection bias) keep theirs.
     Raises UserError where checkpoint and config.json do not belong together.
     """
     checkpoint, folder = Path(checkpoint), Path(hf) if hf else hf_folder(checkpoint)

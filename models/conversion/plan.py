@@ -50,8 +50,9 @@ class OutputFile:
 class Source:
     """A file that is read.
 
-    nbytes, mtime_ns: when the plan was made. checksum: what its publisher gave, as sha256:HEX or crc32:HEX, to be
-    checked; mend: what to do where it differs.
+    nbytes, mtime_ns: when the plan was made.
+    checksum: what its publisher gave, as sha256:HEX or crc32:HEX, to be checked.
+    mend: what to do where it differs.
     """
 
     path: Path
@@ -68,7 +69,8 @@ class Source:
 
 @dataclass(frozen=True)
 class Plan:
-    """files: written by the threads, in about this order. sources: every file that they are read from.
+    """files: written by the threads, in about this order.
+    sources: every file that they are read from.
 
     manifest: name of the last file, and its text from the records of all others.
     """

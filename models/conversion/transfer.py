@@ -42,7 +42,9 @@ class Report:
 
 
 def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: str = "writing") -> Report:
-    """Make `target`, a folder that does not exist yet. workers: threads; default two a core.
+    """Make `target`, a folder that does not exist yet.
+
+    workers: threads; default two a core.
 
     Whatever happens, `target` is absent or complete, and what is finished is kept for the next run, except where a
     source turns out to be damaged.

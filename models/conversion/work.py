@@ -32,7 +32,8 @@ class _Stopped(Exception):
 class Work:
     """What the threads do, and what came of it.
 
-    records: of the files that are written. kept: how many bytes of them were there already.
+    records: of the files that are written.
+    kept: how many bytes of them were there already.
     """
 
     def __init__(self, plan: Plan, partial: Path):

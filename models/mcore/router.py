@@ -21,8 +21,10 @@ from isoloss.models.mcore.router_losses import TINY, RoutedTokens, Routing
 class Router(MegatronModule):
     """Chooses top_k experts for each token. Its weights see only this TP rank's tokens under sequence parallelism.
 
-    layer: counted from 1 over the whole model. expert_bias: the selection bias, in fp32. load_E: how many tokens each
-    expert got since it was last set to 0, int64; counted only where there is a selection bias to be updated.
+    layer: counted from 1 over the whole model.
+    expert_bias: the selection bias, in fp32.
+    load_E: how many tokens each expert got since it was last set to 0, int64; counted only where there is a selection
+        bias to be updated.
     """
 
     bias: nn.Parameter | None

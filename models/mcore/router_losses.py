@@ -26,7 +26,9 @@ TINY = 1e-20  # sigmoid scores may all underflow
 class Routing:
     """What a router made of its tokens, in at least fp32.
 
-    scores_ZE: softmax or sigmoid of the logits. chosen_ZX: the chosen experts; weights_ZX: what their outputs count.
+    scores_ZE: softmax or sigmoid of the logits.
+    chosen_ZX: the chosen experts.
+    weights_ZX: what their outputs count.
     """
 
     logits_ZE: Tensor
@@ -44,10 +46,11 @@ class Routing:
 class RoutedTokens:
     """The tokens that the routers of a rank see of a micro-batch: its slice of the row, under TP its part of that.
 
-    document_Z: the document of the row that each belongs to. origin_Z: where it stands in the concatenation of all
-    samples of the step. Both -1 for padding and dummy tokens. length_S: tokens of each document of the whole row, the
-    padding behind it not counted, int64. row: the ranks that share the row, tp x context. router_losses: what the
-    routers add to the loss; None: nothing.
+    document_Z: the document of the row that each belongs to.
+    origin_Z: where it stands in the concatenation of all samples of the step. Both -1 for padding and dummy tokens.
+    length_S: tokens of each document of the whole row, the padding behind it not counted, int64.
+    row: the ranks that share the row, tp x context.
+    router_losses: what the routers add to the loss; None: nothing.
     """
 
     document_Z: Tensor
@@ -89,8 +92,9 @@ def z_loss(routing: Routing, tokens: RoutedTokens) -> Tensor:
 class RouterLoss:
     """coefficient * sum(weight * per_token) over the real tokens of the step and the layers with experts.
 
-    per_token: [Z], not yet weighted. aggregation: makes the weights. name: what the metrics call the sum, without the
-    coefficient.
+    per_token: [Z], not yet weighted.
+    aggregation: makes the weights.
+    name: what the metrics call the sum, without the coefficient.
     """
 
     name: str
@@ -103,8 +107,8 @@ class RouterLosses:
     """What the routers of this rank do in one pass over a step, besides routing.
 
     weights_AO: the weight of every token of the step in each loss, fp64; a last column, index -1, is of padding, and 0.
-    counts: what the weights of each loss add up to. sums_A, consumed_A: the losses so far, without coefficients, and
-    the weights that went into them; fp64.
+    counts: what the weights of each loss add up to.
+    sums_A, consumed_A: the losses so far, without coefficients, and the weights that went into them; fp64.
     """
 
     def __init__(self, losses: Sequence[RouterLoss], weights_AO: Tensor, counts: Sequence[StepCounts]):

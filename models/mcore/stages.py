@@ -26,9 +26,12 @@ def stage_layers(arch: Architecture, layout: Layout, chosen: Sequence[int] = ())
 def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:
     """Split layers into consecutive stages, each of at least one, so that the costliest stage costs the least.
 
-    costs: of each layer; last: what the last stage pays besides. Of the best splits the most even one (least sum of
-    squares) is taken, and of those the first in lexicographic order: the first stages also hold the embedding and, in
-    1F1B, the activations of most micro-batches. Exact: dynamic programming over (first layer, stages left).
+    costs: of each layer.
+    last: what the last stage pays besides.
+
+    Of the best splits the most even one (least sum of squares) is taken, and of those the first in lexicographic order:
+    the first stages also hold the embedding and, in 1F1B, the activations of most micro-batches. Exact: dynamic
+    programming over (first layer, stages left).
     """
     total = len(costs)
     before = [0, *accumulate(costs)]

@@ -22,7 +22,8 @@ from isoloss.parallel.attention import PackedRow
 class FusedAttention(TEDotProductAttention):
     """Megatron-Core's `core_attention` slot. Which kernel exchanges tokens is `config.cp_comm_type`.
 
-    scale: of the logits. window: how many tokens a token sees, itself included; None: all before it.
+    scale: of the logits.
+    window: how many tokens a token sees, itself included; None: all before it.
     """
 
     def __init__(

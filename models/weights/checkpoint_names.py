@@ -29,9 +29,11 @@ class Style(Enum):
 class CheckpointRows:
     """A run of rows of a weight in a checkpoint tensor.
 
-    key: name of the tensor. axes: sizes of the axes in front of the weight's own; index: where it stands on them.
-    rows: the weight's rows (dim 0) that this tensor holds, as (start, stop); the whole of it but for SINGLETON's
-    gate and up.
+    key: name of the tensor.
+    axes: sizes of the axes in front of the weight's own.
+    index: where it stands on them.
+    rows: the weight's rows (dim 0) that this tensor holds, as (start, stop); the whole of it but for SINGLETON's gate
+        and up.
     """
 
     key: str

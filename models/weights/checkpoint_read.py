@@ -37,7 +37,9 @@ class StoredRows:
 class CheckpointWeights:
     """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
 
-    style: how its keys are made. keys: those of the model. skipped: those of tensors that the model has no use for.
+    style: how its keys are made.
+    keys: those of the model.
+    skipped: those of tensors that the model has no use for.
     padded_vocab: rows of the embedding.
     """
 

@@ -34,8 +34,10 @@ class FileRecord:
 class Manifest:
     """
     kind: "converted" from a Hugging Face folder, or "trained".
-    family: of the architecture, such as "llama". vocab_size: the true one, without padding rows.
-    key_style: how the weights are named (checkpoint_names). dtypes: of the weights, sorted, such as ("bfloat16",).
+    family: of the architecture, such as "llama".
+    vocab_size: the true one, without padding rows.
+    key_style: how the weights are named (checkpoint_names).
+    dtypes: of the weights, sorted, such as ("bfloat16",).
     num_tensors: tensors that the checkpoint's own metadata names.
     files: every other file of the folder by its relative name, with "/" on every system.
     """

@@ -30,7 +30,8 @@ VALUE_HEAD = "score.weight"  # what transformers calls the head of its classifie
 class Part:
     """A Hugging Face tensor, or one row of dim 0 of a tensor that holds the same thing for every expert.
 
-    shape: of the part. row, rows: which of how many; None for a whole tensor.
+    shape: of the part.
+    row, rows: which of how many; None for a whole tensor.
     """
 
     tensor: str

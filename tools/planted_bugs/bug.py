@@ -29,9 +29,11 @@ class RunTraits:
     """What decides whether a bug shows.
 
     documents, targets: tokens and targets of every sample, by micro-batch, of all dp ranks; () of an empty one.
-    aggregation: of the loss's first term; others: those of further terms, where they differ from it. policy: of a
-    policy loss; None: cross-entropy. moe: of a model with experts; None: a dense one. biases: whether selection biases
-    after some steps are compared, instead of loss and gradients.
+    aggregation: of the loss's first term.
+    others: those of further terms, where they differ from it.
+    policy: of a policy loss; None: cross-entropy.
+    moe: of a model with experts; None: a dense one.
+    biases: whether selection biases after some steps are compared, instead of loss and gradients.
     """
 
     layout: Layout

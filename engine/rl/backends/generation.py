@@ -104,8 +104,8 @@ def generate(
 ) -> list[Completion]:
     """One completion a request, in the order of the requests. At most `concurrency` of them decode together.
 
-    version: of the weights, noted with every new token. proceed: asked before every forward; False ends all requests
-    with what they have (finish="abort").
+    version: of the weights, noted with every new token.
+    proceed: asked before every forward; False ends all requests with what they have (finish="abort").
     """
     rows = [ActiveSequence.start(index, request) for index, request in enumerate(requests)]
     waiting = deque(row for row in rows if row.finish(sampling) is None)

@@ -28,7 +28,9 @@ class InProcessBackend:
     """A whole copy of the model on every rank, besides the trainer's, in whatever layout that one is.
 
     folder: a Hugging Face folder or a checkpoint; only its config.json is read, weights come through `update_weights`.
-    concurrency: rows that decode together on this rank. dtype: of the weights here. Collective over the world.
+    concurrency: rows that decode together on this rank.
+    dtype: of the weights here.
+    Collective over the world.
     """
 
     receives: Receives = "every rank"

@@ -58,7 +58,9 @@ class Worker:
 
 
 class RewardPool:
-    """Processes that have imported `functions`. described: what they say of them, in that order.
+    """Processes that have imported `functions`.
+
+    described: what they say of them, in that order.
 
     timeout: seconds for a call. To be used from one thread at a time. Closing ends the processes; they also end with
     this process, however it ends.

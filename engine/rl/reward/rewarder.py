@@ -26,9 +26,11 @@ BUILT_IN = {"exact_match": "functions.py", "math": "math_answers.py", "format": 
 class Scored:
     """What became of a completion.
 
-    reward: the weighted sum, or math.nan where a function failed. parts: what each function gave, unweighted, by its
-    label; math.nan where it failed, absent where it returned None (does not apply). error: the first failure, None
-    without. text: of the completion, without special tokens.
+    reward: the weighted sum, or math.nan where a function failed.
+    parts: what each function gave, unweighted, by its label; math.nan where it failed, absent where it returned None
+        (does not apply).
+    error: the first failure, None without.
+    text: of the completion, without special tokens.
     """
 
     reward: float

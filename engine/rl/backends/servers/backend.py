@@ -37,8 +37,10 @@ class ServerBackend:
     """A `RolloutBackend` on the servers of `config.servers`.
 
     model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
-    disk, and {model} of rollout.server_command is its Hugging Face folder. log_folder: where the output of servers that
-    are started here goes. server: makes the client of one URL. weight_sync: makes what brings weights to them.
+        disk, and {model} of rollout.server_command is its Hugging Face folder.
+    log_folder: where the output of servers that are started here goes.
+    server: makes the client of one URL.
+    weight_sync: makes what brings weights to them.
 
     Collective over the world: servers are waited for, with rollout.server_command after they were started. Raises
     UserError for servers that do not come up in rollout.timeout, or do not fit the configuration.

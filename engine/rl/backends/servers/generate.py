@@ -65,8 +65,9 @@ def generate(
 ) -> list[Completion | None]:
     """A completion for each request, in their order; None where all servers were lost.
 
-    concurrency: requests under way at a time, in all. timeout: seconds for which a request is tried again after its
-    first failure. aborted: once set, what is under way is ended, by abort_all(), and the rest is not begun.
+    concurrency: requests under way at a time, in all.
+    timeout: seconds for which a request is tried again after its first failure.
+    aborted: once set, what is under way is ended, by abort_all(), and the rest is not begun.
     Raises UserError where a server refuses a request, or keeps failing it.
     """
 

@@ -43,7 +43,8 @@ class ServerInfo:
 
     tp_size: processes that hold a share of the weights.
     device: "cuda", "cpu" ...
-    gives_memory_back: `release_memory` is there. keeps_weights: weights survive it.
+    gives_memory_back: `release_memory` is there.
+    keeps_weights: weights survive it.
     """
 
     tp_size: int = 1

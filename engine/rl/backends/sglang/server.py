@@ -126,7 +126,9 @@ def read_reply(request_id: str, reply: Mapping[str, Any]) -> Completion:
 
 
 def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:
-    """SGLang's words for `sampling`; budget: tokens still to make.
+    """SGLang's words for `sampling`;
+
+    budget: tokens still to make.
 
     The seed counts where the server runs with --enable-deterministic-inference, which also makes it use the position
     of a token: a completion that goes on after an abort then gets the tokens it would have had.
