@@ -70,7 +70,8 @@ def read(
 
     pinned: fields of this family with the only value that is supported.
     irrelevant: fields of this family that mean nothing once the pinned ones have their value.
-    fields: what the family reads itself. known: fields of `Architecture` that the family sets.
+    fields: what the family reads itself.
+    known: fields of `Architecture` that the family sets.
     kv_heads_default: an absent `num_key_value_heads` means as many as attention heads.
     head_dim_default: an absent `head_dim` means this; None: hidden_size / num_attention_heads.
     rotary_fraction: what an absent `partial_rotary_factor` means; None: the family rotates whole heads only.
@@ -78,10 +79,7 @@ def read(
     layer_types_default: what an absent `layer_types` means for each layer.
     Raises UserError, beginning with "config.json: ", for a field that is missing, unknown or not supported.
     """
-    pinned = {
-        name: value for name, value in {**PINNED, "model_type": family, **pinned}.items() if name not in irrelevant
-    }
-    _check_fields(config, family, READ | IRRELEVANT | irrelevant | fields | set(pinned), pinned)
+    _check_fields(config, family, READ | IRRELEVANT | irrelevant | fields, irrelevant, pinned)
     num_layers, num_heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
     max_positions = positive_int(config, "max_position_embeddings")
     if latent is None:
@@ -109,20 +107,21 @@ def read(
         mtp_layers=number_of(config, *(name for name in MTP_LAYERS if name in fields)),
         **known,
     )
-    if arch.num_heads % arch.num_kv_heads:
-        refuse("num_key_value_heads", arch.num_kv_heads, f"must divide num_attention_heads={arch.num_heads}")
     if arch.rope.cos_sin_factor != 1 and latent is None and rotated != head_dim:
         refuse("partial_rotary_factor", rotated / head_dim, "together with YaRN's attention factor is not supported")
     return arch
 
 
-def _check_fields(config: ConfigJson, family: str, known: Set[str], pinned: Mapping[str, Any]) -> None:
+def _check_fields(
+    config: ConfigJson, family: str, known: Set[str], irrelevant: Set[str], pinned: Mapping[str, Any]
+) -> None:
+    pinned = {k: value for k, value in {**PINNED, "model_type": family, **pinned}.items() if k not in irrelevant}
     unknown = (
         f"is a field that the {family} family does not know, so the model may be a different one; delete it from "
         "config.json if it does not change what the model computes"
     )
     for name, value in config.items():
-        if name not in known:
+        if name not in known and name not in pinned:
             refuse(name, value, unknown)
     for name, wanted in pinned.items():
         value = config.get(name)
@@ -154,7 +153,10 @@ def _windows(
 def _kv_heads(config: ConfigJson, num_heads: int, may_be_absent: bool) -> int:
     if config.get("num_key_value_heads") is None and (may_be_absent or "num_key_value_heads" in config):
         return num_heads
-    return positive_int(config, "num_key_value_heads")
+    num_kv_heads = positive_int(config, "num_key_value_heads")
+    if num_heads % num_kv_heads:
+        refuse("num_key_value_heads", num_kv_heads, f"must divide num_attention_heads={num_heads}")
+    return num_kv_heads
 
 
 def _head_dim(config: ConfigJson, num_heads: int, default: int | None) -> int:
