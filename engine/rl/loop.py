@@ -89,7 +89,6 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
         return {}
     rollout.sync_weights(step)
     trajectories = rollout.evaluate(data.eval.prompts)
-    rollout.take_seconds()
     log.evaluation(step, trajectories)
     return rollout_stats(trajectories)
 

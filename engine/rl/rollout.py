@@ -107,6 +107,7 @@ class Rollout:
         ids = [f"{prompt.id}/eval" for prompt in prompts]
         trajectories = self._trajectories(prompts, ids, 1, self._eval_sampling)
         check_rewarded(trajectories, self._reward)
+        self.take_seconds()  # with those of the weights that it needed: they belong to no step
         return trajectories
 
     def _trajectories(
