@@ -1,43 +1,37 @@
 """The models that isoloss trains, by the name that config.json gives under `architectures`."""
 
 import difflib
+import importlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.families import (
-    deepseek_v3,
-    glm4_moe,
-    gpt_oss,
-    llama,
-    mistral,
-    mixtral,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError
 
-# Each has `architecture(config)`, of a parsed config.json. It raises UserError naming the field that is not supported.
-FAMILIES: Mapping[str, ModuleType] = {
-    "LlamaForCausalLM": llama,
-    "MistralForCausalLM": mistral,
-    "Qwen2ForCausalLM": qwen2,
-    "Qwen3ForCausalLM": qwen3,
-    "Qwen3MoeForCausalLM": qwen3_moe,
-    "MixtralForCausalLM": mixtral,
-    "DeepseekV3ForCausalLM": deepseek_v3,
-    "Glm4MoeForCausalLM": glm4_moe,
-    "GptOssForCausalLM": gpt_oss,
+# Each names a module of this folder.
+FAMILIES: Mapping[str, str] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "GptOssForCausalLM": "gpt_oss",
 }
-
-
 # The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.
 HUGGINGFACE = "huggingface"
+
+
+def family_of(name: str) -> ModuleType:
+    """The module of a name of FAMILIES. It has `architecture(config)`, of a parsed config.json, which raises UserError
+    naming the field that is not supported."""
+    return importlib.import_module(f"{__package__}.{FAMILIES[name]}")
 
 
 def hf_folder(path: str | Path) -> Path:
@@ -64,7 +58,7 @@ def read_architecture(folder: str | Path) -> Architecture:
     folder = hf_folder(folder)
     config = read_config(folder)
     try:
-        return FAMILIES[_architecture_name(config, folder)].architecture(config)
+        return family_of(_architecture_name(config, folder)).architecture(config)
     except UserError as error:
         message = str(error)
         raise UserError(f"{folder}/{message}" if message.startswith("config.json: ") else message) from None

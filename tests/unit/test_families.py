@@ -30,7 +30,7 @@ from isoloss.models.architecture import (
     YarnScaling,
 )
 from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
-from isoloss.models.families.registry import FAMILIES, read_architecture
+from isoloss.models.families.registry import family_of, read_architecture
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.errors import UserError
 
@@ -182,7 +182,7 @@ def test_other_families_as_published():
     (GPT_OSS_20B, 20.914757184),
 ])  # fmt: skip
 def test_number_of_parameters_is_the_published_one(published, billions):
-    assert num_parameters(FAMILIES[published["architectures"][0]].architecture(published)) == round(billions * 1e9)
+    assert num_parameters(family_of(published["architectures"][0]).architecture(published)) == round(billions * 1e9)
 
 
 @pytest.mark.parametrize(("family", "published", "config_class"), HUB)
@@ -338,7 +338,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("published", "change", "message"), REFUSED, ids=[next(iter(c)) for _, c, _ in REFUSED])
 def test_what_is_not_understood_is_refused_by_name(published, change, message):
-    family = FAMILIES[published["architectures"][0]]
+    family = family_of(published["architectures"][0])
     with pytest.raises(UserError, match=message) as refusal:
         family.architecture({**published, **change})
     assert str(refusal.value).startswith("config.json: ") and "\n" not in str(refusal.value)
