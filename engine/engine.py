@@ -143,7 +143,11 @@ class Engine:
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
     ) -> tuple[StepMetrics, OptimResult]:
         """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured."""
-        metrics = self._forward_backward(samples, loss)
+        try:
+            metrics = self._forward_backward(samples, loss)
+        except BaseException:
+            self.zero_grad()  # of a step that failed nothing stays, so that the next one can be taken
+            raise
         return metrics, self.optim_step(lr)
 
     # ---- more verbs -------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class KeyHelp:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class KeyGroup:
     """name: "" for the keys without a group. text: the first paragraph of the docstring of its class."""
 
     name: str
@@ -45,17 +45,17 @@ class Group:
     keys: tuple[KeyHelp, ...]
 
 
-def groups(cls: Any) -> Iterator[Group]:
+def groups(cls: Any) -> Iterator[KeyGroup]:
     """The groups of a configuration class in its order, then its keys without a group."""
     loose = []
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
             text = " ".join((field.type.__doc__ or "").split("\n\n")[0].split())
             keys = tuple(_key(f"{field.name}.", each) for each in dataclasses.fields(field.type))
-            yield Group(field.name, text, keys)
+            yield KeyGroup(field.name, text, keys)
         else:
             loose.append(_key("", field))
-    yield Group("", "Keys without a group.", tuple(loose))
+    yield KeyGroup("", "Keys without a group.", tuple(loose))
 
 
 def terminal_help(cls: Any, topic: str, columns: int) -> str:

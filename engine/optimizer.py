@@ -155,6 +155,6 @@ def clip_gradients(optimizer: MegatronOptimizer, norm: float, clip: float) -> No
         return
     for part in optimizer.chained_optimizers:
         for parameter in part.get_parameters():
-            grad = getattr(parameter, "decoupled_grad", parameter.grad)  # the former with an optimizer on the host
+            grad = getattr(parameter, "decoupled_grad", parameter.grad)  # the former with an optimizer in CPU memory
             if grad is not None:
                 grad.mul_(clip / norm)

@@ -1,4 +1,4 @@
-"""The balancing plan: which data-parallel rank computes which sample, and in which micro-batch.
+"""The plan: which data-parallel rank computes which sample, and in which micro-batch.
 
 A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
 who works when; it never decides what the loss is (the weights are made before it, from whole samples).
@@ -84,7 +84,7 @@ class Plan:
 def make_plan(
     lengths_S: Sequence[int] | np.ndarray, dp_size: int, max_tokens: int, cost_model: CostModel, multiple_of: int = 1
 ) -> Plan:
-    """Place every sample once: ranks balanced by cost, micro-batches within `max_tokens` tokens and balanced by cost.
+    """Place every sample once: ranks of even cost, micro-batches of even cost within `max_tokens` tokens.
 
     No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself.
 
@@ -109,7 +109,7 @@ def make_plan(
     count = math.ceil(needed / multiple_of) * multiple_of
     plan = []
     for rank, bins in zip(ranks, packed):
-        # Balancing by cost wastes tokens where the budget is tight; the packing that was found always fits.
+        # Spreading by cost wastes tokens where the budget is tight; the packing that was found always fits.
         spread = _spread(rank, lengths, costs, count, max_tokens) or bins + [[]] * (count - len(bins))
         spread.sort(key=lambda samples: -sum(costs[i] for i in samples))
         plan.append(tuple(map(tuple, spread)))

@@ -22,7 +22,7 @@ from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
-from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts
+from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts, count_tokens
 from isoloss.parallel.schedule import run_schedule
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
@@ -105,8 +105,11 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     masks = [samples[index].mask_T for index in order]
     # Numbered without gaps, from all samples of the step: the same numbers on every rank.
     number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
-    normalizer = GlobalLossNormalizer(loss.aggregations, mesh.dp)
-    weighed = normalizer.weights(masks, [number_of[samples[index].group] for index in order], len(number_of))
+    group_ids = [number_of[samples[index].group] for index in order]
+    by_prompt = any(aggregation.by_prompt for aggregation in loss.aggregations)
+    prompts = {"group_ids": group_ids, "num_groups": len(number_of)} if by_prompt else {}
+    counts = count_tokens(masks, mesh.dp, **prompts)
+    weighed = [GlobalLossNormalizer(mode, mesh.dp).weights(masks, counts=counts) for mode in loss.aggregations]
     weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *(weights for weights, _ in weighed))}
     lengths = tuple(len(sample) for sample in samples)
     start_of = [0, *accumulate(lengths)]

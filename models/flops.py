@@ -1,5 +1,5 @@
 """Forward FLOPs of a model, layer by layer: what micro-batches (engine/plan.py) and pipeline stages (stages.py) are
-balanced by.
+split by.
 
 A matrix costs 2 FLOPs (multiply, add) per token and parameter that the token meets. Source: Chowdhery et al. 2022
 (PaLM), appendix B, and Narayanan et al. 2021 (arXiv:2104.04473); both count the whole attention square, here it is the

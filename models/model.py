@@ -70,7 +70,7 @@ class Model:
     ) -> "Model":
         """With uninitialised weights.
 
-        stages: None: balanced.
+        stages: None: of even cost.
         te: of Transformer Engine's modules.
 
         Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.

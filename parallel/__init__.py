@@ -31,15 +31,15 @@ class _BeforeMegatron(MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
         if fullname == "megatron":
             sys.meta_path.remove(self)
-            _install_host()
+            _install_cuda_stubs()
 
 
-def _install_host() -> None:
+def _install_cuda_stubs() -> None:
     importlib.import_module("isoloss.parallel.cuda_stubs").install()
 
 
 if "megatron" in sys.modules:
-    _install_host()
+    _install_cuda_stubs()
 else:
     sys.meta_path.insert(0, _BeforeMegatron())
 # Megatron-Core announces at import every optional package (Transformer Engine, apex, ...) that it does without.

@@ -22,6 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.errors import UserError
+
+MASK_PLACEMENTS = ("replicated", "sharded")
 
 
 @dataclass(frozen=True)
@@ -135,36 +138,53 @@ def token_weights(
 class GlobalLossNormalizer:
     """Turns the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
 
-    aggregations: of the terms of the loss; the counts serve them all.
+    mode: one of MODES, or an Aggregation, which then says norm_length and count_fully_masked.
     dp_group: the data-parallel group, *without* the sequence-parallel ranks (they hold the same samples and would be
         counted again).
-    sp_group: None if every sequence-parallel rank passes whole masks; the group if each passes its own slice of every
-        sequence, whose tokens are first summed over it.
+    mask_placement: "replicated" if every sequence-parallel rank passes whole masks; "sharded" if each passes its own
+        slice of every sequence, in which case `sp_group` is needed and n_i is first summed over it.
+    Raises UserError for an unknown mode or placement, and for what does not go with it.
     """
 
     def __init__(
         self,
-        aggregations: Sequence[Aggregation],
+        mode: str | Aggregation,
         dp_group: dist.ProcessGroup,
+        mask_placement: str = "replicated",
         *,
         sp_group: dist.ProcessGroup | None = None,
+        norm_length: int | None = None,
+        count_fully_masked: bool = False,
     ):
-        self.aggregations, self.dp_group, self.sp_group = tuple(aggregations), dp_group, sp_group
+        if mask_placement not in MASK_PLACEMENTS:
+            raise UserError(f"mask_placement={mask_placement!r} is not one of {', '.join(MASK_PLACEMENTS)}")
+        if (mask_placement == "sharded") != (sp_group is not None):
+            raise UserError(
+                f"mask_placement={mask_placement!r}: sp_group goes with 'sharded' masks, and only with them"
+            )
+        named = isinstance(mode, str)
+        self.aggregation = Aggregation(mode, norm_length, count_fully_masked) if named else mode
+        self.dp_group, self.sp_group = dp_group, sp_group
 
     def weights(
-        self, masks: Sequence[Tensor], group_ids: Sequence[int] | None = None, num_groups: int | None = None
-    ) -> list[tuple[list[Tensor], StepCounts]]:
-        """For each aggregation the weights of this rank's tokens, and the counts of the step.
+        self,
+        masks: Sequence[Tensor],
+        group_ids: Sequence[int] | None = None,
+        num_groups: int | None = None,
+        *,
+        counts: TokenCounts | None = None,
+    ) -> tuple[list[Tensor], StepCounts]:
+        """The weights of this rank's tokens, and the counts of the step.
 
         masks, group_ids, num_groups, collectives: see `count_tokens`; only prompt-mean-token-mean reads the prompts.
+        counts: what `count_tokens` gave for these masks, where several aggregations share it; then nothing is counted.
         """
-        prompts = {}
-        if any(aggregation.by_prompt for aggregation in self.aggregations):
-            if group_ids is None or num_groups is None:
+        if counts is None:
+            if self.aggregation.by_prompt and (group_ids is None or num_groups is None):
                 raise ValueError("prompt-mean-token-mean needs group_ids and num_groups")
-            prompts = {"group_ids": group_ids, "num_groups": num_groups}
-        counts = count_tokens(masks, self.dp_group, sp_group=self.sp_group, **prompts)
-        return [token_weights(masks, counts, aggregation) for aggregation in self.aggregations]
+            prompts = {"group_ids": group_ids, "num_groups": num_groups} if self.aggregation.by_prompt else {}
+            counts = count_tokens(masks, self.dp_group, sp_group=self.sp_group, **prompts)
+        return token_weights(masks, counts, self.aggregation)
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -8,7 +8,7 @@ import torch
 from isoloss.models.conversion import certificate, transfer
 from isoloss.models.conversion.hf_to_mcore import plan as plan_import
 from isoloss.models.conversion.mcore_to_hf import plan_export
-from isoloss.models.conversion.plan import Plan
+from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.weights import manifest
 from isoloss.models.weights.distcp import METADATA
 from isoloss.parallel import UserError
@@ -74,7 +74,7 @@ def _check_folder(option: str, folder: Path, file: str) -> None:
         raise UserError(f"{option} {folder} has no {file}; give the folder that holds the model")
 
 
-def _print_files(plan: Plan) -> None:
+def _print_files(plan: FilePlan) -> None:
     checked = sum(source.checksum is not None for source in plan.sources)
     print(f"  sources: {len(plan.sources)} files, {checked} of them with a published checksum")
     for file in plan.files:
@@ -82,7 +82,7 @@ def _print_files(plan: Plan) -> None:
     print(f"  {'':>15}  {plan.manifest[0]}")
 
 
-def _write(plan: Plan, arguments: argparse.Namespace, label: str) -> None:
+def _write(plan: FilePlan, arguments: argparse.Namespace, label: str) -> None:
     if arguments.out.exists():
         print(f"{arguments.out} is there already")
         return

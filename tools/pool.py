@@ -36,7 +36,7 @@ class WorkerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Worker:
+class RankWorker:
     """lifelines: our ends of the pipes with which it and its fork server end (`isoloss.parallel.processes`)."""
 
     process: Any
@@ -54,7 +54,7 @@ class WorkerPool:
         self._context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
         if self._context.get_start_method() == "forkserver":
             self._context.set_forkserver_preload(PRELOAD)
-        self._workers: list[Worker] = []
+        self._workers: list[RankWorker] = []
 
     def __enter__(self) -> "WorkerPool":
         return self
@@ -98,14 +98,14 @@ class WorkerPool:
         self._workers.clear()
 
     @staticmethod
-    def _stop_worker(worker: Worker) -> None:
+    def _stop_worker(worker: RankWorker) -> None:
         worker.connection.close()
         worker.process.kill()
         worker.process.join()
         for lifeline in worker.lifelines:
             lifeline.close()
 
-    def _start_worker(self, index: int) -> Worker:
+    def _start_worker(self, index: int) -> RankWorker:
         here, there = self._context.Pipe()
         (theirs, ours), (server_lifeline, our_server_lifeline) = (self._context.Pipe(duplex=False) for _ in range(2))
         process = self._context.Process(target=_serve, args=(there, (theirs, server_lifeline), index))
@@ -113,7 +113,7 @@ class WorkerPool:
         there.close()
         theirs.close()
         server_lifeline.close()
-        return Worker(process, here, (ours, our_server_lifeline))
+        return RankWorker(process, here, (ours, our_server_lifeline))
 
     @staticmethod
     def _receive(connection: Connection) -> Any:

@@ -176,8 +176,8 @@ def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.
 
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
-    """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor on
-    the host."""
+    """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor in
+    CPU memory."""
     degrees = {axis: getattr(layout, axis) for axis in MODEL_AXES}
     stages = config.parallel.stage_layers
     parallel = dataclasses.replace(

@@ -59,7 +59,7 @@ class LogitsEvidence:
 
 
 @dataclass(frozen=True)
-class Question:
+class Probe:
     """Tokens of a sequence, and the targets whose logits are compared: tokens_T[t] is predicted for t in targets_N."""
 
     tokens_T: Tensor
@@ -122,7 +122,7 @@ def _judge(evidence: LogitsEvidence, visited: Mapping[int, Tensor]) -> None:
 
 def _ask_isoloss(
     arch: Architecture, source: WeightSource, text: Tensor
-) -> tuple[list[Question], list[Tensor], Mapping[int, Tensor]]:
+) -> tuple[list[Probe], list[Tensor], Mapping[int, Tensor]]:
     """Sequences, their logits, and which experts of which layer they were sent to."""
     random = torch.Generator().manual_seed(0)
     lengths = [min(length, arch.max_positions) for length in LENGTHS]
@@ -138,8 +138,8 @@ def _ask_isoloss(
         return questions, ours, model.visited
 
 
-def _question(tokens_T: Tensor) -> Question:
-    return Question(tokens_T, torch.linspace(1, len(tokens_T) - 1, min(len(tokens_T) - 1, MAX_TARGETS)).long().unique())
+def _question(tokens_T: Tensor) -> Probe:
+    return Probe(tokens_T, torch.linspace(1, len(tokens_T) - 1, min(len(tokens_T) - 1, MAX_TARGETS)).long().unique())
 
 
 def _text(arch: Architecture, hf: Path) -> Tensor:

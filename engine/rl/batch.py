@@ -69,9 +69,11 @@ def with_logprobs(
 ) -> list[Sample]:
     """The completions as samples, with what the models say of each token as fields.
 
-    rollout_logprobs: of the backend. train_logprobs: of the policy, only asked for where the first optimizer step will
-    not compute the same number anyway. ref_logprobs: of the initial policy. old_values: of the critic.
-    Collective over the world, through the models: each passes over packed micro-batches under the trainer's balance.
+    rollout_logprobs: of the backend.
+    train_logprobs: of the policy, only asked for where the first optimizer step will not compute the same number.
+    ref_logprobs: of the initial policy.
+    old_values: of the critic.
+    Collective over the world, through the models: each passes over packed micro-batches of the trainer's plan.
 
     A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
     so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.

@@ -20,8 +20,7 @@ import torch
 from isoloss.models.architecture import Architecture
 from isoloss.models.conversion.distcp_write import Chunk, check_tiling, plan_files
 from isoloss.models.conversion.hf_files import SHARDS, ShardLayout, other_files
-from isoloss.models.conversion.plan import OutputFile, Source, published_checksum
-from isoloss.models.conversion.plan import Plan as FilePlan
+from isoloss.models.conversion.plan import FilePlan, OutputFile, Source, published_checksum
 from isoloss.models.conversion.tensors import MergedRows, parts_of
 from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_architecture
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
@@ -40,7 +39,7 @@ MIN_FILE_BYTES, MAX_FILE_BYTES, NUM_FILES = 64 << 20, 2 << 30, 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class Import:
     """A conversion.
 
     transfer: its files.
@@ -60,7 +59,7 @@ class Plan:
     num_tensors: int
 
 
-def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = None) -> Plan:
+def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = None) -> Import:
     """Plan the conversion of a Hugging Face folder.
 
     dtype: name of a torch dtype for the weights; None keeps each tensor's own. Weights that are not trained (the
@@ -97,7 +96,7 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
     num_tensors = len({chunk.key for chunk in chunks})
     text = partial(_manifest_text, arch, style, kinds, num_tensors)
     left_out = tuple(sorted(set(reader.names) - used))
-    return Plan(FilePlan(files, _sources(files), (NAME, text)), arch, style, kinds, len(used), left_out, num_tensors)
+    return Import(FilePlan(files, _sources(files), (NAME, text)), arch, style, kinds, len(used), left_out, num_tensors)
 
 
 def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:

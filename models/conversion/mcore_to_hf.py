@@ -14,7 +14,7 @@ import torch
 from isoloss.models.architecture import Architecture
 from isoloss.models.conversion import certificate
 from isoloss.models.conversion.hf_files import HFFile, HFTensor, ShardLayout, arrange, arrange_as, other_files
-from isoloss.models.conversion.plan import Content, OutputFile, Plan, Source
+from isoloss.models.conversion.plan import Content, FilePlan, OutputFile, Source
 from isoloss.models.conversion.tensors import SplitPart, parts_of
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights import manifest
@@ -34,7 +34,7 @@ class Export:
     weights: CheckpointWeights
     dtypes: Mapping[str, torch.dtype]
     files: tuple[HFFile, ...]
-    plan: Plan
+    plan: FilePlan
 
 
 def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str | None = None) -> Export:
@@ -66,7 +66,7 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
     outputs += other_files(folder, arch)
     left_out = len(weights.skipped)
     record = partial(certificate.text, direction="mcore-to-hf", source=checkpoint, weights=weights, left_out=left_out)
-    plan = Plan(tuple(outputs), _sources(outputs, weights), (certificate.NAME, record))
+    plan = FilePlan(tuple(outputs), _sources(outputs, weights), (certificate.NAME, record))
     dtypes = {name: DTYPES[kind] for name, kind in kinds.items()}
     return Export(replace(arch, mtp_layers=0), weights, dtypes, files, plan)
 

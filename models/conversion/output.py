@@ -11,7 +11,7 @@ PIECE_BYTES = 1 << 20  # small enough that what was hashed is still in the cache
 FLUSH_BYTES = 16 << 20
 
 
-class Output:
+class HashedFile:
     """A file that is being written. report: is told how many bytes were."""
 
     def __init__(self, path: Path, report: Callable[[int], None]):
@@ -19,7 +19,7 @@ class Output:
         self._crc32 = self._unflushed = 0
         self._report = report
 
-    def __enter__(self) -> "Output":
+    def __enter__(self) -> "HashedFile":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -68,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class FilePlan:
     """files: written by the threads, in about this order.
     sources: every file that they are read from.
 

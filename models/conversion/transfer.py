@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from isoloss.models.conversion.output import write_whole
-from isoloss.models.conversion.plan import Plan, Source
+from isoloss.models.conversion.plan import FilePlan, Source
 from isoloss.models.conversion.work import Work
 from isoloss.models.weights.manifest import FileRecord, sync
 from isoloss.parallel.errors import UserError
@@ -41,7 +41,7 @@ class Report:
     seconds: float
 
 
-def run(plan: Plan, target: str | Path, *, workers: int | None = None, label: str = "writing") -> Report:
+def run(plan: FilePlan, target: str | Path, *, workers: int | None = None, label: str = "writing") -> Report:
     """Make `target`, a folder that does not exist yet.
 
     workers: threads; default two a core.
@@ -88,7 +88,7 @@ def check_target(target: str | Path) -> tuple[Path, Path]:
     return target, partial
 
 
-def _identity(plan: Plan) -> str:
+def _identity(plan: FilePlan) -> str:
     """A hash that changes with any byte that the plan would write and with any touch of a source before it was made."""
     digest = hashlib.sha256()
     for file in plan.files:
@@ -100,13 +100,13 @@ def _identity(plan: Plan) -> str:
     return digest.hexdigest()
 
 
-def _check_sources(plan: Plan) -> None:
+def _check_sources(plan: FilePlan) -> None:
     for source in plan.sources:
         if Source.of(source.path, source.checksum, source.mend) != source:
             raise UserError(f"{source.path} changed while it was read; run the same command again")
 
 
-def _check_space(plan: Plan, target: Path, partial: Path) -> None:
+def _check_space(plan: FilePlan, target: Path, partial: Path) -> None:
     """What an earlier run wrote is kept or overwritten, so it needs no new room."""
     written = sum(path.stat().st_size for path in (partial / "files").rglob("*") if path.is_file())
     folder = _existing(target)
@@ -153,7 +153,7 @@ def _clear(partial: Path) -> None:
     (partial / "plan").unlink(missing_ok=True)
 
 
-def _publish(plan: Plan, records: Mapping[str, FileRecord], files: Path, target: Path) -> None:
+def _publish(plan: FilePlan, records: Mapping[str, FileRecord], files: Path, target: Path) -> None:
     """Manifest last, everything on the disk, then the one rename."""
     name, text = plan.manifest
     write_whole(files / name, text({file.name: records[file.name] for file in plan.files}).encode())
@@ -164,12 +164,12 @@ def _publish(plan: Plan, records: Mapping[str, FileRecord], files: Path, target:
     sync(target.parent)
 
 
-def _num_threads(plan: Plan, asked: int | None) -> int:
+def _num_threads(plan: FilePlan, asked: int | None) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(asked or min(2 * cores, MAX_WORKERS), len(plan.files))
 
 
-def _disk_trouble(error: OSError, plan: Plan, target: Path, records: Mapping[str, FileRecord]) -> str:
+def _disk_trouble(error: OSError, plan: FilePlan, target: Path, records: Mapping[str, FileRecord]) -> str:
     text = f"{error.filename or target}: {error.strerror}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         needed = plan.nbytes - sum(record.bytes for record in records.values())

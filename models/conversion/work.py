@@ -17,8 +17,8 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from isoloss.models.conversion.output import PIECE_BYTES, Output, write_whole
-from isoloss.models.conversion.plan import OutputFile, Plan, Source
+from isoloss.models.conversion.output import PIECE_BYTES, HashedFile, write_whole
+from isoloss.models.conversion.plan import FilePlan, OutputFile, Source
 from isoloss.models.weights.manifest import FileRecord, crc32
 from isoloss.parallel.errors import UserError
 
@@ -36,7 +36,7 @@ class Work:
     kept: how many bytes of them were there already.
     """
 
-    def __init__(self, plan: Plan, partial: Path):
+    def __init__(self, plan: FilePlan, partial: Path):
         self.records: dict[str, FileRecord] = {}
         self.kept = 0
         self._plan, self._partial = plan, partial
@@ -87,7 +87,7 @@ class Work:
                     self.kept += file.nbytes
             else:
                 os.makedirs(path.parent, exist_ok=True)
-                with Output(path, self._progress) as output:
+                with HashedFile(path, self._progress) as output:
                     for block in file.blocks():
                         output.add(block)
                     record = FileRecord(file.nbytes, output.finish())

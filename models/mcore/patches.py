@@ -17,7 +17,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from torch import Tensor, nn
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 
 
 def recompute_without_transformer_engine() -> None:
@@ -55,16 +55,16 @@ def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: M
     group, index = part.model_param_group_index_map[model_param]
     main_param = part.optimizer.param_groups[group]["params"][index]
     state = part.optimizer.state[main_param]
-    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is on the host
+    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is in CPU memory
     for name in ("exp_avg", "exp_avg_sq"):
         state[name].copy_(tensors[name])
 
 
-# ---- HybridDeviceOptimizer: a share of the optimizer's state lives, and is stepped, in host memory ------------------
+# ---- HybridDeviceOptimizer: a share of the optimizer's state lives, and is stepped, in CPU memory ------------------
 
 
 def offload(settings: OptimizerConfig, share: float) -> None:
-    """Let Megatron put `share` of the state (moments and fp32 weights) into host memory.
+    """Let Megatron put `share` of the state (moments and fp32 weights) into CPU memory.
 
     Only what it calls precision-aware leaves the fp32 weights to this optimizer; else they stay on the device. Both
     flags of that are set here, because the check of a new OptimizerConfig asks for Transformer Engine's version, also
@@ -77,10 +77,10 @@ def offload(settings: OptimizerConfig, share: float) -> None:
 
 
 def complete_offload(part: DistributedOptimizer) -> None:
-    """Close what Megatron leaves open in an optimizer just built, if a share of it is on the host.
+    """Close what Megatron leaves open in an optimizer just built, if a share of it is in CPU memory.
 
     - Its groups carry its settings, classes among them, into checkpoints, which other machines cannot read.
-    - Where torch's AdamW steps both shares, loading moves the device's share of the state to the host.
+    - Where torch's AdamW steps both shares, loading moves the device's share of the state to the CPU.
     - Without a GPU it offloads nothing, and then misses the copies that it did not make.
     - On a pipeline stage without experts that of the experts has nothing to step, and no state to describe.
     """
@@ -109,28 +109,28 @@ def _move_state(hybrid: HybridDeviceOptimizer) -> None:
 
 def _split(
     hybrid: HybridDeviceOptimizer, share: float
-) -> tuple[list[Group], list[Group], dict[Tensor, Tensor], dict[Tensor, Tensor], dict[Tensor, Tensor]]:
-    """What Megatron's `_get_sub_optimizer_param_groups` returns, where the host is the device as well.
+) -> tuple[list[ParamGroup], list[ParamGroup], dict[Tensor, Tensor], dict[Tensor, Tensor], dict[Tensor, Tensor]]:
+    """What Megatron's `_get_sub_optimizer_param_groups` returns, where the device is the CPU as well.
 
-    Parameters go to the host in order, until `share` of all their elements are there. Returns the groups of the host
-    and of the device, the copy of each parameter that went to the host and the way back, and every parameter's fp32
+    Parameters go to CPU memory in order, until `share` of all their elements are there. Returns the groups of the CPU
+    and of the device, the copy of each parameter that went there and the way back, and every parameter's fp32
     weights.
     """
     left = share * sum(parameter.numel() for group in hybrid.param_groups for parameter in group["params"])
-    host_groups: list[Group] = []
-    device_groups: list[Group] = []
+    cpu_groups: list[ParamGroup] = []
+    device_groups: list[ParamGroup] = []
     copies: dict[Tensor, Tensor] = {}
     weights: dict[Tensor, Tensor] = {}
     for group in hybrid.param_groups:
-        host: list[Tensor] = []
+        cpu: list[Tensor] = []
         device: list[Tensor] = []
         for parameter in group["params"]:
             weights[parameter] = parameter.detach().clone().float()
             if left > 0:
                 copies[parameter] = weights[parameter]
-            (host if left > 0 else device).append(weights[parameter])
+            (cpu if left > 0 else device).append(weights[parameter])
             left -= parameter.numel()
-        for groups, parameters in ((host_groups, host), (device_groups, device)):
+        for groups, parameters in ((cpu_groups, cpu), (device_groups, device)):
             if parameters:
                 groups.append({**group, "params": parameters})
-    return host_groups, device_groups, copies, {inner: parameter for parameter, inner in copies.items()}, weights
+    return cpu_groups, device_groups, copies, {inner: parameter for parameter, inner in copies.items()}, weights

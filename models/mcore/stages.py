@@ -13,7 +13,7 @@ TOKENS = 4096
 
 
 def stage_layers(arch: Architecture, layout: Layout, chosen: Sequence[int] = ()) -> tuple[int, ...]:
-    """Number of layers of each of the pp x vpp stages, in the order of the model: `chosen`, or balanced by FLOPs.
+    """Number of layers of each of the pp x vpp stages, in the order of the model: `chosen`, or split evenly by FLOPs.
 
     Rank r of the pipeline holds the stages r, pp + r, 2 pp + r ... An interleaved schedule runs one stage of every rank
     at a time and waits for the slowest, so it is the stages that are made even, not the sums of the ranks.

@@ -25,7 +25,7 @@ from isoloss.models.conversion import hf_to_mcore, tensors, transfer
 from isoloss.models.conversion.distcp_write import envelope
 from isoloss.models.conversion.hf_files import ShardLayout
 from isoloss.models.conversion.hf_to_mcore import plan
-from isoloss.models.conversion.plan import Plan as FilePlan
+from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows

@@ -22,8 +22,8 @@ from support.faults import DISK_BROKEN, DISK_FULL, struck
 from support.waiting import until
 
 from isoloss.models.conversion import output, transfer
-from isoloss.models.conversion.output import Output
-from isoloss.models.conversion.plan import OutputFile, Plan, Source
+from isoloss.models.conversion.output import HashedFile
+from isoloss.models.conversion.plan import FilePlan, OutputFile, Source
 from isoloss.models.conversion.transfer import run
 from isoloss.models.conversion.work import Work
 from isoloss.models.weights.manifest import files_to_json
@@ -78,13 +78,13 @@ def manifest(records) -> str:
     return json.dumps({"files": files_to_json(records)})
 
 
-def plan_of(files: dict[str, tuple], known: tuple[Source, ...] = ()) -> Plan:
-    return Plan(
+def plan_of(files: dict[str, tuple], known: tuple[Source, ...] = ()) -> FilePlan:
+    return FilePlan(
         tuple(OutputFile(name, contents) for name, contents in files.items()), known, ("manifest.json", manifest)
     )
 
 
-def example(folder: Path, checksums: bool = False, touch: bool = True) -> tuple[Plan, dict[str, bytes]]:
+def example(folder: Path, checksums: bool = False, touch: bool = True) -> tuple[FilePlan, dict[str, bytes]]:
     """A plan of three files from two sources, and what they must hold."""
     a, b = sources(folder) if touch else (folder / "source0", folder / "source1")
     files = {
@@ -157,7 +157,7 @@ def test_contents_of_any_size_fill_one_file(tmp_path, monkeypatch):
         for part in contents
     )
     reported: list[int] = []
-    with Output(tmp_path / "f", reported.append) as file:
+    with HashedFile(tmp_path / "f", reported.append) as file:
         for part in contents:
             file.add(part)
         assert file.finish() == f"{zlib.crc32(expected):08x}"
@@ -248,11 +248,13 @@ def test_another_run_of_the_same_target_is_refused(tmp_path):
     check_complete(tmp_path / "out", expected)
 
 
-def strike(plan: Plan, target: Path, at: int | None, fault: str | int = "kill", workers: int = 1) -> tuple[str, int]:
+def strike(
+    plan: FilePlan, target: Path, at: int | None, fault: str | int = "kill", workers: int = 1
+) -> tuple[str, int]:
     return struck(partial(run, plan, target, workers=workers), at, fault)
 
 
-def interrupted(plan: Plan, target: Path) -> None:
+def interrupted(plan: FilePlan, target: Path) -> None:
     """Leave what a run leaves that ends right before the rename."""
     failing = mock.patch.object(os, "rename", side_effect=OSError(DISK_BROKEN, "gone"))
     with failing, pytest.raises(UserError, match="gone; check the disk; what is finished is kept"):
@@ -281,7 +283,7 @@ def test_another_plan_starts_anew(tmp_path, change):
     interrupted(plan, tmp_path / "out")
     (tmp_path / ".out.partial" / "files" / "stray").write_text("of the old plan")
     if change == "plan":
-        plan = Plan(plan.files[:2], plan.sources, plan.manifest)
+        plan = FilePlan(plan.files[:2], plan.sources, plan.manifest)
         del expected["sub/three.bin"]
     else:
         os.utime(tmp_path / "in" / "source0")

@@ -27,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 WARM = Path(__file__).with_name("warm.py")
-# Imported once. Nothing of isoloss, for that is what changes, nor Megatron-Core, which isoloss prepares the host for;
+# Imported once. Nothing of isoloss, for that is what changes, nor Megatron-Core, which needs its CUDA stubs first;
 # torch starts no threads until it computes.
 PRELOAD = ("pytest", "hypothesis", "torch.distributed", "transformers.models.auto.modeling_auto")
 PACKAGES = ("engine", "models", "parallel", "recipes", "tools")

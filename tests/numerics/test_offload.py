@@ -1,4 +1,4 @@
-"""An optimizer whose state lives in host memory, whole or in part, is the same optimizer."""
+"""An optimizer whose state lives in CPU memory, whole or in part, is the same optimizer."""
 
 from pathlib import Path
 

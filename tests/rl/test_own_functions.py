@@ -11,6 +11,9 @@ import torch.distributed as dist
 from support import rl_runs
 from support.runs import rows_of
 
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config, ModelConfig, TrainConfig
+from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout, UserError
@@ -150,3 +153,15 @@ def test_a_term_is_one_number_per_target_with_a_gradient(function, says):
         Loss.of(function).terms[0].values(inputs)
     with torch.no_grad():
         assert Loss.of(negative_log_likelihood).terms[0].values(inputs).tolist() == [0, 0, 0]
+
+
+def test_after_a_loss_that_failed_the_next_step_is_as_if_nothing_was(inputs, one_rank):
+    tokens = torch.arange(1, 15)
+    samples = [Sample(tokens, tokens > 2)]
+    engine = Engine(Config(ModelConfig(f"{inputs}/model", from_scratch=True), train=TrainConfig(precision="fp64")))
+    right = Loss.of(negative_log_likelihood)
+    wanted = engine.train_step(samples, right, lr=0.0)[1].grad_norm
+    for function in (lambda i: -i.logprobs_N.mean(), lambda i: i.fields["rewards"] * i.logprobs_N):
+        with pytest.raises(UserError):
+            engine.train_step(samples, Loss.of(function))
+        assert engine.train_step(samples, right, lr=0.0)[1].grad_norm == wanted > 0

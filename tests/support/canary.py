@@ -11,7 +11,6 @@ from isoloss.engine import step, trainer
 from isoloss.engine.config import Config
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.step import CanaryError
-from isoloss.parallel import normalizer
 from isoloss.parallel.normalizer import TokenCounts
 
 
@@ -30,7 +29,7 @@ def lost_target(batch: PackedBatch) -> PackedBatch:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """In the last rank alone, from the second call of the function on."""
-    count, pack, schedule, calls = normalizer.count_tokens, step.pack, step.run_schedule, []
+    count, pack, schedule, calls = step.count_tokens, step.pack, step.run_schedule, []
 
     def struck() -> bool:
         calls.append(None)
@@ -53,7 +52,7 @@ def fault(name: str) -> Iterator[None]:
         return schedule(mesh, chunks, again, *rest, **options)
 
     planted = {
-        "counts": (normalizer, "count_tokens", of_its_own),
+        "counts": (step, "count_tokens", of_its_own),
         "target": (step, "pack", packed),
         "micro-batch": (step, "run_schedule", scheduled),
     }[name]

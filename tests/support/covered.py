@@ -4,7 +4,7 @@ what they saw: while coverage is measured, they are asked to end first."""
 import sys
 from unittest import mock
 
-from isoloss.tools.pool import Worker, WorkerPool
+from isoloss.tools.pool import RankWorker, WorkerPool
 
 SECONDS = 5.0  # to write; a rank that hangs in a collective never does
 kill = WorkerPool._stop_worker
@@ -16,7 +16,7 @@ def measure_ranks() -> None:
         mock.patch.object(WorkerPool, "_stop_worker", staticmethod(end_worker)).start()
 
 
-def end_worker(worker: Worker) -> None:
+def end_worker(worker: RankWorker) -> None:
     worker.process.terminate()
     worker.process.join(SECONDS)
     kill(worker)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from isoloss.parallel import GlobalLossNormalizer, Layout, Mesh
-from isoloss.parallel.aggregation import MODES, Aggregation
+from isoloss.parallel.aggregation import MODES
 
 NORM_LENGTH = 7
 # Uneven: a fully masked sequence, a prompt (2) without a valid token, one (0) whose sequences are far apart.
@@ -43,11 +43,11 @@ def norm_length(mode: str) -> int | None:
 def weights_of(mode, indices: Sequence[int], group, count_fully_masked, **placement):
     """Weights of some of MASKS (whole, or slices given by `placement["slices"]`) and the counts."""
     slices = placement.pop("slices", None)
-    aggregation = Aggregation(mode, norm_length(mode), count_fully_masked)
-    normalizer = GlobalLossNormalizer([aggregation], group, **placement)
+    normalizer = GlobalLossNormalizer(
+        mode, group, norm_length=norm_length(mode), count_fully_masked=count_fully_masked, **placement
+    )
     masks = [MASKS[i] if slices is None else MASKS[i][slices[i]] for i in indices]
-    (weighed,) = normalizer.weights(masks, [GROUPS[i] for i in indices], num_groups=NUM_GROUPS)
-    return weighed
+    return normalizer.weights(masks, [GROUPS[i] for i in indices], num_groups=NUM_GROUPS)
 
 
 CASES = [(mode, count_fully_masked) for mode in MODES for count_fully_masked in (False, True)]
@@ -64,7 +64,7 @@ def sharded(layout: str, share_of: Sequence[Sequence[int]]):
     mesh = Mesh.create(Layout.parse(layout))
     degree, rank = mesh.context.size(), mesh.context.rank()
     slices = [slice(len(mask) * rank // degree, len(mask) * (rank + 1) // degree) for mask in MASKS]
-    return _of_every_case(mesh, share_of, sp_group=mesh.context, slices=slices)
+    return _of_every_case(mesh, share_of, mask_placement="sharded", sp_group=mesh.context, slices=slices)
 
 
 def _of_every_case(mesh: Mesh, share_of: Sequence[Sequence[int]], **placement):

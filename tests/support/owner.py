@@ -14,7 +14,7 @@ import psutil
 from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.reward.pool import Call, RewardPool
 from isoloss.models.conversion import transfer
-from isoloss.models.conversion.plan import OutputFile, Plan
+from isoloss.models.conversion.plan import FilePlan, OutputFile
 from isoloss.tools.pool import WorkerPool
 from support.transformers_parity import make_engine
 from support.waiting import until
@@ -64,7 +64,7 @@ def main(folder: Path) -> None:
         rewards = RewardPool([f"{folder}/reward.py:never"], 2, 1000.0)
         in_background(rewards.run, [Call(0, {"completion": ""})])
     with counted("conversion", 0):
-        plan = Plan((OutputFile("file", (Never(),)),) * 2, (), ("manifest", str))
+        plan = FilePlan((OutputFile("file", (Never(),)),) * 2, (), ("manifest", str))
         in_background(transfer.run, plan, folder / "converted")
         until((folder / ".converted.partial" / "files" / "file").exists, "a thread had begun to write")
     with counted("server", 4):  # the guard, the command, and what that started

@@ -287,7 +287,8 @@ QUICK = {
         "test_losses_of_routers_do_not_count_the_padding_of_the_kernels": "glm-4.5-*",
         "test_transformer_engines_attention_takes_the_same_step": "mixtral-1-* qwen2-yarn-* llama-4-*",
     },
-    "unit/test_legality.py": {
+    "unit/test_compatibility.py": {
+        "test_every_key_and_module_of_a_rule_in_a_loop_is_refused": "",
         "test_every_rule_is_broken_by_some_row": "",
         "test_the_first_override_is_what_is_refused": "",
     },

@@ -3,10 +3,13 @@ fills the gaps."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 import pytest
 
 from support.rows import ORDINARY, QUICK
+
+TESTS = Path(__file__).parents[1]
 
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
@@ -58,6 +61,7 @@ class Schedule:
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         # The slow ones first: a row that is slow cannot be quick.
         in_vain = [*mark(items, ORDINARY, pytest.mark.slow), *mark(items, QUICK, pytest.mark.full)]
+        in_vain += [f"{file}, which is not there" for file in {**ORDINARY, **QUICK} if not (TESTS / file).is_file()]
         if in_vain and not any("::" in argument for argument in config.args):
             raise pytest.UsageError(f"tests/support/rows.py names tests in vain: {'; '.join(in_vain)}")
         groups = {item: group_of(item) for item in items}

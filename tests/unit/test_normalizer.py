@@ -7,6 +7,7 @@ from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_leng
 
 from isoloss.parallel import GlobalLossNormalizer, UserError
 from isoloss.parallel.aggregation import MODES, Aggregation
+from isoloss.parallel.normalizer import count_tokens
 
 
 @pytest.mark.parametrize("count_fully_masked", [False, True])
@@ -51,8 +52,8 @@ def test_weights_of_a_step_worked_by_hand(one_rank):
         ("prompt-mean-token-mean", True, [1 / 6, 1 / 6]),
         ("sum", False, [1.0, 1.0]),
     ]:
-        normalizer = GlobalLossNormalizer([Aggregation(mode, norm_length(mode), fully)], one_rank)
-        ((weights, _),) = normalizer.weights(masks, [0, 1, 0], num_groups=2)
+        normalizer = GlobalLossNormalizer(mode, one_rank, norm_length=norm_length(mode), count_fully_masked=fully)
+        weights, _ = normalizer.weights(masks, [0, 1, 0], num_groups=2)
         first, second = wanted
         expected = [[0, first, first], [0, 0], [0, second]]
         assert [w.tolist() for w in weights] == [pytest.approx(e, rel=1e-15) for e in expected], (mode, fully)
@@ -61,11 +62,8 @@ def test_weights_of_a_step_worked_by_hand(one_rank):
 @pytest.mark.parametrize("count_fully_masked", [False, True])
 def test_a_prompt_that_no_sequence_has_does_not_count(count_fully_masked, one_rank):
     """Prompts 3 and 900 of a thousand numbers; the second has no valid token."""
-    by_prompt = Aggregation("prompt-mean-token-mean", count_fully_masked=count_fully_masked)
-    normalizer = GlobalLossNormalizer([by_prompt], one_rank)
-    ((weights, counts),) = normalizer.weights(
-        [torch.tensor([0, 1, 1]), torch.tensor([0, 0])], [3, 900], num_groups=1000
-    )
+    normalizer = GlobalLossNormalizer("prompt-mean-token-mean", one_rank, count_fully_masked=count_fully_masked)
+    weights, counts = normalizer.weights([torch.tensor([0, 1, 1]), torch.tensor([0, 0])], [3, 900], num_groups=1000)
     half = 1 / 4 if count_fully_masked else 1 / 2
     assert [w.tolist() for w in weights] == [[0, half, half], [0, 0]]
     assert counts.prompts == (2 if count_fully_masked else 1) and counts.weight_sum == 2 * half
@@ -74,17 +72,17 @@ def test_a_prompt_that_no_sequence_has_does_not_count(count_fully_masked, one_ra
 @pytest.mark.parametrize("group", [-1, 2])
 def test_a_prompt_outside_the_number_of_prompts_is_refused(group, one_rank):
     with pytest.raises(ValueError, match=rf"group_ids .*0\.\.1.* {group}"):
-        GlobalLossNormalizer([Aggregation("prompt-mean-token-mean")], one_rank).weights(
-            [torch.ones(2)], [group], num_groups=2
-        )
+        GlobalLossNormalizer("prompt-mean-token-mean", one_rank).weights([torch.ones(2)], [group], num_groups=2)
 
 
 @pytest.mark.parametrize("masks", [[], [torch.zeros(3, dtype=torch.bool)], [torch.zeros(2), torch.zeros(5)]])
 @pytest.mark.parametrize("count_fully_masked", [False, True])
 @pytest.mark.parametrize("mode", MODES)
 def test_without_a_valid_token_every_weight_is_zero(mode, count_fully_masked, masks, one_rank):
-    normalizer = GlobalLossNormalizer([Aggregation(mode, norm_length(mode), count_fully_masked)], one_rank)
-    ((weights, counts),) = normalizer.weights(masks, [0] * len(masks), num_groups=1)
+    normalizer = GlobalLossNormalizer(
+        mode, one_rank, norm_length=norm_length(mode), count_fully_masked=count_fully_masked
+    )
+    weights, counts = normalizer.weights(masks, [0] * len(masks), num_groups=1)
     assert [w.tolist() for w in weights] == [[0.0] * len(m) for m in masks]
     assert counts.tokens == 0 and counts.weight_sum == 0.0
     assert counts.sequences == (len(masks) if count_fully_masked else 0)
@@ -93,7 +91,7 @@ def test_without_a_valid_token_every_weight_is_zero(mode, count_fully_masked, ma
 def test_counts_are_exact_beyond_what_fp32_holds(one_rank):
     """2^24 + 1 tokens: an fp32 count would round to 2^24."""
     masks = [torch.ones(2**24, dtype=torch.bool), torch.ones(1, dtype=torch.bool)]
-    ((weights, counts),) = GlobalLossNormalizer([Aggregation("token-mean")], one_rank).weights(masks)
+    weights, counts = GlobalLossNormalizer("token-mean", one_rank).weights(masks)
     assert counts.tokens == 2**24 + 1
     assert float(weights[1]) == 1 / (2**24 + 1)
 
@@ -102,22 +100,29 @@ def test_counts_are_exact_beyond_what_fp32_holds(one_rank):
     ("arguments", "message"),
     [
         ({"mode": "mean"}, "loss.aggregation='mean' is not one of token-mean,"),
+        ({"mode": "sum", "mask_placement": "split"}, "mask_placement='split' is not one of replicated, sharded"),
+        ({"mode": "sum", "mask_placement": "sharded"}, "sp_group goes with 'sharded' masks"),
+        ({"mode": "sum", "sp_group": "one_rank"}, "sp_group goes with 'sharded' masks"),
         ({"mode": "seq-mean-token-sum-norm"}, "loss.norm_length=None goes with"),
         ({"mode": "token-mean", "norm_length": NORM_LENGTH}, "loss.norm_length=7 goes with"),
         ({"mode": "seq-mean-token-sum-norm", "norm_length": 0}, "loss.norm_length=0 must be a positive"),
         ({"mode": "seq-mean-token-sum-norm", "norm_length": -7}, "loss.norm_length=-7 must be a positive"),
     ],
 )
-def test_mistakes_are_refused_by_name(arguments, message):
+def test_mistakes_are_refused_by_name(arguments, message, one_rank):
+    if "sp_group" in arguments:
+        arguments = {**arguments, "sp_group": one_rank}
     with pytest.raises(UserError, match=message):
-        Aggregation(**arguments)
+        GlobalLossNormalizer(dp_group=one_rank, **arguments)
 
 
 def test_several_aggregations_share_the_counts(one_rank):
     masks = [torch.tensor([0, 1, 1]), torch.tensor([0, 1])]
-    (mean, of_mean), (summed, of_sum) = GlobalLossNormalizer(
-        [Aggregation("token-mean"), Aggregation("sum")], one_rank
-    ).weights(masks)
+    counts = count_tokens(masks, one_rank)
+    (mean, of_mean), (summed, of_sum) = (
+        GlobalLossNormalizer(Aggregation(mode), one_rank).weights(masks, counts=counts)
+        for mode in ("token-mean", "sum")
+    )
     assert [w.tolist() for w in mean] == [pytest.approx([0, 1 / 3, 1 / 3]), pytest.approx([0, 1 / 3])]
     assert [w.tolist() for w in summed] == [[0, 1, 1], [0, 1]]
     assert (of_mean.weight_sum, of_sum.weight_sum, of_mean.tokens, of_sum.tokens) == (1, 3, 3, 3)
@@ -126,4 +131,4 @@ def test_several_aggregations_share_the_counts(one_rank):
 @pytest.mark.parametrize("arguments", [{}, {"group_ids": [0]}, {"num_groups": 1}])
 def test_a_prompt_mean_needs_to_know_the_prompts(arguments, one_rank):
     with pytest.raises(ValueError, match="needs group_ids and num_groups"):
-        GlobalLossNormalizer([Aggregation("prompt-mean-token-mean")], one_rank).weights([torch.ones(2)], **arguments)
+        GlobalLossNormalizer("prompt-mean-token-mean", one_rank).weights([torch.ones(2)], **arguments)

@@ -1,4 +1,4 @@
-"""The balancing plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
+"""The plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
 
 from dataclasses import replace
 

@@ -393,8 +393,8 @@ def config_of(mode, algorithm, count_fully_masked=False):
 
 def loss_of(loss: Loss, inputs, group):
     """As the engine adds it up: every term with the weights of its own aggregation."""
-    census = count_tokens(MASKS, group, group_ids=GROUPS, num_groups=NUM_GROUPS)
-    weights = {a: torch.cat(token_weights(MASKS, census, a)[0])[torch.cat(MASKS) == 1] for a in loss.aggregations}
+    counts = count_tokens(MASKS, group, group_ids=GROUPS, num_groups=NUM_GROUPS)
+    weights = {a: torch.cat(token_weights(MASKS, counts, a)[0])[torch.cat(MASKS) == 1] for a in loss.aggregations}
     terms = [term.coefficient * (weights[term.aggregation] * term.per_token(inputs)).sum() for term in loss.terms]
     return sum(terms)
 

@@ -74,10 +74,10 @@ def loss_and_gradient(loss: Loss, leaf: str, group) -> dict[str, object]:
     values_N = leaf_N if leaf == "values" else BATCH["values"]
     inputs = TokenInputs(logprobs_N, BATCH["entropy"], values_N, fields, DOCUMENT_N, len(LENGTHS), group)
     masks = [torch.ones(length, dtype=torch.bool) for length in LENGTHS]
-    census = count_tokens(masks, group)
+    counts = count_tokens(masks, group)
     total = torch.zeros((), dtype=torch.float64)
     for term in loss.terms:
-        weights_N = torch.cat(token_weights(masks, census, term.aggregation)[0])
+        weights_N = torch.cat(token_weights(masks, counts, term.aggregation)[0])
         total = total + term.coefficient * (weights_N * term.per_token(inputs)).sum()
     (gradient_N,) = torch.autograd.grad(total, leaf_N)
     return {"loss": total.item(), "gradient": gradient_N.tolist()}

@@ -1,4 +1,4 @@
-"""Layers of pipeline stages: the balance against all splits there are, and what it weighs."""
+"""Layers of pipeline stages: the split against all there are there are, and what it weighs."""
 
 import itertools
 from dataclasses import replace

@@ -52,7 +52,7 @@ def _counts_over_dp_and_sp() -> Mapping[str, Wrong]:
     def over_too_many(count_tokens: Callable) -> Callable:
         return lambda masks, dp_group, **kwargs: count_tokens(masks, mesh_of_step[-1].dp_context, **kwargs)
 
-    return {PREPARE_STEP: remember, "isoloss.parallel.normalizer.count_tokens": over_too_many}
+    return {PREPARE_STEP: remember, "isoloss.engine.step.count_tokens": over_too_many}
 
 
 def _gradients_averaged_over_dp(chunks, groups):

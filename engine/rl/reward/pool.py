@@ -1,4 +1,4 @@
-"""Worker processes that call reward functions, and are killed where a call takes too long."""
+"""RewardWorker processes that call reward functions, and are killed where a call takes too long."""
 
 import contextlib
 import math
@@ -33,7 +33,7 @@ class Call:
 
 
 @dataclass
-class Worker:
+class RewardWorker:
     """call: the number of the one under way; None while the functions are imported, and when idle.
     deadline: when it is killed, in seconds of time.monotonic; infinity when idle."""
 
@@ -69,7 +69,7 @@ class RewardPool:
     def __init__(self, functions: Sequence[str], num_workers: int, timeout: float):
         self._functions, self._timeout = list(functions), timeout
         self.described: list[Described] = []
-        self._workers: list[Worker] = []
+        self._workers: list[RewardWorker] = []
         try:
             for _ in range(num_workers):
                 self._start()
@@ -113,7 +113,7 @@ class RewardPool:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
         there.close()
-        self._workers.append(Worker(process, here, deadline=time.monotonic() + START_SECONDS))
+        self._workers.append(RewardWorker(process, here, deadline=time.monotonic() + START_SECONDS))
         self._workers[-1].send(([os.getcwd(), *sys.path], self._functions))
 
     def _receive(self, results: list[Any]) -> int:
@@ -148,7 +148,7 @@ class RewardPool:
             raise UserError(f"reward.function=[{functions}] changed in its files during the run: start the run again")
         self.described = described
 
-    def _replace(self, worker: Worker, why: str | None) -> str:
+    def _replace(self, worker: RewardWorker, why: str | None) -> str:
         """Start another one in its place; returns what became of it. why: None where it ended by itself."""
         if why is None:
             with contextlib.suppress(subprocess.TimeoutExpired):  # its connection closes just before it has its status
