@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.conversion.mcore_to_hf import plan_export
-from isoloss.models.conversion.plan import Plan
+from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
 
@@ -47,7 +47,7 @@ CONFIG = {
 }  # fmt: skip
 SHARD_BYTES = 700_000_000
 SPEED_CLAIM, MEMORY_CLAIM, FLAT_CLAIM = 0.8, 4.0, 1.1
-DIRECTIONS: dict[str, Callable[[Path], Plan]] = {
+DIRECTIONS: dict[str, Callable[[Path], FilePlan]] = {
     "hf-to-mcore": lambda source: hf_to_mcore.plan(source).transfer,
     "mcore-to-hf": lambda source: plan_export(source).plan,
 }
