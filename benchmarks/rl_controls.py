@@ -80,10 +80,15 @@ def dealt_at_random(seed: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     return estimator
 
 
+def steps_between_evaluations(start: Path, seconds: float) -> int:
+    """EVALUATIONS times as many steps take these seconds, at the pace of start's training."""
+    times = seconds_of(start)
+    return max(round(seconds / (times[-1] / (len(times) - 1)) / EVALUATIONS), 1)
+
+
 def continue_sft(start: Path, folder: Path, seed: int, seconds: float, before: float) -> Curve:
     """before: the reward that it starts from."""
-    per_step = seconds_of(start)[-1] / (len(seconds_of(start)) - 1)
-    every = max(round(seconds / per_step / EVALUATIONS), 1)
+    every = steps_between_evaluations(start, seconds)
     of_run = (f"train.steps={every * EVALUATIONS}", f"checkpoint.every={every}", f"checkpoint.keep={EVALUATIONS}")
     model = (f"model.path={start}/hf", "model.from_scratch=false", f"output_dir={folder}")
     learning = (f"train.seed={seed + 1000}", f"optim.lr={CONTINUED_LR}", "optim.schedule=constant")

@@ -95,11 +95,19 @@ def test_convert(script, monkeypatch, tmp_path, capsys):
     assert "mcore-to-hf, 1 layers" in capsys.readouterr().out
 
 
+def test_the_control_of_rl_trains_for_as_long(script, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"seconds": 3.0}\n{"seconds": 1.0}\n')
+    module = script("rl_controls")
+    assert module.EVALUATIONS == 5
+    assert [module.steps_between_evaluations(tmp_path, seconds) for seconds in (0.5, 20.0, 100.0)] == [1, 2, 10]
+
+
 @pytest.mark.full
 def test_rl_controls(script, monkeypatch, tmp_path):
     """One seed, with a start and both controls, of one or two steps each."""
     module = script("rl_controls", "--seeds", 0, "--out", tmp_path / "out", "train.steps=2", "batch.global_size=4")
     monkeypatch.setattr(module, "EVALUATIONS", 1)
+    monkeypatch.setattr(module, "steps_between_evaluations", lambda start, seconds: 1)  # whatever this machine's pace
     real: Callable = module.run
     monkeypatch.setattr(
         module,
