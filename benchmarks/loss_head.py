@@ -46,6 +46,7 @@ def make_inputs(tokens: int, vocab: int, hidden: int) -> tuple[Tensor, Tensor, T
 
 def labelled_loss(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, labelled_N: Tensor) -> Tensor:
     """As `isoloss.models.model.Model.logprobs` does it on one rank."""
+    assert dist.group.WORLD is not None
     logprobs_N, _ = vocab_parallel_logprobs(
         hidden_TD[labelled_N], weight_VD, targets_T[labelled_N], weight_VD.shape[0], dist.group.WORLD
     )
@@ -104,6 +105,7 @@ def measure_speed(tokens: int, vocab: int, hidden: int, passes: int) -> dict:
         start = clock()
         loss = head()
         loss.backward()
+        assert hidden_TD.grad is not None and weight_VD.grad is not None
         return clock() - start, loss.detach(), hidden_TD.grad, weight_VD.grad
 
     for ours, dense in zip(run(heads["isoloss"])[1:], run(heads["dense"])[1:]):
@@ -124,7 +126,7 @@ def in_a_process(name: str, *numbers: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--tokens", type=int, default=32768, help="of the micro-batch")
     parser.add_argument("--vocab", type=int, default=151936)

@@ -84,7 +84,7 @@ class Torch:
     @torch.no_grad()
     def finish(self) -> float:
         """In fp64, like isoloss: fp32 norms are off by up to 5e-4 on a CPU, on whichever side they are taken."""
-        grads = [p.grad for p in self.parameters]
+        grads = [p.grad for p in self.parameters if p.grad is not None]
         norm = sum(torch.linalg.vector_norm(g, dtype=torch.float64).item() ** 2 for g in grads) ** 0.5
         if norm > CLIP:
             torch._foreach_mul_(grads, CLIP / norm)
@@ -156,7 +156,7 @@ class Padded(Torch):
         from transformers import Qwen3Config, Qwen3ForCausalLM
 
         names = {k: v for k, v in M27.items() if k != "architectures"}
-        self.model = Qwen3ForCausalLM(Qwen3Config(**names, attn_implementation="sdpa"))
+        self.model = Qwen3ForCausalLM(Qwen3Config(**names, attn_implementation="sdpa"))  # pyright: ignore[reportCallIssue]
         missing, unknown = self.model.load_state_dict(weights, strict=False)
         assert missing == ["lm_head.weight"] and not unknown, (missing, unknown)
         self.model.train()
@@ -196,7 +196,7 @@ def versions() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--passes", type=int, default=3, help="timed steps of each; the least counts")
     parser.add_argument("--sequences", type=int, default=16)

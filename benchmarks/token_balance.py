@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from heapq import heapify, heappop, heappushpop
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
@@ -33,6 +34,7 @@ MAX_TOKENS = 4096
 SIZES = ((512, 8), (4096, 64), (65536, 512))  # (samples, ranks)
 
 Ranks = list[list[int]]
+T = TypeVar("T")
 
 
 def sample_lengths(count: int, seed: int = 0) -> np.ndarray:
@@ -96,14 +98,14 @@ def max_over_mean(ranks: Ranks, lengths: np.ndarray) -> float:
     return float(max(costs[rank].sum() for rank in ranks) * len(ranks) / costs.sum())
 
 
-def cpu_ms(work: Callable, repeats: int) -> tuple[float, object]:
+def cpu_ms(work: Callable[[], T], repeats: int) -> tuple[float, T]:
     """Least CPU milliseconds of the repeats, and the last result."""
-    best, result = float("inf"), None
+    best, results = float("inf"), []
     for _ in range(repeats):
         start = time.process_time()
-        result = work()
+        results = [work()]
         best = min(best, 1e3 * (time.process_time() - start))
-    return best, result
+    return best, results[0]
 
 
 def measure(samples: int, ranks: int, repeats: int) -> dict:
@@ -146,7 +148,7 @@ def print_table(rows: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--repeats", type=int, default=5, help="best of this many")
     args = parser.parse_args()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -26,7 +26,7 @@ COMMON = "common.pt"  # what Megatron writes besides tensors
 
 
 def save(
-    folder: Path, model: Model, optimizer: MegatronOptimizer, huggingface: Path, extra: Mapping[str, object]
+    folder: Path, model: Model, optimizer: ChainedOptimizer, huggingface: Path, extra: Mapping[str, object]
 ) -> None:
     """Write `folder`: under a temporary name, synced to disk, then renamed at once. Raises UserError where it exists.
 
@@ -56,7 +56,7 @@ def save(
     dist.barrier()
 
 
-def load(folder: Path, model: Model, optimizer: MegatronOptimizer) -> dict[str, object]:
+def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:
     """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
     verify(folder)
     state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
@@ -112,7 +112,7 @@ def export_hf(folder: Path, model: Model) -> None:
     dist.barrier()
 
 
-def _state(model: Model, optimizer: MegatronOptimizer, extra: Mapping[str, object], *, is_loading: bool) -> dict:
+def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object], *, is_loading: bool) -> dict:
     metadata = {
         "distrib_optim_sharding_type": "fully_reshardable",
         "chained_optim_avoid_prefix": True,

@@ -63,10 +63,9 @@ class Term:
         """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
         values_N, shape = self.per_token(inputs), tuple(inputs.document_N.shape)
         if not isinstance(values_N, Tensor) or values_N.shape != shape:
-            kind = f"shape {tuple(values_N.shape)}" if isinstance(values_N, Tensor) else f"a {type(values_N).__name__}"
             raise UserError(
-                f"{self.name}: {defined(self.per_token)} returned {kind} instead of shape {shape}: return one number "
-                "per target, neither summed nor averaged, which loss.aggregation does"
+                f"{self.name}: {defined(self.per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
+                "return one number per target, neither summed nor averaged, which loss.aggregation does"
             )
         if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
             raise UserError(
@@ -122,6 +121,11 @@ class Fields(dict[str, Tensor]):
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
+
+
+def shape_or_type(returned: object) -> str:
+    """What an error message says of what a user's function returned."""
+    return f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
 
 
 def defined(function: Callable[..., Any]) -> str:

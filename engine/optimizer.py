@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import (
-    MegatronOptimizer,
+    ChainedOptimizer,
     OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
@@ -43,7 +43,7 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
     ]
 
 
-def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype) -> ChainedOptimizer:
     """AdamW over this rank's parameters. Megatron's own clipping is off: see `global_grad_norm`."""
     optim = config.optim
     settings = OptimizerConfig(
@@ -64,6 +64,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     # Megatron's standard overrides mark biases and norms, which have no weight decay: see `set_hyperparameters`.
     overrides = get_standard_config_overrides(settings)
     optimizer = get_megatron_optimizer(settings, list(chunks), overrides, use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
     parts = [part for part in optimizer.chained_optimizers if isinstance(part, DistributedOptimizer)]
     for part in parts:
         patches.complete_offload(part)
@@ -73,7 +74,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
     return optimizer
 
 
-def complete_state(optimizer: MegatronOptimizer) -> None:
+def complete_state(optimizer: ChainedOptimizer) -> None:
     """Give every parameter the state that torch's AdamW makes at its first step, where it has none yet.
 
     After building: a checkpoint can then be written before the first applied step, and read into a new optimizer;
@@ -120,7 +121,7 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape
 
 
-def set_hyperparameters(optimizer: MegatronOptimizer, lr: float) -> None:
+def set_hyperparameters(optimizer: ChainedOptimizer, lr: float) -> None:
     """Those of the next step: the configured ones, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms;
     Megatron leaves it to the training loop to multiply with it."""
     for part in optimizer.chained_optimizers:
@@ -132,7 +133,7 @@ def set_hyperparameters(optimizer: MegatronOptimizer, lr: float) -> None:
 
 
 @torch.no_grad()
-def global_grad_norm(optimizer: MegatronOptimizer) -> float:
+def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     """Norm of the whole gradient, each parameter once, accumulated in fp64 (an fp32 norm is off by 5e-4 on a CPU).
 
     After `optimizer.prepare_grads()`. Collectives: an all-reduce over tp x pp for the dense parameters and one over
@@ -149,7 +150,7 @@ def global_grad_norm(optimizer: MegatronOptimizer) -> float:
 
 
 @torch.no_grad()
-def clip_gradients(optimizer: MegatronOptimizer, norm: float, clip: float) -> None:
+def clip_gradients(optimizer: ChainedOptimizer, norm: float, clip: float) -> None:
     """Scale all gradients by clip / norm where the norm exceeds clip (0: never)."""
     if clip == 0 or norm <= clip:
         return

@@ -6,6 +6,9 @@ tensors with `device="cuda"`, and its distributed optimizer compares `Tensor.typ
 of these names at import; importing `isoloss.parallel` does that. Where a GPU exists it changes nothing at all.
 """
 
+# A stub puts another thing where the type says what stood there.
+# pyright: reportAttributeAccessIssue=false
+
 import contextlib
 import functools
 

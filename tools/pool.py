@@ -51,9 +51,9 @@ class WorkerPool:
         self.size = size
         self.timeout = timeout
         # A fork server cannot hold a CUDA context, so GPU ranks are spawned.
-        self._context = multiprocessing.get_context("spawn" if torch.cuda.is_available() else "forkserver")
-        if self._context.get_start_method() == "forkserver":
-            self._context.set_forkserver_preload(PRELOAD)
+        on_gpu = torch.cuda.is_available()
+        self._context = multiprocessing.get_context("spawn") if on_gpu else multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
         self._workers: list[RankWorker] = []
 
     def __enter__(self) -> "WorkerPool":

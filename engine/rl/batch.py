@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
+from isoloss.engine.losses import shape_or_type
 from isoloss.engine.rl import advantages as estimators
 from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
@@ -198,9 +199,8 @@ def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
     """What an advantage gave. Raises UserError where that is not a finite number for each of `count` completions."""
     returned = f"algorithm.advantage={function} returned"
     if not isinstance(advantages_S, Tensor) or advantages_S.shape != (count,):
-        kind = type(advantages_S).__name__
-        kind = f"shape {tuple(advantages_S.shape)}" if isinstance(advantages_S, Tensor) else f"a {kind}"
-        raise UserError(f"{returned} {kind} instead of shape ({count},): one number per completion")
+        shape = shape_or_type(advantages_S)
+        raise UserError(f"{returned} {shape} instead of shape ({count},): one number per completion")
     if not advantages_S.isfinite().all():
         first = int((~advantages_S.isfinite()).nonzero()[0])
         raise UserError(f"{returned} {advantages_S[first]:g} for completion {first}: it must be finite")

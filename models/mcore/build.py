@@ -3,6 +3,9 @@
 Megatron's own layers or Transformer Engine's (`te`), with our activation, attention and router in their slots.
 """
 
+# Megatron hangs attributes on parameters, and types the submodules of a layer as object.
+# pyright: reportAttributeAccessIssue=false
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from types import SimpleNamespace

@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.empty(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight.shape, self.weight, self.eps)

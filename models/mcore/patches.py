@@ -3,6 +3,9 @@
 What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.cuda_stubs`.
 """
 
+# A patch puts another thing where the type says what stood there.
+# pyright: reportAttributeAccessIssue=false
+
 import queue
 from collections.abc import Mapping
 from functools import partial

@@ -42,7 +42,7 @@ class Router(MegatronModule):
         bias = torch.empty(experts.count, dtype=config.params_dtype, device=device) if config.add_bias_linear else None
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias))
         for parameter in self.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+            parameter.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
         selection_bias = torch.zeros(experts.count, dtype=torch.float32, device=device)
         self.register_buffer("expert_bias", selection_bias if experts.selection_bias else None)
         load_E = torch.zeros(experts.count, dtype=torch.int64, device=device)
