@@ -75,8 +75,8 @@ class Engine:
             self.mesh = critic_of.mesh
             self.arch, weights = self.arch.as_critic(), CriticWeights(weights)
         self.device = torch.device(torch.cuda.current_device())
-        if critic_of is None and not config.model.from_scratch and (Path(config.model.path) / manifest.NAME).is_file():
-            checkpoint.verify(Path(config.model.path))  # plain Megatron-Core writes no checksums to compare with
+        if critic_of is None and not config.model.from_scratch and (self.source.path / manifest.NAME).is_file():
+            checkpoint.verify(self.source.path)  # plain Megatron-Core writes no checksums to compare with
         model = Model.build(
             self.arch,
             self.mesh,

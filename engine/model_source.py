@@ -13,6 +13,7 @@ from isoloss.models.mcore import nvidia_apex
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check
+from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout, device, environment
 
@@ -21,11 +22,13 @@ from isoloss.parallel import Layout, device, environment
 class ModelSource:
     """The model of a configuration, resolved and checked once a run.
 
+    path: of the Hugging Face folder or the checkpoint, where model.path names a folder of checkpoints.
     layout: in this world.
     weights: where they are read from.
     folder: of config.json and tokenizer.
     """
 
+    path: Path
     arch: Architecture
     layout: Layout
     weights: WeightSource
@@ -39,13 +42,13 @@ def resolve(config: Config) -> ModelSource:
     """
     nvidia_apex.check()
     device.check(config.train.device)
-    folder = hf_folder(config.model.path)
+    path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)
     layout = config.parallel.layout().with_world(_world_size())
     compatibility.check(config, arch, layout)
     from_scratch = config.model.from_scratch
-    weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(config.model.path, arch)
-    return ModelSource(arch, layout, weights, folder)
+    weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
+    return ModelSource(path, arch, layout, weights, folder)
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:

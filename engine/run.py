@@ -155,7 +155,7 @@ class Run:
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
-            f"model: {config.model.path}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
+            f"model: {self._engine.source.path}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
             *data,
             f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
             f"into {self.output_dir}",

@@ -11,6 +11,7 @@ from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.weights import manifest
 from isoloss.models.weights.distcp import METADATA
+from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.parallel import UserError
 from isoloss.tools.verify import verify_export, verify_import
 from isoloss.tools.verify_logits import LogitsEvidence
@@ -39,14 +40,14 @@ def hf_to_mcore(arguments: argparse.Namespace) -> None:
 
 
 def mcore_to_hf(arguments: argparse.Namespace) -> None:
-    _check_folder("--checkpoint", arguments.checkpoint, METADATA)
+    _check_folder("--checkpoint", checkpoint_folder(arguments.checkpoint), METADATA)
     if arguments.hf:
         _check_folder("--hf", arguments.hf, "config.json")
     _check_target(arguments, certificate.NAME)
     export = plan_export(arguments.checkpoint, arguments.hf, DTYPES.get(arguments.dtype))
     weights, tensors = export.weights, [tensor for file in export.files for tensor in file.tensors]
     print(
-        f"{arguments.checkpoint}: {export.arch.family}, {len(weights.keys)} tensors used, {weights.style.value} keys, "
+        f"{weights.folder.path}: {export.arch.family}, {len(weights.keys)} tensors used, {weights.style.value} keys, "
         f"{weights.padded_vocab} rows of vocabulary trimmed to {export.arch.vocab_size}\n"
         f"{arguments.out}: {len(tensors)} tensors, {', '.join(sorted({tensor.dtype for tensor in tensors}))}, "
         f"{len(export.plan.files) + 1} files, {export.plan.nbytes:,} bytes"

@@ -20,6 +20,7 @@ from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, Entry, HFReader, check, index_text
+from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
 
@@ -46,7 +47,7 @@ def plan_export(checkpoint: str | Path, hf: str | Path | None = None, dtype: str
         each weight's own. Weights that are not trained (the experts' selection bias) keep theirs.
     Raises UserError where checkpoint and config.json do not belong together.
     """
-    checkpoint, folder = Path(checkpoint), Path(hf) if hf else hf_folder(checkpoint)
+    folder, checkpoint = Path(hf) if hf else hf_folder(checkpoint), checkpoint_folder(checkpoint)
     arch = read_architecture(folder)
     arch = replace(arch, dtype=dtype) if dtype else arch
     weights = CheckpointWeights(checkpoint, arch)

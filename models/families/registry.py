@@ -8,7 +8,9 @@ from types import ModuleType
 from typing import Any
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.weights import run_config
 from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError
 
@@ -35,19 +37,24 @@ def family_of(name: str) -> ModuleType:
 
 
 def hf_folder(path: str | Path) -> Path:
-    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint the folder inside of it.
+    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint the folder inside of it,
+    or beside it where `path` is a folder of iterations.
 
     Raises UserError where a checkpoint has none.
     """
-    path = Path(path)
-    if not is_checkpoint(path):
+    path, checkpoint = Path(path), checkpoint_folder(path)
+    if not is_checkpoint(checkpoint):
         return path
-    if not (path / HUGGINGFACE / "config.json").is_file():
-        raise UserError(
-            f"{path} is a checkpoint without {HUGGINGFACE}/config.json, so nothing says what model it is; make that "
-            "folder, with config.json and tokenizer of the Hugging Face model that it came from"
-        )
-    return path / HUGGINGFACE
+    for place in (checkpoint, path):
+        if (place / HUGGINGFACE / "config.json").is_file():
+            return place / HUGGINGFACE
+    origin = run_config.hf_model(checkpoint)
+    raise UserError(
+        f"{checkpoint} is a checkpoint without {HUGGINGFACE}/config.json, so nothing says what model it is; make that "
+        "folder, with config.json and tokenizer of the Hugging Face model that it came from"
+        + (f" ({origin})" if origin else "")
+        + ", or give isoloss.tools.convert such a folder by --hf DIR"
+    )
 
 
 def read_architecture(folder: str | Path) -> Architecture:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import manifest
+from isoloss.models.weights import manifest, run_config
 from isoloss.models.weights.checkpoint_names import FUSED_NORMS, CheckpointRows, Style, checkpoint_rows
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.mappings import Vocabulary
@@ -47,6 +47,7 @@ class CheckpointWeights:
         self.folder = Folder(folder)
         self.arch = arch
         self._check_manifest()
+        run_config.check(self.folder.path, arch)
         tensors = {key: stored for key, stored in self.folder.tensors.items() if not _OPTIMIZER.match(key)}
         self._prefix = _prefix(tensors, self.folder.path)
         self.style = _style(tensors)

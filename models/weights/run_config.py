@@ -1,0 +1,156 @@
+"""`run_config.yaml`, in which Megatron-Bridge notes down the model that a checkpoint is of: is it the one of config.json?
+
+Much of what tells models apart shows in no tensor: the base of the rotations, an epsilon, how experts are chosen.
+Source of the names: Megatron-Core's TransformerConfig, and Megatron-Bridge's models/gpt_provider.py and
+models/conversion/model_bridge.py. Fields that are absent are not compared.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isoloss.models.architecture import Architecture, Experts, Latent, LinearScaling, Llama3Scaling, YarnScaling
+from isoloss.parallel.errors import UserError
+
+NAME = "run_config.yaml"
+# What null means. Any other field that is null is not compared.
+_NULL: Mapping[str, Any] = {
+    "num_moe_experts": 0, "moe_shared_expert_intermediate_size": 0, "moe_router_topk_scaling_factor": 1.0,
+    "moe_router_num_groups": 1, "moe_router_group_topk": 1, "seq_len_interpolation_factor": 1.0, "rope_scaling": False,
+    "q_lora_rank": 0,
+}  # fmt: skip
+Wanted = tuple[str, str, Any]  # a field of run_config.yaml, what config.json calls it, its value
+
+
+def check(folder: Path, arch: Architecture) -> None:
+    """Raises UserError naming the first field in which the run_config.yaml of a checkpoint differs from `arch`."""
+    path = folder / NAME
+    if not path.is_file():
+        return
+    said = _said(_model(path))
+    for name, label, wanted in _wanted(arch):
+        if name in said and not _same(said[name], wanted):
+            raise UserError(
+                f"{path}: model.{name}={said[name]!r} where config.json ({arch.family}) calls for {label}={wanted!r}; "
+                "the checkpoint is of another model: give the config.json of the one that was trained"
+            )
+
+
+def hf_model(folder: Path) -> str | None:
+    """The Hugging Face model that a checkpoint says it was made from."""
+    path = folder / NAME
+    model = _model(path) if path.is_file() else {}
+    found = model.get("hf_model_id") or (model.get("extra_checkpoint_metadata") or {}).get("hf_model_id")
+    return str(found) if found else None
+
+
+def _model(path: Path) -> dict[str, Any]:
+    """Its model. What newer versions nest under `transformer` stands beside the rest."""
+    try:
+        found = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
+        return {**found, **found.get("transformer", {})}
+    except (yaml.YAMLError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        raise UserError(f"{path} is damaged or not Megatron-Bridge's ({why}); copy it again, or delete it") from None
+
+
+def _said(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as they are meant."""
+    null = {
+        **_NULL,
+        "num_query_groups": model.get("num_attention_heads"),
+        "moe_ffn_hidden_size": model.get("ffn_hidden_size"),
+    }
+    said = {name: null.get(name) if value is None else value for name, value in model.items()}
+    said = {name: value for name, value in said.items() if value is not None}
+    activation = said.get("activation_func")
+    if isinstance(activation, dict):
+        activation = activation.get("_target_")
+    if activation is not None:
+        said["activation_func"] = str(activation).rpartition(".")[2]
+    every, layers = said.get("moe_layer_freq"), said.get("num_layers")
+    if isinstance(every, int) and isinstance(layers, int) and every > 0:
+        said["moe_layer_freq"] = [int(layer % every == 0) for layer in range(layers)]
+    elif not isinstance(every, list):  # an expression
+        said.pop("moe_layer_freq", None)
+    if said.get("rope_type") == "rope":
+        said.pop("rotary_scaling_factor", None)
+    return said
+
+
+def _same(one: Any, other: Any) -> bool:
+    numbers = (int, float)
+    if isinstance(one, numbers) and isinstance(other, numbers):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return one == other
+
+
+def _wanted(arch: Architecture) -> Iterator[Wanted]:
+    yield "num_layers", "num_hidden_layers", arch.num_layers
+    yield "hidden_size", "hidden_size", arch.hidden_size
+    yield "num_attention_heads", "num_attention_heads", arch.num_heads
+    yield "vocab_size", "vocab_size", arch.vocab_size
+    yield "layernorm_epsilon", "rms_norm_eps", arch.norm_eps
+    yield "rotary_base", "rope_theta", arch.rope.theta
+    yield "share_embeddings_and_output_weights", "tie_word_embeddings", arch.tie_embeddings
+    yield "normalization", "normalization", "RMSNorm"
+    yield "layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma", False
+    yield "gated_linear_unit", "gated_linear_unit", True
+    yield "activation_func", "hidden_act", "quick_gelu" if arch.clamped_swiglu else "silu"
+    yield "add_bias_linear", "mlp_bias", arch.linear_bias
+    if not arch.linear_bias:
+        yield "add_qkv_bias", "attention_bias", arch.qkv_bias
+    yield "softmax_type", "softmax_type", "learnable" if arch.sinks else "vanilla"
+    yield "multi_latent_attention", "multi_latent_attention", arch.latent is not None
+    yield from _attention(arch) if arch.latent is None else _latent(arch, arch.latent)
+    if arch.experts is None or arch.experts.dense_layers:
+        yield "ffn_hidden_size", "intermediate_size", arch.intermediate_size
+    yield "num_moe_experts", "num_experts", arch.experts.count if arch.experts else 0
+    if arch.experts:
+        yield from _experts(arch, arch.experts)
+
+
+def _attention(arch: Architecture) -> Iterator[Wanted]:
+    scaling = arch.rope.scaling
+    yield "num_query_groups", "num_key_value_heads", arch.num_kv_heads
+    yield "kv_channels", "head_dim", arch.head_dim
+    yield "qk_layernorm", "use_qk_norm", arch.qk_norm
+    yield "rotary_percent", "partial_rotary_factor", arch.rotary_dim / arch.head_dim
+    yield "rotary_interleaved", "rope_interleave", arch.rope.interleaved
+    yield "position_embedding_type", "rope_type", "yarn" if isinstance(scaling, YarnScaling) else "rope"
+    yield "rope_scaling", "rope_type=llama3", isinstance(scaling, Llama3Scaling)
+    linear = scaling.factor if isinstance(scaling, LinearScaling) else 1.0
+    yield "seq_len_interpolation_factor", "rope_scaling.factor", linear
+    if isinstance(scaling, Llama3Scaling):
+        yield "rope_scaling_factor", "rope_scaling.factor", scaling.factor
+    if isinstance(scaling, YarnScaling):
+        yield "yarn_rotary_scaling_factor", "rope_scaling.factor", scaling.factor
+
+
+def _latent(arch: Architecture, latent: Latent) -> Iterator[Wanted]:
+    yield "q_lora_rank", "q_lora_rank", latent.q_rank or 0
+    yield "kv_lora_rank", "kv_lora_rank", latent.kv_rank
+    yield "qk_head_dim", "qk_nope_head_dim", latent.nope_dim
+    yield "qk_pos_emb_head_dim", "qk_rope_head_dim", latent.rope_dim
+    yield "v_head_dim", "v_head_dim", latent.value_dim
+    scaling = arch.rope.scaling
+    if isinstance(scaling, YarnScaling):
+        yield "rope_type", "rope_type", "yarn"
+    yield "rotary_scaling_factor", "rope_scaling.factor", scaling.factor if isinstance(scaling, YarnScaling) else 1.0
+
+
+def _experts(arch: Architecture, experts: Experts) -> Iterator[Wanted]:
+    yield "moe_router_topk", "num_experts_per_tok", experts.top_k
+    yield "moe_ffn_hidden_size", "moe_intermediate_size", experts.intermediate_size
+    yield "moe_shared_expert_intermediate_size", "n_shared_experts*moe_intermediate_size", experts.shared_size
+    yield "moe_router_score_function", "scoring_func", experts.score
+    yield "moe_router_enable_expert_bias", "e_score_correction_bias", experts.selection_bias
+    yield "moe_router_topk_scaling_factor", "routed_scaling_factor", experts.scaling
+    yield "moe_router_num_groups", "n_group", experts.groups
+    yield "moe_router_group_topk", "topk_group", experts.groups_kept
+    yield "moe_layer_freq", "first_k_dense_replace", [int(arch.has_experts(i)) for i in range(arch.num_layers)]
+    if experts.score == "softmax" and experts.top_k > 1:
+        yield "moe_router_pre_softmax", "not norm_topk_prob", not experts.normalize
