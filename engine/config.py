@@ -22,7 +22,7 @@ class ModelConfig(Keys, group="model"):
 
     path: str = key(
         "",
-        "A Hugging Face folder (config.json, tokenizer, safetensors), or an isoloss checkpoint.",
+        "A Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint of isoloss or of Megatron-Core.",
         required=True,
         refusal="must name a Hugging Face folder or a checkpoint",
     )

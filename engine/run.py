@@ -153,9 +153,10 @@ class Run:
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
+        source = self._engine.source.path
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
-            f"model: {self._engine.source.path}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
+            f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
             *data,
             f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
             f"into {self.output_dir}",

@@ -150,6 +150,11 @@ class CheckpointWeights:
 def _prefix(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
     """What stands before every key of the model: nothing, unless it was saved inside of a wrapper."""
     found = [key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)]
+    if not found and any(".adapter." in key for key in tensors):
+        raise UserError(
+            f"{folder} holds adapters (LoRA) without the model that they belong to; merge them into it first, as "
+            "examples/peft/merge_lora.py of Megatron-Bridge does"
+        )
     if len(found) != 1 or not re.fullmatch(r"([a-z0-9_]+\.)*", found[0]):
         raise UserError(
             f"{folder} holds {len(found)} tensors named {EMBEDDING} where a checkpoint of a language model has one; "

@@ -1,4 +1,4 @@
-"""`run_config.yaml`, in which Megatron-Bridge notes down the model that a checkpoint is of: is it the one of config.json?
+"""`run_config.yaml`, where Megatron-Bridge notes down the model of a checkpoint: is it that of config.json?
 
 Much of what tells models apart shows in no tensor: the base of the rotations, an epsilon, how experts are chosen.
 Source of the names: Megatron-Core's TransformerConfig, and Megatron-Bridge's models/gpt_provider.py and
@@ -76,6 +76,8 @@ def _said(model: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_layer_freq"] = [int(layer % every == 0) for layer in range(layers)]
     elif not isinstance(every, list):  # an expression
         said.pop("moe_layer_freq", None)
+    if "low_freq_factor" in said and "scale_factor" in said:  # what earlier versions called Llama 3.1's scaling
+        said |= {"rope_scaling": True, "rope_scaling_factor": said["scale_factor"]}
     if said.get("rope_type") == "rope":
         said.pop("rotary_scaling_factor", None)
     return said

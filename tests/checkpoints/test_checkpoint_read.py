@@ -163,6 +163,20 @@ def test_a_key_twice_under_two_spellings_is_refused(checkpoint):
         CheckpointWeights(folder, read_architecture(hf))
 
 
+def test_adapters_alone_are_refused(checkpoint):
+    """As Megatron-Bridge saves a model of which only those were trained."""
+    hf, folder = checkpoint
+
+    def leave_adapters(found):
+        rename(FC2, "decoder.layers.mlp.linear_fc2.adapter.linear_in.weight")(found)
+        for key in [key for key in found.state_dict_metadata if ".adapter." not in key]:
+            del found.state_dict_metadata[key]
+
+    edit_metadata(folder, leave_adapters)
+    with pytest.raises(UserError, match=r"holds adapters \(LoRA\) without the model that they belong to; merge them"):
+        CheckpointWeights(folder, read_architecture(hf))
+
+
 def test_pieces_that_do_not_make_up_their_tensor_are_refused(checkpoint):
     _, folder = checkpoint
 

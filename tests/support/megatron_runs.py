@@ -10,6 +10,7 @@ import enum
 import inspect
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,16 +21,17 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
+from isoloss.engine.batch import Sample
 from isoloss.engine.optimizer import complete_state
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, Mesh
 from support import plain_megatron
+from support.transformers_parity import make_engine
 
 TRACKER = "latest_checkpointed_iteration.txt"
-# As Megatron-LM makes them, of which the second is its default; as it did before 0.14.
-OPTIMIZERS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Held:
 def train_and_save(hf: Path, folder: Path, iteration: int, options: dict[str, Any]) -> Held:
     """A step from the weights of `hf`, and the checkpoint after it in `folder` with its tracker.
 
-    options: `prefix` of all keys; `metadata` of the sharded state dict; `optimizer`, of OPTIMIZERS; `bridge`, to add
-    what Megatron-Bridge adds; `vocab_multiple`, as --make-vocab-size-divisible-by.
+    options: `prefix` of all keys; `metadata` of the sharded state dict; `optimizer`, how its state is
+    sharded; `bridge`, to add what Megatron-Bridge adds; `vocab_multiple`, as --make-vocab-size-divisible-by.
     """
     mesh = Mesh.create(Layout().with_world(1))
     arch = read_architecture(hf)
@@ -64,7 +66,7 @@ def train_and_save(hf: Path, folder: Path, iteration: int, options: dict[str, An
     optimizer.step()
 
     sharding = {
-        "distrib_optim_sharding_type": options.get("optimizer", OPTIMIZERS[0]), "singleton_local_shards": False,
+        "distrib_optim_sharding_type": options.get("optimizer", "fully_reshardable"), "singleton_local_shards": False,
         "chained_optim_avoid_prefix": True, **options.get("metadata", {}),
     }  # fmt: skip
     metadata = {**sharding, "dp_cp_group": mesh.dp_context}
@@ -90,6 +92,12 @@ def train_and_save(hf: Path, folder: Path, iteration: int, options: dict[str, An
     return Held(tokens, _logits(model, tokens)[..., : arch.vocab_size], _parameters(model))
 
 
+def logits(path: Path, tokens: Tensor) -> Tensor:
+    """Of the model that isoloss trains with model.path=PATH, for the second token and those after it."""
+    sample = Sample(tokens[0], torch.arange(tokens.shape[1]) > 0)
+    return make_engine(path, "fp32").logits([sample])[0][1:].float()
+
+
 def _rng_state() -> dict[str, Any]:
     return {"np_rng_state": np.random.get_state(), "torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {}}
 
@@ -98,7 +106,9 @@ def _rng_state() -> dict[str, Any]:
 def _logits(model: GPTModel, tokens: Tensor) -> Tensor:
     length = tokens.shape[1]
     future = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    return model.eval()(tokens, torch.arange(length)[None], future)  # Megatron drops out a tenth in training
+    # Where Transformer Engine is missing, Megatron-Core's router asks for a name that it did not import.
+    with mock.patch.object(moe_utils, "te_general_gemm", None, create=True):
+        return model.eval()(tokens, torch.arange(length)[None], future)  # a tenth is dropped out in training
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
