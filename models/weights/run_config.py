@@ -1,4 +1,5 @@
-"""`run_config.yaml`, where Megatron-Bridge notes down the model of a checkpoint: is it that of config.json?
+"""What trainers note down of the model of a checkpoint: is it that of config.json? Megatron-Bridge does so in
+`run_config.yaml`, Megatron-LM among its arguments (megatron_args).
 
 Much of what tells models apart shows in no tensor: the base of the rotations, an epsilon, how experts are chosen.
 Source of the names: Megatron-Core's TransformerConfig, and Megatron-Bridge's models/gpt_provider.py and
@@ -13,6 +14,7 @@ from typing import Any
 import yaml
 
 from isoloss.models.architecture import Architecture, Experts, Latent, LinearScaling, Llama3Scaling, YarnScaling
+from isoloss.models.weights import megatron_args
 from isoloss.parallel.errors import UserError
 
 NAME = "run_config.yaml"
@@ -26,16 +28,17 @@ Wanted = tuple[str, str, Any]  # a field of run_config.yaml, what config.json ca
 
 
 def check(folder: Path, arch: Architecture) -> None:
-    """Raises UserError naming the first field in which the run_config.yaml of a checkpoint differs from `arch`."""
-    path = folder / NAME
-    if not path.is_file():
-        return
-    said = _said(_model(path))
+    """Raises UserError naming the first field of what a checkpoint notes down of its model that `arch` has not."""
+    path, prefix = folder / NAME, "model."
+    if path.is_file():
+        said = _said(_model(path))
+    else:
+        path, prefix, said = folder / megatron_args.NAME, "", _said(megatron_args.read_model(folder))
     for name, label, wanted in _wanted(arch):
         if name in said and not _same(said[name], wanted):
             raise UserError(
-                f"{path}: model.{name}={said[name]!r} where config.json ({arch.family}) calls for {label}={wanted!r}; "
-                "the checkpoint is of another model: give the config.json of the one that was trained"
+                f"{path}: {prefix}{name}={said[name]!r} where config.json ({arch.family}) calls for "
+                f"{label}={wanted!r}; the checkpoint is of another model: give the config.json of the one that was trained"
             )
 
 

@@ -1,5 +1,6 @@
 """Folders of Megatron-LM and Megatron-Bridge: what plain Megatron-Core trained and saved is what comes out."""
 
+import argparse
 import json
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from support.megatron_runs import TRACKER, Held
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from isoloss.models.weights import megatron_args
 from isoloss.tools import convert
 
 STACKED, PER_LAYER = {"non_homogeneous_layers": False}, {"non_homogeneous_layers": True}
@@ -124,6 +126,41 @@ def test_a_checkpoint_of_another_model_is_refused(bridge, tmp_path, capsys):
     assert mcore_to_hf(folder, tmp_path / "out", "--hf", hf) == 2
     assert f"{path}: model.rotary_base=1000000 where config.json (qwen3) calls for rope_theta=10000.0" in told(capsys)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 2e4}, "rotary_base=10000 where"),
+        ("rms_norm_eps", 1e-6, "layernorm_epsilon=1e-05 where"),
+    ],
+)
+def test_the_arguments_of_megatron_lm_tell_another_model(field, value, says, saved, tmp_path, capsys):
+    hf, folder, _ = saved("Megatron-LM")
+    config = json.loads((hf / "config.json").read_text())
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, field: value}))
+    assert mcore_to_hf(folder, tmp_path / "out", "--hf", tmp_path / "hf") == 2
+    assert f"{folder}/iter_0000100/common.pt: {says} config.json (qwen3) calls for " in told(capsys)
+
+
+class Bomb:
+    def __reduce__(self):
+        return print, ("this must not run",)
+
+
+def test_nothing_in_the_arguments_runs(saved, tmp_path, capsys):
+    """What cannot be read is not compared, for no weight stands there."""
+    _, folder, _ = saved("Megatron-LM")
+    assert megatron_args.read_model(folder / "iter_0000100")["hidden_size"] == 48
+    torch.save({"args": argparse.Namespace(hidden_size=7, bomb=Bomb()), "more": Bomb()}, tmp_path / "common.pt")
+    assert megatron_args.read_model(tmp_path)["hidden_size"] == 7
+    for damaged in (b"", b"PK", (tmp_path / "common.pt").read_bytes()[:-40]):
+        (tmp_path / "common.pt").write_bytes(damaged)
+        assert megatron_args.read_model(tmp_path) == {}
+    torch.save({"args": Bomb()}, tmp_path / "common.pt")
+    assert megatron_args.read_model(tmp_path) == {}
+    assert "must not run" not in capsys.readouterr().out
 
 
 def test_a_tracker_that_names_none_is_refused(bridge, tmp_path, capsys):

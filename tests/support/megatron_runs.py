@@ -8,6 +8,7 @@ import argparse
 import dataclasses
 import enum
 import inspect
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
@@ -71,7 +73,7 @@ def train_and_save(hf: Path, folder: Path, iteration: int, options: dict[str, An
     }  # fmt: skip
     metadata = {**sharding, "dp_cp_group": mesh.dp_context}
     state = {
-        "args": argparse.Namespace(num_layers=arch.num_layers, params_dtype=torch.float32),
+        "args": _arguments(model),
         "checkpoint_version": 3.0,
         "iteration": iteration,
         "num_floating_point_operations_so_far": 0,
@@ -96,6 +98,27 @@ def logits(path: Path, tokens: Tensor) -> Tensor:
     """Of the model that isoloss trains with model.path=PATH, for the second token and those after it."""
     sample = Sample(tokens[0], torch.arange(tokens.shape[1]) > 0)
     return make_engine(path, "fp32").logits([sample])[0][1:].float()
+
+
+def _arguments(model: GPTModel) -> argparse.Namespace:
+    """Those of Megatron-LM that lead to this model, and some that are no plain values."""
+    config = model.config
+    same = (
+        "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+        "normalization", "qk_layernorm", "add_qkv_bias", "add_bias_linear", "rotary_interleaved", "moe_ffn_hidden_size",
+        "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size", "moe_layer_freq", "moe_router_topk_scaling_factor", "softmax_type",
+        "multi_latent_attention",
+    )  # fmt: skip
+    return argparse.Namespace(
+        **{name: getattr(config, name) for name in same},
+        norm_epsilon=config.layernorm_epsilon, num_experts=config.num_moe_experts, swiglu=config.gated_linear_unit,
+        untie_embeddings_and_output_weights=not model.share_embeddings_and_output_weights, group_query_attention=True,
+        position_embedding_type="rope", rotary_base=10000, rotary_percent=1.0, use_rope_scaling=False,
+        rope_scaling_factor=8.0, rotary_seq_len_interpolation_factor=None, apply_layernorm_1p=False, vocab_size=None,
+        params_dtype=torch.float32, attention_backend=AttnBackend.auto, activation=nn.functional.silu,
+        weights=torch.ones(3), betas={0.9, 0.95}, path=Path("ckpt"), order=OrderedDict(first=1),
+    )  # fmt: skip
 
 
 def _rng_state() -> dict[str, Any]:
