@@ -38,7 +38,8 @@ def check(folder: Path, arch: Architecture) -> None:
         if name in said and not _same(said[name], wanted):
             raise UserError(
                 f"{path}: {prefix}{name}={said[name]!r} where config.json ({arch.family}) calls for "
-                f"{label}={wanted!r}; the checkpoint is of another model: give the config.json of the one that was trained"
+                f"{label}={wanted!r}; the checkpoint is of another model: give the config.json of the one that was "
+                "trained"
             )
 
 
