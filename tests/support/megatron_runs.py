@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
@@ -61,10 +61,11 @@ def train_and_save(hf: Path, folder: Path, iteration: int, options: dict[str, An
     wrapped = DistributedDataParallel(model.config, ddp_config, model, pg_collection=mesh.megatron)
     settings = OptimizerConfig(optimizer="adam", lr=1e-2, use_distributed_optimizer=True)
     optimizer = get_megatron_optimizer(settings, [wrapped], use_gloo_process_groups=False)
+    assert isinstance(optimizer, ChainedOptimizer)
     complete_state(optimizer)
     torch.manual_seed(iteration)
     for parameter in wrapped.parameters():
-        parameter.main_grad.normal_()
+        vars(parameter)["main_grad"].normal_()
     optimizer.step()
 
     sharding = {
