@@ -227,6 +227,7 @@ ROWS = (
     *none("evaluations have one completion per prompt", "num_generations_eval", neutral=(None, 1)),
     *none("the reward is the weighted sum of the functions; TRL's normalized each first", "multi_objective_aggregation",
           neutral=("sum_then_normalize",)),
+    *none("GRPO's denominators are told above", "average_tokens_across_devices"),
     *none("the initial policy stays the reference", "sync_ref_model", "ref_model_*", neutral=(False, None)),
     *none("isoloss has no such term: write a loss (docs/rl.md)", "top_entropy_quantile", "use_adaptive_entropy",
           "off_policy_mask_threshold", "use_bias_correction_kl", neutral=(1.0, False, None)),
