@@ -52,8 +52,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> command_line.Parser:
     parser = command_line.parser("migrate", __doc__)
     parser.add_argument("trainer", choices=tuple(READERS), metavar="TRAINER", help="whose: verl, trl or slime")
-    parser.add_argument("words", nargs="*", metavar="FILE | key=value", help="the configuration, and what is added to it")
-    parser.add_argument("--write", type=Path, metavar="PRESET.yaml", help="write our keys there, as a preset of the recipe")
+    parser.add_argument(
+        "words", nargs="*", metavar="FILE | key=value", help="the configuration, and what is added to it"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PRESET.yaml", help="write our keys there, as a preset of the recipe"
+    )
     return parser
 
 

@@ -130,4 +130,6 @@ def example(theirs: Denominator, ours: Denominator) -> str | None:
         return None
     told = ", ".join(f"{ratio:.3g}" for ratio in ratios)
     of = ", ".join(f"{n}" for n in lengths)
-    return f"in a step of two micro-batches, with sequences of {of} tokens, a token weighs {told} times what it does here"
+    return (
+        f"in a step of two micro-batches, with sequences of {of} tokens, a token weighs {told} times what it does here"
+    )

@@ -136,7 +136,11 @@ def lost_whitening(s: Settings) -> str | None:
 
 def lost_raw(s: Settings) -> str | None:
     raw = s.flag("--disable-rewards-normalization")
-    return "isoloss has no advantage that is the reward itself: write one, advantages.py:rewards (docs/rl.md)" if raw else None
+    return (
+        "isoloss has no advantage that is the reward itself: write one, advantages.py:rewards (docs/rl.md)"
+        if raw
+        else None
+    )
 
 
 def policy(s: Settings) -> str:
@@ -222,7 +226,9 @@ def before(s: Settings) -> list[str]:
             told.append("data.max_length: slime sets no limit for rows; it is what a micro-batch holds")
         return told
     if not s.has("--rollout-max-context-len", "--rollout-max-prompt-len"):
-        told.append(f"data.max_length: slime sets no limit for prompts; it is the completion and {PROMPT} tokens for them")
+        told.append(
+            f"data.max_length: slime sets no limit for prompts; it is the completion and {PROMPT} tokens for them"
+        )
     if reward(s) is UNSET:
         told.append("reward.function: exact_match, math, format, or a function of yours (docs/rewards.md)")
     return told

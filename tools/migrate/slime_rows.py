@@ -19,7 +19,9 @@ def lost_low(s: Settings) -> str | None:
 
 def lost_gspo_tokens(s: Settings) -> str | None:
     refused = s.flag("--calculate-per-token-loss") and slime.policy(s) == "gspo"
-    return "GSPO's ratio is one number a sequence, which token-mean would count once a token: refused" if refused else None
+    return (
+        "GSPO's ratio is one number a sequence, which token-mean would count once a token: refused" if refused else None
+    )
 
 
 TRANSLATED = (

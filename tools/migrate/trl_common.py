@@ -82,7 +82,11 @@ KEYS = {
 
 def lost_epochs(s: Settings) -> str | None:
     whole = s.number("num_train_epochs").is_integer() or s.positive("max_steps")
-    return None if whole else f"train.epochs is a whole number, {math.ceil(s.number('num_train_epochs'))}: or give train.steps"
+    return (
+        None
+        if whole
+        else f"train.epochs is a whole number, {math.ceil(s.number('num_train_epochs'))}: or give train.steps"
+    )
 
 
 def before(s: Settings) -> list[str]:

@@ -157,7 +157,9 @@ def before(s: Settings) -> list[str]:
         told.append(f"data.max_length: TRL has no limit for prompts; it is max_completion_length and {PROMPT} tokens for the "
                     "prompt")  # fmt: skip
     if not s.has("reward_funcs"):
-        told.append("reward.function: TRL takes functions in Python; name yours as file.py:function, in TRL's convention")
+        told.append(
+            "reward.function: TRL takes functions in Python; name yours as file.py:function, in TRL's convention"
+        )
     return told
 
 

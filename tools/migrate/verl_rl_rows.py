@@ -1,14 +1,27 @@
 """The keys of verl's reinforcement learning, each with its default and what becomes of it."""
 
 from isoloss.tools.migrate.table import Row, Settings, none, to
-from isoloss.tools.migrate.verl_rl import A, BUFFERS, C, R, REWARDS, lost_advantage, lost_clip, lost_kl, lost_policy, lost_ratio
+from isoloss.tools.migrate.verl_rl import (
+    A,
+    BUFFERS,
+    C,
+    R,
+    REWARDS,
+    lost_advantage,
+    lost_clip,
+    lost_kl,
+    lost_policy,
+    lost_ratio,
+)
 
 OPTIM, CORRECTION, VAL = f"{A}optim.", "algorithm.rollout_correction.", f"{R}val_kwargs."
 MEGATRON = f"{A}megatron."
 SERVERS = "isoloss starts no servers of vLLM: it generates in process, or on SGLang servers that you start and name "
 SERVERS += "(rollout.backend=sglang, rollout.servers)"
 BY_PLAN = "the plan decides micro-batches by batch.max_tokens, for every pass"
-ONE_REFERENCE = "the initial policy's weights change places with the policy's, on its layout (algorithm.reference_offload)"
+ONE_REFERENCE = (
+    "the initial policy's weights change places with the policy's, on its layout (algorithm.reference_offload)"
+)
 MEMORY = "Megatron-Core's distributed optimizer and the memory.* keys instead of FSDP's"
 LOGS = "metrics.jsonl and TensorBoard in output_dir"
 
