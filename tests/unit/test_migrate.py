@@ -9,7 +9,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.migrate import slime, trl, trl_grpo, trl_sft, verl, verl_sft
+from isoloss.tools.migrate import slime, trl_grpo, trl_sft, verl, verl_sft
 from isoloss.tools.migrate.command import READERS, main
 from isoloss.tools.migrate.result import Migration, flat, migrate
 from isoloss.tools.migrate.slime_rows import ROWS
@@ -284,7 +284,8 @@ SLIME_SIZES = ["--rollout-batch-size", "8", "--n-samples-per-prompt", "4", "--ro
          {"loss.aggregation": "seq-mean-token-sum-norm", "loss.norm_length": "900", "loss.count_fully_masked": "true"}),
         ("verl", [*GRPO, f"{ACTOR}optim.lr_warmup_steps_ratio=0.1", "trainer.total_training_steps=50",
                   f"{ACTOR}ppo_mini_batch_size=128"], {"optim.warmup_steps": "10", "train.steps": "100"}),
-        ("verl", [*GRPO, f"{ACTOR}megatron.expert_model_parallel_size=4", f"{ACTOR}megatron.tensor_model_parallel_size=2"],
+        ("verl", [*GRPO, f"{ACTOR}megatron.expert_model_parallel_size=4",
+            f"{ACTOR}megatron.tensor_model_parallel_size=2"],
          {"parallel.ep": "4", "parallel.etp": "2"}),
         ("trl", [*TRL_SIZES, "loss_type=cispo", "epsilon_high=5"],
          {"algorithm.loss": "cispo", "algorithm.clip_low": "1", "algorithm.clip_high": "4"}),

@@ -105,7 +105,8 @@ CLAIMS = {
     "verl seq-mean-token-sum": (
         "verl", [*VERL, f"{MODE}=seq-mean-token-sum"], lambda: verl_engine("seq-mean-token-sum"), True),
     "verl seq-mean-token-sum-norm": (
-        "verl", [*VERL, f"{MODE}=seq-mean-token-sum-norm", FACTOR], lambda: verl_engine("seq-mean-token-sum-norm"), True),
+        "verl", [*VERL, f"{MODE}=seq-mean-token-sum-norm", FACTOR], lambda: verl_engine("seq-mean-token-sum-norm"),
+        True),
     "verl seq-mean-token-mean": (
         "verl", [*VERL, f"{MODE}=seq-mean-token-mean"], lambda: verl_engine("seq-mean-token-mean"), True),
     "verl's gspo whatever its mode": (
@@ -117,7 +118,8 @@ CLAIMS = {
     "verl's older workers seq-mean-token-sum": (
         "verl", [*VERL, OLDER, f"{MODE}=seq-mean-token-sum"], lambda: verl_older_workers("seq-mean-token-sum"), False),
     "verl's older workers seq-mean-token-mean": (
-        "verl", [*VERL, OLDER, f"{MODE}=seq-mean-token-mean"], lambda: verl_older_workers("seq-mean-token-mean"), False),
+        "verl", [*VERL, OLDER, f"{MODE}=seq-mean-token-mean"], lambda: verl_older_workers("seq-mean-token-mean"),
+        False),
     "TRL grpo": ("trl", [*TRL, "loss_type=grpo"], lambda: trl_grpo("grpo"), True),
     "TRL bnpo": ("trl", [*TRL, "loss_type=bnpo"], lambda: trl_grpo("bnpo"), False),
     "TRL dr_grpo": ("trl", [*TRL, "loss_type=dr_grpo"], lambda: trl_grpo("dr_grpo"), True),

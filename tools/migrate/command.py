@@ -6,7 +6,8 @@
     python -m isoloss.tools.migrate slime run.sh NUM_GPUS=8 --write mine.yaml
 
 FILE is a launch script (verl, slime), YAML or JSON. After it stand more of the trainer's own arguments, which win, and
-values of variables of a script. A script is read, never executed: what stands in an if, a case or a loop is passed over.
+values of variables of a script. A script is read, never executed: what stands in an if, a case or a loop is passed
+over.
 Every key of the source is in one of four lists: translated, the same by default, without a counterpart, unknown. What
 the source leaves to its defaults is translated too, where they are not ours.
 Exit status: 0 every key is accounted for, 1 some are unknown, 2 a mistake in the arguments or the file, or a

@@ -1,5 +1,6 @@
 """The files and arguments in which other trainers keep their configurations, as plain keys and values."""
 
+import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -41,10 +42,8 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
                 continue
             flat[key] = value
             if isinstance(value, str) and "${" in value:
-                try:
+                with contextlib.suppress(OmegaConfBaseException):
                     flat[key] = OmegaConf.select(tree, key)
-                except OmegaConfBaseException:
-                    pass
 
     visit(values, "")
     return flat

@@ -1,4 +1,4 @@
-"""slime: a launch script, or the arguments of train.py; reinforcement learning, or supervised fine-tuning by --loss-type.
+"""slime: a launch script, or the arguments of train.py; reinforcement learning, or supervised fine-tuning.
 
 Names and defaults: slime/utils/arguments.py, and Megatron-LM's for what that leaves alone. The loss: loss_function in
 slime/backends/megatron_utils/loss.py, and get_sum_of_sample_mean in cp_utils.py.
@@ -17,7 +17,8 @@ PROGRAMS = re.compile(r"(^|/)train(_async)?\.py$")
 ADVANTAGES = {"grpo": "grpo", "gspo": "grpo", "cispo": "grpo", "reinforce_plus_plus": "reinforce++",
               "reinforce_plus_plus_baseline": "reinforce++-baseline", "ppo": "gae"}  # fmt: skip
 PROMPT = 2048  # tokens that a prompt may have where slime sets no limit
-LAYOUT = {"--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp", "--context-parallel-size": "ring",
+LAYOUT = {"--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp",
+    "--context-parallel-size": "ring",
           "--expert-model-parallel-size": "ep"}  # fmt: skip
 REWARDS = {"math": "math", "deepscaler": "math", "dapo": "math"}
 
@@ -207,8 +208,8 @@ def recipe(s: Settings) -> Recipe:
 def loss(s: Settings) -> tuple[Denominator, list[str]]:
     tokens, told = s.flag("--calculate-per-token-loss"), []
     if not tokens:
-        told.append("samples that share a rollout (of several turns, or a compacted context) are divided by the targets "
-                    "of all of them; a rollout of one sample, as here, by its own")  # fmt: skip
+        told.append("samples that share a rollout (of several turns, or a compacted context) are divided by the "
+                    "targets of all of them; a rollout of one sample, as here, by its own")  # fmt: skip
     if s.has("--custom-pg-loss-reducer-function-path"):
         told.append("--custom-pg-loss-reducer-function-path replaces this denominator by its own")
     return Denominator(
@@ -263,8 +264,8 @@ KEYS = {
     "rollout.num_generations": rl(group),
     "rollout.max_new_tokens": rl(lambda s: s.positive("--rollout-max-response-len") or UNSET),
     "rollout.temperature": rl(lambda s: s.number("--rollout-temperature")),
-    "rollout.eval_temperature": rl(lambda s: UNSET if s("--eval-temperature") is None else s.number("--eval-temperature")),
-    "rollout.eval_top_p": rl(lambda s: UNSET if s("--eval-top-p") is None else s.number("--eval-top-p")),
+    "rollout.eval_temperature": rl(lambda s: s.number("--eval-temperature") if s.has("--eval-temperature") else UNSET),
+    "rollout.eval_top_p": rl(lambda s: s.number("--eval-top-p") if s.has("--eval-top-p") else UNSET),
     "algorithm.advantage": rl(advantage),
     "algorithm.loss": rl(policy),
     "algorithm.clip_low": rl(lambda s: s.number("--eps-clip")),

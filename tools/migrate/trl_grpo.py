@@ -154,8 +154,8 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
 def before(s: Settings) -> list[str]:
     told = trl_common.before(s)
     if not s.has("max_prompt_length"):
-        told.append(f"data.max_length: TRL has no limit for prompts; it is max_completion_length and {PROMPT} tokens for the "
-                    "prompt")  # fmt: skip
+        told.append(f"data.max_length: TRL has no limit for prompts; it is max_completion_length and {PROMPT} for "
+                    "the prompt")  # fmt: skip
     if not s.has("reward_funcs"):
         told.append(
             "reward.function: TRL takes functions in Python; name yours as file.py:function, in TRL's convention"
@@ -237,8 +237,8 @@ ROWS = (
           "entropy_target", "reward_model_name_or_path", neutral=(None,)),
     *none("one turn per completion", "max_tool_calling_iterations", neutral=(None,)),
     to("max_prompt_length", "data.max_length", None, lambda s: None if s("max_prompt_length") is None else
-       "releases that have it cut prompts to it; isoloss never does: data.max_length counts it, and a longer prompt is an "
-       "error, or data.overlong=drop"),
+       "releases that have it cut prompts to it; isoloss never does: data.max_length counts it, and a longer prompt is "
+       "an error, or data.overlong=drop"),
     *(row for row in trl_common.ROWS if row.key not in OVERRIDDEN),
 )  # fmt: skip
 SOURCE = Source("TRL", ROWS, KEYS, lambda s: "grpo", loss, before)

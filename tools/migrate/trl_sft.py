@@ -70,9 +70,10 @@ ROWS = (
        "isoloss's recipe has cross-entropy; another supervised loss is a function for the engine (docs/train.md)"),
     to("average_tokens_across_devices", "loss.aggregation", True),
     to("assistant_only_loss", "loss.aggregation", False, lost_mask(
-        "assistant_only_loss", "the targets of messages are what the assistant says; for all tokens give rows of text")),
+        "assistant_only_loss", "targets are what the assistant says; give rows of text for all tokens")),
     to("completion_only_loss", "loss.aggregation", None, lost_mask(
-        "completion_only_loss", "the targets of prompt and completion are the completion; for all tokens give rows of text")),
+        "completion_only_loss",
+        "targets are the completion; give rows of text for all tokens")),
     *none("the end of a longer row is cut off", "truncation_mode", neutral=("keep_start",)),
     *none("the tokenizer's template, in model.path or model.tokenizer", "chat_template_path", neutral=(None,)),
     *(row for row in trl_common.ROWS if row.key not in OVERRIDDEN),

@@ -130,7 +130,8 @@ ROWS: tuple[Row, ...] = (
     *none("torchrun decides how many processes run", "trainer.n_gpus_per_node", "trainer.nnodes", "trainer.device"),
     *none("the plan always balances cost over ranks", "trainer.balance_batch"),
     *none("no profiler of its own", "trainer.profile_interval", "profiler.*", "global_profiler.*"),
-    *none("verl's choice of files with defaults, which isoloss knows", "engine", "optim", "model", "defaults", "hydra.*"),
+    *none("verl's choice of files with defaults, which isoloss knows", "engine", "optim", "model", "defaults",
+          "hydra.*"),
 )  # fmt: skip
 
 
