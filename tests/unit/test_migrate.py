@@ -1,5 +1,7 @@
 """tools.migrate on examples that verl, TRL and slime ship: our keys, worked out by hand, and where every key went."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.migrate import slime, trl_grpo, trl_sft, verl, verl_sft
+from isoloss.tools.migrate import command, slime, trl_grpo, trl_sft, verl, verl_sft
 from isoloss.tools.migrate.command import READERS, main
 from isoloss.tools.migrate.result import Migration, flat, migrate
 from isoloss.tools.migrate.slime_rows import ROWS
@@ -332,6 +334,27 @@ def test_a_key_is_what_its_trainer_makes_of_it(trainer, words, keys):
 def test_what_cannot_be_carried_over_says_what_happens_instead(trainer, words, key, says):
     told = {shown.partition("=")[0]: why for shown, why in migrated(trainer, None, *words).account.without}
     assert says in told[key]
+
+
+def test_a_value_that_asks_for_nothing_is_the_same_by_default():
+    told = migrated("verl", None, *GRPO, "actor_rollout_ref.model.lora_rank=0", "trainer.critic_warmup=0").account
+    assert {"actor_rollout_ref.model.lora_rank=0", "trainer.critic_warmup=0"} <= set(told.same) and not told.without
+
+
+def test_the_status_of_the_command_is_that_of_the_tool():
+    done = subprocess.run(
+        [sys.executable, "-m", "isoloss.tools.migrate", "verl", "absent.yaml"], text=True, capture_output=True
+    )
+    assert done.returncode == 2 and done.stderr.startswith("isoloss: error: absent.yaml")
+
+
+def test_help_shows_what_the_tool_does(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    out = capsys.readouterr().out
+    assert (
+        ended.value.code == 0 and out.startswith("usage: python -m isoloss.tools.migrate ") and command.__doc__ in out
+    )
 
 
 def test_an_unknown_key_is_named_and_the_status_is_1(capsys):

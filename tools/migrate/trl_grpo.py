@@ -139,6 +139,8 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
     if s.has("entropy_coef") and s.number("entropy_coef") and name not in ("dapo", "cispo", "vespo"):
         told.append("the entropy bonus is a mean over the tokens of a micro-batch, averaged over micro-batches: "
                     "algorithm.entropy_aggregation=token-mean is its mean over the step")  # fmt: skip
+    if advantage(s) == "grpo":
+        told.append("TRL adds 1e-4 to a group's standard deviation, isoloss 1e-6")
     if s.number("beta"):
         told.append("TRL's KL estimate has no limit per token; ours is at most 10")
     return Denominator(
