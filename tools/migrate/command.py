@@ -1,0 +1,69 @@
+"""Translate a configuration of verl, TRL or slime into ours, and say what its loss was and what it becomes.
+
+    python -m isoloss.tools.migrate verl run.sh
+    python -m isoloss.tools.migrate verl config.yaml actor_rollout_ref.actor.ppo_mini_batch_size=128
+    python -m isoloss.tools.migrate trl sft.yaml processes=8
+    python -m isoloss.tools.migrate slime run.sh NUM_GPUS=8 --write mine.yaml
+
+FILE is a launch script (verl, slime), YAML or JSON. After it stand more of the trainer's own arguments, which win, and
+values of variables of a script. A script is read, never executed: what stands in an if, a case or a loop is passed
+over.
+Every key of the source is in one of four lists: translated, the same by default, without a counterpart, unknown. What
+the source leaves to its defaults is translated too, where they are not ours.
+Exit status: 0 every key is accounted for, 1 some are unknown, 2 a mistake in the arguments or the file, or a
+combination that we refuse; told in one line, before anything is written.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from isoloss.parallel import UserError
+from isoloss.tools import command_line
+from isoloss.tools.migrate import slime, trl, verl
+from isoloss.tools.migrate.report import preset, report
+from isoloss.tools.migrate.result import migrate
+
+READERS = {"verl": verl.read, "trl": trl.read, "slime": slime.read}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments, words = parser().parse_known_args(argv)
+    try:
+        path, words = _file(arguments.words + words)
+        source, given, unread = READERS[arguments.trainer](path, words)
+        if not given:
+            where = path or "the command line"
+            raise UserError(f"{where}: this is not a configuration of {source.trainer}: it has none of its keys")
+        result = migrate(source, given, unread)
+        if arguments.write is not None:
+            if arguments.write.exists():
+                raise UserError(f"--write {arguments.write}: exists already; remove it, or choose another name")
+            arguments.write.write_text(preset(result, path.name if path else "a command line"))
+        print(report(result, str(arguments.write) if arguments.write else None), end="")
+        return result.status
+    except UserError as error:
+        print(f"isoloss: error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"isoloss: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+
+
+def parser() -> command_line.Parser:
+    parser = command_line.parser("migrate", __doc__)
+    parser.add_argument("trainer", choices=tuple(READERS), metavar="TRAINER", help="whose: verl, trl or slime")
+    parser.add_argument(
+        "words", nargs="*", metavar="FILE | key=value", help="the configuration, and what is added to it"
+    )
+    parser.add_argument(
+        "--write", type=Path, metavar="PRESET.yaml", help="write our keys there, as a preset of the recipe"
+    )
+    return parser
+
+
+def _file(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """The first word is the file, unless it is an argument itself."""
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        return Path(words[0]), list(words[1:])
+    return None, list(words)
