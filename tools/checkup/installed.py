@@ -1,0 +1,71 @@
+"""What is installed here, read from the metadata of packages: nothing is imported."""
+
+import re
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+# The parts of Transformer Engine come as packages of their own; the first that is here tells the version.
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")
+
+
+@dataclass(frozen=True)
+class Installed:
+    """Versions; None for what is not installed.
+
+    cuda: what torch was built for; None in a build for the CPU.
+    nccl: of the package nvidia-nccl that torch asks for. pinned_nccl: the version that torch asks for.
+    sglang_torch: what an SGLang in this environment asks of torch.
+    """
+
+    torch: str | None = None
+    cuda: str | None = None
+    nccl: str | None = None
+    pinned_nccl: str | None = None
+    megatron_core: str | None = None
+    transformer_engine: str | None = None
+    sglang: str | None = None
+    sglang_torch: Requirement | None = None
+
+
+def read_installed() -> Installed:
+    torch, sglang = version_of("torch"), version_of("sglang")
+    nccl = next((need for need in needs_of("torch") if need.name.startswith("nvidia-nccl-cu")), None)
+    return Installed(
+        torch,
+        _cuda_of_torch() if torch else None,
+        version_of(nccl.name) if nccl else None,
+        next((each.version for each in nccl.specifier), None) if nccl else None,
+        version_of("megatron-core"),
+        next(filter(None, map(version_of, TRANSFORMER_ENGINE)), None),
+        sglang,
+        next((need for need in needs_of("sglang") if need.name == "torch"), None),
+    )
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def needs_of(package: str) -> list[Requirement]:
+    """What the package requires on this machine, extras left out; nothing where it is not installed."""
+    try:
+        needs = [Requirement(text) for text in requires(package) or ()]
+    except PackageNotFoundError:
+        return []
+    return [need for need in needs if need.marker is None or need.marker.evaluate({"extra": ""})]
+
+
+def _cuda_of_torch() -> str | None:
+    """As torch.version has it, whose source is read: neither the package's metadata nor its version always tells."""
+    spec = PathFinder.find_spec("torch")
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    files = [path for folder in folders if (path := Path(folder) / "version.py").is_file()]
+    told = re.search(r"^cuda\b.*= *'([\d.]+)'", files[0].read_text(), re.M) if files else None
+    return told[1] if told else None
