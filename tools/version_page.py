@@ -12,15 +12,17 @@ page. It is generated: `python -m isoloss.tools.doctor --versions > docs/version
 The facts are those of package metadata on PyPI, for Linux on x86-64. **Nothing was run on a GPU.**
 """
 ABOUT_NCCL = """NCCL forms a group only between processes of one version ("Mismatched NCCL version detected"). So
-`rollout.weight_sync=broadcast` needs servers with the trainer's NCCL; `tensor` and `disk` need none. A server tells its
-release of SGLang, not its NCCL: what is compared is the NCCL of the torch wheel that the release pins. A container image
-may have exchanged it. So a trainer whose NCCL is not that of its torch wheel is let pass."""
+`rollout.weight_sync=broadcast` needs servers with the trainer's NCCL; `tensor` and `disk` form no group with them.
+
+A server tells its release of SGLang, not its NCCL. What is compared is the NCCL of the torch wheel that the release
+pins; a container image may have exchanged it. A trainer whose NCCL is not that of its own torch wheel is let pass: it
+was chosen to fit such servers."""
 
 
 def page() -> str:
     heads = "set", "Python", "torch", "CUDA", "NCCL", "Megatron-Core", "Transformer Engine", "SGLang", "driver"
     sets = _table(heads, map(_set_row, versions.SETS))
-    run = "\n".join(f"- {each.name}, `{'`, `'.join(each.weight_syncs)}`. {each.run}" for each in versions.SETS)
+    run = "\n".join(f"- **{each.name}** (`{'`, `'.join(each.weight_syncs)}`): {each.run}" for each in versions.SETS)
     wheels = [(each.version, each.cuda, each.nccl) for each in versions.TORCH_WHEELS]
     servers = [(each.sglang, each.python, each.torch, each.nccl) for each in versions.SERVER_RELEASES]
     megatron = [

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from isoloss.parallel import versions
+
 # The parts of Transformer Engine come as packages of their own; the first that is here tells the version.
-TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu13", "transformer-engine-cu12")
+TRANSFORMER_ENGINE = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu13", "-cu12"))
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class Installed:
     """Versions; None for what is not installed.
 
     cuda: what torch was built for; None in a build for the CPU.
-    nccl: of the package nvidia-nccl that torch asks for. pinned_nccl: the version that torch asks for.
+    nccl: of the package nvidia-nccl for this CUDA. pinned_nccl: the version that torch asks for.
     sglang_torch: what an SGLang in this environment asks of torch.
     """
 
@@ -33,12 +35,13 @@ class Installed:
 
 def read_installed() -> Installed:
     torch, sglang = version_of("torch"), version_of("sglang")
-    nccl = next((need for need in needs_of("torch") if need.name.startswith("nvidia-nccl-cu")), None)
+    cuda = _cuda_of_torch() if torch else None
+    nccl = next((need.specifier for need in needs_of("torch") if need.name.startswith("nvidia-nccl-cu")), ())
     return Installed(
         torch,
-        _cuda_of_torch() if torch else None,
-        version_of(nccl.name) if nccl else None,
-        next((each.version for each in nccl.specifier), None) if nccl else None,
+        cuda,
+        versions.installed_nccl(cuda),
+        next((pin.version for pin in nccl), None),
         version_of("megatron-core"),
         next(filter(None, map(version_of, TRANSFORMER_ENGINE)), None),
         sglang,

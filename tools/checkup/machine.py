@@ -16,7 +16,7 @@ from isoloss.tools.checkup.probe import failure_of
 
 GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
-OLDEST_SHARED_BYTES = GIB  # what NCCL's and torch's exchange between the ranks of a node may take
+LEAST_SHARED_BYTES = GIB  # what NCCL's and torch's exchange between the ranks of a node may take
 MANY_FILES = 65536
 WHY_NO_GPU = (
     "import sys, torch; from isoloss.parallel import device; torch.cuda.is_available() or sys.exit(device.why_no_gpu())"
@@ -62,7 +62,7 @@ def check_shared_memory(has_gpu: bool) -> Iterator[Finding]:
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
     told = f"{SHARED_MEMORY} {_gib(size)}"
-    if size >= OLDEST_SHARED_BYTES:
+    if size >= LEAST_SHARED_BYTES:
         yield ok("shared memory", told)
         return
     fix = "start the container with --shm-size=16g or --ipc=host"

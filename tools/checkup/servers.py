@@ -17,7 +17,7 @@ WAY_OUT = "set rollout.weight_sync=tensor (servers on the trainer's GPUs) or dis
 
 def check_servers(urls: Sequence[str], weight_sync: str, installed: Installed) -> Iterator[Finding]:
     """weight_sync: rollout.weight_sync of the run."""
-    for url in map(lambda url: url.rstrip("/"), urls):
+    for url in (url.rstrip("/") for url in urls):
         try:
             info = ask(url)
         except (OSError, ValueError) as error:
@@ -32,15 +32,15 @@ def check_servers(urls: Sequence[str], weight_sync: str, installed: Installed) -
 def check_nccl_of(url: str, sglang: str | None, installed: Installed) -> Finding:
     """Of a server on GPUs, before a broadcast of weights forms a group with it."""
     what, here = f"NCCL with {url}", installed.nccl
-    theirs = versions.nccl_of_sglang(sglang) if sglang else None
+    theirs = versions.nccl_of_sglang(sglang)
     if theirs is None or here is None or installed.torch is None:
         unknown = "of the server" if theirs is None else "of this environment"
         return note(what, f"the version {unknown} is not known; both must be the same", f"else {WAY_OUT}")
     told = f"{here} here, {theirs} with SGLang {sglang}"
-    if versions.foreign_nccl(installed.torch, here, str(sglang)) is not None:
+    if versions.foreign_nccl(installed.torch, here, sglang) is not None:
         return problem(what, f"{told}: NCCL forms no group across versions", WAY_OUT)
     if here != theirs:
-        return note(what, f"{told} from its wheel; this one was chosen, so is the server's, perhaps", f"else {WAY_OUT}")
+        return note(what, f"{told} from its wheel; see that the server has the one here", f"else {WAY_OUT}")
     return ok(what, told)
 
 

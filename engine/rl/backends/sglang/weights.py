@@ -81,7 +81,7 @@ class BroadcastSync(WeightSync):
         """Form the group: this process is its rank 0, the processes of the servers follow in order."""
         infos = on_all(servers, lambda server: server.info())
         on_gpu = any(info.device.startswith("cuda") for info in infos)
-        if on_gpu and torch.cuda.is_available():
+        if on_gpu:
             _check_nccl(dict(zip(servers, infos)))
         backend = "nccl" if on_gpu else "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -129,9 +129,9 @@ class BroadcastSync(WeightSync):
 def _check_nccl(infos: Mapping[Server, ServerInfo]) -> None:
     """Raises UserError where a server is of a release whose NCCL forms no group with the one here: NCCL itself would
     say so only in the first broadcast, and only in its log."""
-    here = ".".join(map(str, torch.cuda.nccl.version()))
+    here = versions.installed_nccl(torch.version.cuda)
     for server, info in infos.items():
-        theirs = versions.foreign_nccl(torch.__version__, here, info.release) if info.release else None
+        theirs = versions.foreign_nccl(torch.__version__, here, info.release)
         if theirs is not None:
             raise UserError(
                 f"rollout.weight_sync='broadcast': {server} is SGLang {info.release}, which comes with NCCL {theirs}, "
