@@ -1,12 +1,11 @@
 """The device that a run is on, and why it is not the GPU that is there."""
 
 import os
-import shutil
-import subprocess
 
 import torch
 
 from isoloss.parallel import environment
+from isoloss.parallel.driver import read_driver
 from isoloss.parallel.errors import UserError
 
 
@@ -19,17 +18,18 @@ def check(wanted: str) -> None:
             "CUDA_VISIBLE_DEVICES= as well, which hides them"
         )
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"train.device='cuda' and torch sees no GPU: {_why_no_gpu()}")
+        raise UserError(f"train.device='cuda' and torch sees no GPU: {why_no_gpu()}")
 
 
 def check_fallback(wanted: str) -> None:
     """Refuse to run on the CPU because torch cannot use the GPUs that the driver has. Raises UserError."""
     if wanted != "auto" or torch.cuda.is_available():
         return
-    if gpus := _gpus_of_driver():
+    driver = read_driver()
+    if driver is not None and driver.gpus:
         raise UserError(
-            f"train.device='auto' would run on the CPU: nvidia-smi sees {len(gpus)} GPU(s) ({gpus[0]}) and torch does "
-            f"not: {_why_no_gpu()}; fix that, or set train.device=cpu"
+            f"train.device='auto' would run on the CPU: nvidia-smi sees {len(driver.gpus)} GPU(s) ({driver.gpus[0]}, "
+            f"driver {driver.version}) and torch does not: {why_no_gpu()}; fix that, or set train.device=cpu"
         )
 
 
@@ -40,17 +40,8 @@ def describe(world_size: int) -> str:
     return f"CPU, {os.cpu_count()} core(s) a machine for {world_size} rank(s)"
 
 
-def _gpus_of_driver() -> list[str]:
-    """Name and driver version of each GPU that nvidia-smi lists; nothing where there is no such command."""
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return []
-    query = [command, "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    listed = subprocess.run(query, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    return [", driver ".join(line.split(", ")) for line in listed.stdout.splitlines()] if listed.returncode == 0 else []
-
-
-def _why_no_gpu() -> str:
+def why_no_gpu() -> str:
+    """What keeps torch from the GPUs, in its own words, and what may hide them."""
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:  # a driver that is too old, a torch without CUDA, no devices

@@ -379,7 +379,8 @@ class Server(ThreadingHTTPServer):
         if path == "/server_info":
             saver, backup = self.options.memory_saver, self.options.keeps_weights
             return {
-                "tp_size": 1, "device": "cpu", "enable_memory_saver": saver, "enable_weights_cpu_backup": backup,
+                "tp_size": 1, "device": self.options.device, "enable_memory_saver": saver,
+                "enable_weights_cpu_backup": backup, "version": "0.5.23",
             }  # fmt: skip
         if path == "/v1/loads":
             return {"loads": [{"num_running_reqs": sum(1 for job in engine.jobs if job.output)}]}
@@ -445,6 +446,7 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--seconds-per-token", type=float, default=0.001, help="so that a test can interrupt")
+    parser.add_argument("--device", default="cpu", help="what it says it runs on, whatever that is")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")

@@ -4,12 +4,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import torch
+import torch.distributed as dist
 from support.servers import buckets, on_two_ranks, policy, requests, worst
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.trajectory import Sampling
-from isoloss.parallel import UserError
+from isoloss.parallel import UserError, versions
 
 PARITY = 1e-5
 
@@ -46,7 +48,7 @@ def second(second_double) -> Iterator[Control]:
     control = Control(second_double.url)
     yield control
     control.heal()
-    control.options(memory_saver=False, keeps_weights=False, without_sessions=False, loses="")
+    control.options(memory_saver=False, keeps_weights=False, without_sessions=False, loses="", device="cpu")
     control.server.close()
 
 
@@ -86,6 +88,33 @@ def test_servers_that_end_with_other_weights_are_told(backend, both, second):
     with pytest.raises(UserError, match=r"differ in 1 weights, the first of them model\.norm\.weight"):
         rollout.update_weights(buckets(policy(2)), 2)
     assert rollout.weight_version() is None
+
+
+@pytest.mark.parametrize(("nccl", "refused"), [("2.29.7", True), ("2.28.3", False), (None, False)])
+def test_no_group_is_formed_with_servers_of_another_nccl(backend, second, nccl, refused, monkeypatch):
+    """The server says that it is on a GPU, and the trainer believes that it is."""
+    second.options(device="cuda")
+    rollout, weights = backend("broadcast", servers=(second.server.url,)), list(buckets(policy(1)))
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(versions, "installed_nccl", {"13.0": nccl}.__getitem__)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(dist, "TCPStore", joins)
+    with pytest.raises(UserError if refused else Joined) as ended:
+        rollout.update_weights(weights, 1)
+    if refused:
+        told = str(ended.value)
+        assert f"{second.server.url} is SGLang 0.5.23, which comes with NCCL 2.30.7, and here is NCCL 2.29.7" in told
+        assert "set rollout.weight_sync=tensor" in told and told.endswith("or disk") and "\n" not in told
+    assert rollout.weight_version() is None
+
+
+class Joined(Exception):
+    """A group would have been formed."""
+
+
+def joins(*args, **options):
+    raise Joined
 
 
 def test_a_router_gets_the_requests_and_the_servers_the_rest(backend, both, first, second):

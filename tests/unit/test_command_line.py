@@ -2,7 +2,7 @@
 
 import pytest
 
-from isoloss.tools import configuration, make_tasks, make_tiny, prove, reward_curve
+from isoloss.tools import configuration, doctor, make_tasks, make_tiny, prove, reward_curve
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ def test_a_mistake_in_the_arguments_is_one_line(tool, argv, says, capsys):
     assert err.startswith("isoloss: error: ") and says in err and "--help" in err
 
 
-@pytest.mark.parametrize("tool", [configuration, make_tasks, make_tiny, prove, reward_curve])
+@pytest.mark.parametrize("tool", [configuration, doctor, make_tasks, make_tiny, prove, reward_curve])
 def test_help_shows_the_docstring_of_the_tool(tool, capsys):
     with pytest.raises(SystemExit) as ended:
         tool.main(["--help"])

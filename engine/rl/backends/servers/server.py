@@ -45,12 +45,14 @@ class ServerInfo:
     device: "cuda", "cpu" ...
     gives_memory_back: `release_memory` is there.
     keeps_weights: weights survive it.
+    release: the version of its software; None where it tells none.
     """
 
     tp_size: int = 1
     device: str = "cuda"
     gives_memory_back: bool = False
     keeps_weights: bool = False
+    release: str | None = None
 
 
 class Server(ABC):

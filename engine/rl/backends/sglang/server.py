@@ -67,6 +67,7 @@ class SGLangServer(Server):
             device=str(info.get("device", "cuda")),
             gives_memory_back=bool(info.get("enable_memory_saver")),
             keeps_weights=bool(info.get("enable_weights_cpu_backup")),
+            release=info.get("version"),
         )
 
     def checksums(self) -> list[dict[str, str]]:

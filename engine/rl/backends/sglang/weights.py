@@ -7,7 +7,7 @@ Each is a `WeightSync`. A bucket travels as one tensor of bytes, its tensors one
 import contextlib
 import shutil
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,13 +17,13 @@ import torch
 import torch.distributed as dist
 
 from isoloss.engine.rl.backends.protocol import Bucket
-from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, WeightSync, on_all
+from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerInfo, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.backends.sglang.bucket import FlatBucket, flatten, serialize
 from isoloss.engine.rl.backends.sglang.group import new_group, own_address, together
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
-from isoloss.parallel import UserError
+from isoloss.parallel import UserError, versions
 from isoloss.parallel.collectives import gather_objects
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
@@ -81,6 +81,8 @@ class BroadcastSync(WeightSync):
         """Form the group: this process is its rank 0, the processes of the servers follow in order."""
         infos = on_all(servers, lambda server: server.info())
         on_gpu = any(info.device.startswith("cuda") for info in infos)
+        if on_gpu:
+            _check_nccl(dict(zip(servers, infos)))
         backend = "nccl" if on_gpu else "gloo"
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         address = own_address(servers[0].url)
@@ -122,6 +124,20 @@ class BroadcastSync(WeightSync):
         on_all(servers, leave)
         group, self._group = self._group, None
         dist.destroy_process_group(group)
+
+
+def _check_nccl(infos: Mapping[Server, ServerInfo]) -> None:
+    """Raises UserError where a server is of a release whose NCCL forms no group with the one here: NCCL itself would
+    say so only in the first broadcast, and only in its log."""
+    here = versions.installed_nccl(torch.version.cuda)
+    for server, info in infos.items():
+        theirs = versions.foreign_nccl(torch.__version__, here, info.release)
+        if theirs is not None:
+            raise UserError(
+                f"rollout.weight_sync='broadcast': {server} is SGLang {info.release}, which comes with NCCL {theirs}, "
+                f"and here is NCCL {here}, which forms no group with another version; set rollout.weight_sync=tensor "
+                "(servers on the trainer's GPUs) or disk"
+            )
 
 
 # ---- tensor ----------------------------------------------------------------------------------------------------------

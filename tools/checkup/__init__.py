@@ -1,0 +1,1 @@
+"""What `isoloss.tools.doctor` looks at: packages, the machine, rollout servers."""

@@ -1,0 +1,52 @@
+"""docs/versions.md, from the table of parallel/versions.py."""
+
+from collections.abc import Iterable, Sequence
+
+from isoloss.parallel import versions
+
+HEAD = """# Versions
+
+Which versions go together, and what was run with them. [`isoloss-doctor`](doctor.md) compares an installation with this
+page. It is generated: `python -m isoloss.tools.doctor --versions > docs/versions.md`, from `parallel/versions.py`.
+
+The facts are those of package metadata on PyPI, for Linux on x86-64. **Nothing was run on a GPU.**
+"""
+ABOUT_NCCL = """NCCL forms a group only between processes of one version ("Mismatched NCCL version detected"). So
+`rollout.weight_sync=broadcast` needs servers with the trainer's NCCL; `tensor` and `disk` form no group with them.
+
+A server tells its release of SGLang, not its NCCL. What is compared is the NCCL of the torch wheel that the release
+pins; a container image may have exchanged it. A trainer whose NCCL is not that of its own torch wheel is let pass: it
+was chosen to fit such servers."""
+
+
+def page() -> str:
+    heads = "set", "Python", "torch", "CUDA", "NCCL", "Megatron-Core", "Transformer Engine", "SGLang", "driver"
+    sets = _table(heads, map(_set_row, versions.SETS))
+    run = "\n".join(f"- **{each.name}** (`{'`, `'.join(each.weight_syncs)}`): {each.run}" for each in versions.SETS)
+    wheels = [(each.version, each.cuda, each.nccl) for each in versions.TORCH_WHEELS]
+    servers = [(each.sglang, each.python, each.torch, each.nccl) for each in versions.SERVER_RELEASES]
+    megatron = [
+        (each.version, each.python, each.transformer_engine or "", each.use) for each in versions.MEGATRON_RELEASES
+    ]
+    drivers = [(str(cuda), f"R{driver} or newer") for cuda, driver in versions.OLDEST_DRIVER.items()]
+    parts = [
+        HEAD,
+        f"## Sets\n\nServers have an environment of their own.\n\n{sets}\n\n"
+        f"With each, the values of `rollout.weight_sync` that servers can have, and what was run:\n\n{run}\n",
+        f"## NCCL\n\n{ABOUT_NCCL}\n\n{_table(('torch from PyPI', 'CUDA', 'NCCL'), wheels)}\n\n"
+        f"{_table(('SGLang', 'Python', 'torch', 'NCCL'), servers)}\n",
+        f"## Megatron-Core\n\n{_table(('release', 'Python', 'Transformer Engine', 'use'), megatron)}\n",
+        f"## Driver\n\n{_table(('CUDA of torch', 'NVIDIA driver'), drivers)}",
+    ]
+    return "\n".join(parts)
+
+
+def _set_row(row: versions.VersionSet) -> tuple[str, ...]:
+    driver = f"R{row.driver}" if row.driver else ""
+    cells = row.name, row.python, row.torch, row.cuda, row.nccl, row.megatron_core, row.transformer_engine, row.sglang
+    return (*(cell or "" for cell in cells), driver)
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
