@@ -41,11 +41,18 @@ GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "rin
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange of a phase. op: c10d's name. group: the axis of the mesh. site: file:line that asks."""
+    """One kind of exchange of a phase.
+
+    op: c10d's name.
+    group: the axis of the mesh.
+    nodes: that its ranks stand on.
+    site: file:line that asks.
+    """
 
     op: str
     group: str
     ranks: int
+    nodes: int
     dtype: str
     site: str
 
@@ -79,11 +86,11 @@ class Recorder(TorchDispatchMode):
     device_type: of tensors that are counted; those of others, the host's, are not.
     """
 
-    def __init__(self, device_type: str):
+    def __init__(self, device_type: str, gpus_per_node: int):
         super().__init__()
         self.phases: list[Phase] = []
         self.share_selected = 1.0  # of a mask, by `masked_select`
-        self._device_type = device_type
+        self._device_type, self._gpus_per_node = device_type, gpus_per_node
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
         self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
         self._changes: list[tuple[int, int]] = []  # (origin, bytes more or fewer), in order
@@ -204,6 +211,7 @@ class Recorder(TorchDispatchMode):
         if group is not None and tensors and self._counted(tensors[0]):
             key = Collective(
                 op, self._groups.get(group.group_name, "world"), group.size(),
+                len({rank // self._gpus_per_node for rank in dist.get_process_group_ranks(group)}),
                 str(tensors[0].dtype).removeprefix("torch."), site(),
             )  # fmt: skip
             self.phases[-1].calls[key] += 1

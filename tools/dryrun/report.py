@@ -23,6 +23,7 @@ class Exchange:
     op: str
     group: str
     ranks: int
+    nodes: int
     dtype: str
     site: str
     calls: int
@@ -81,6 +82,9 @@ class RankReport:
     @property
     def peak(self) -> PhaseReport:
         return max(self.phases, key=lambda phase: phase.peak)
+
+    def phase(self, name: str) -> PhaseReport:
+        return next(phase for phase in self.phases if phase.name == name)
 
     def dumps(self) -> str:
         return json.dumps(asdict(self))

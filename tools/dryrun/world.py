@@ -31,7 +31,7 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Re
         "LOCAL_RANK": str(rank % gpus_per_node),
         "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
     }
-    recorder = Recorder("meta")
+    recorder = Recorder("meta", gpus_per_node)
     cuda_stubs.stand_in(META)
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
     _exchange_objects()
