@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     config = compose_config(arguments.recipe, Config, arguments.overrides)[0]
     report = dry_run(config, arguments.rank, arguments.world_size, kernels=arguments.kernels)
     arguments.file.write_text(report.dumps())

@@ -19,6 +19,8 @@ from isoloss.parallel import cuda_stubs
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
 META = torch.device("meta")
+# What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
+_CHOICE = torch.library.Library("aten", "IMPL")
 Kernels = Literal["cuda", "cpu"]
 aten = torch.ops.aten
 
@@ -38,7 +40,8 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Re
     _answer_the_host(recorder)
     if kernels == "cuda":
         _claim_cuda(recorder)
-        _choose_kernels_of_cuda()
+        _CHOICE.impl("rms_norm", _FusedRMSNorm.of, "AutogradMeta")
+    _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], "AutogradMeta")
     return recorder
 
 
@@ -69,22 +72,14 @@ def _answer_the_host(recorder: Recorder) -> None:
     Tensor.tolist = made_up_list
     torch.UntypedStorage.resize_ = recorded_resize
     meta_config.meta_nonzero_assume_all_nonzero = True
+    torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
     step.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
 
 
 def _claim_cuda(recorder: Recorder) -> None:
     """Take the branches of the code that are for GPUs."""
-    torch.cuda.is_available = lambda: True
     torch.cuda.synchronize = lambda *args, **kwargs: recorder.wait("synchronize")
     Tensor.is_cuda = property(lambda self: self.device == META)
-
-
-def _choose_kernels_of_cuda() -> None:
-    """What torch chooses on an H100, where it keeps other tensors than the decompositions that meta tensors get."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("rms_norm", _FusedRMSNorm.of, "AutogradMeta")
-    library.impl("scaled_dot_product_attention", attention_of_cuda, "AutogradMeta")
-    globals()["_library"] = library  # it takes its kernels back when it goes
 
 
 class _FusedRMSNorm(torch.autograd.Function):
@@ -117,8 +112,8 @@ def attention_of_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The flash kernel for 16-bit numbers without a mask, which takes grouped heads; else the efficient one, which does
-    not."""
+    """On an H100: the flash kernel for 16-bit numbers without a mask, which takes grouped heads; else the efficient one,
+    which does not."""
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
@@ -126,3 +121,24 @@ def attention_of_cuda(
     return aten._scaled_dot_product_efficient_attention(
         query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
     )[0]
+
+
+def attention_of_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """One kernel for all."""
+    del enable_gqa
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+
+
+ATTENTION = {"cuda": attention_of_cuda, "cpu": attention_of_cpu}
