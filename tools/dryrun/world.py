@@ -39,8 +39,11 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Re
     _exchange_objects()
     _answer_the_host(recorder)
     if kernels == "cuda":
-        _claim_cuda(recorder)
+        torch.cuda.synchronize = lambda *args, **kwargs: recorder.wait("synchronize")
+        Tensor.is_cuda = property(lambda self: self.device == META)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, "AutogradMeta")
+    else:
+        Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", "meta"))
     _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], "AutogradMeta")
     return recorder
 
@@ -74,12 +77,6 @@ def _answer_the_host(recorder: Recorder) -> None:
     meta_config.meta_nonzero_assume_all_nonzero = True
     torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
     step.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
-
-
-def _claim_cuda(recorder: Recorder) -> None:
-    """Take the branches of the code that are for GPUs."""
-    torch.cuda.synchronize = lambda *args, **kwargs: recorder.wait("synchronize")
-    Tensor.is_cuda = property(lambda self: self.device == META)
 
 
 class _FusedRMSNorm(torch.autograd.Function):
