@@ -26,7 +26,7 @@ from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
-from isoloss.tools.dryrun.world import META, Kernels, join
+from isoloss.tools.dryrun.world import META, Kernels, join, wait
 
 STEPS = 2  # the second has what the first leaves behind
 
@@ -86,7 +86,7 @@ def answer_exchanges(arch: Architecture, layout: Layout, tokens: int, recorder: 
     rows = tokens // (layout.context * (layout.tp if layout.sequence_parallel else 1))
     patches.answer_shapes((rows, 1, arch.hidden_size))
     if arch.experts is not None:
-        patches.answer_split_sizes(arch.experts.top_k, recorder.wait)
+        patches.answer_split_sizes(arch.experts.top_k, wait)
         recorder.share_selected = arch.experts.top_k / arch.experts.count
 
 

@@ -15,37 +15,61 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isoloss.engine import step
 from isoloss.models.mcore import patches
-from isoloss.parallel import cuda_stubs
+from isoloss.parallel import cuda_stubs, mesh
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
 META = torch.device("meta")
+Kernels = Literal["cuda", "cpu"]
 # What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
 _CHOICE = torch.library.Library("aten", "IMPL")
-Kernels = Literal["cuda", "cpu"]
+_kernels: Kernels | None = None
+_recorder: Recorder  # of the rank that this process is
 aten = torch.ops.aten
 
 
 def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Recorder:
-    """Become this rank. Returns what records the ops of its device, once it is entered."""
+    """Become this rank, in place of another one. Returns what records the ops of its device, once it is entered.
+
+    ValueError where this process already had the other kernels.
+    """
+    global _recorder
     os.environ |= {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank % gpus_per_node),
         "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
     }
-    recorder = Recorder("meta", gpus_per_node)
-    cuda_stubs.stand_in(META)
+    _install(kernels)
+    if _kernels != kernels:
+        raise ValueError(f"this process counts the kernels of {_kernels}, not those of {kernels}")
+    if dist.is_initialized():
+        mesh.destroy()
+        dist.destroy_process_group()
     dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _recorder = Recorder("meta", gpus_per_node)
+    return _recorder
+
+
+def wait(kind: str) -> None:
+    """The host waits for the device."""
+    _recorder.wait(kind)
+
+
+def _install(kernels: Kernels) -> None:
+    global _kernels
+    if _kernels is not None:
+        return
+    _kernels = kernels
+    cuda_stubs.stand_in(META)
     _exchange_objects()
-    _answer_the_host(recorder)
+    _answer_the_host()
     if kernels == "cuda":
-        torch.cuda.synchronize = lambda *args, **kwargs: recorder.wait("synchronize")
+        torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device == META)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, "AutogradMeta")
     else:
         Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", "meta"))
     _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], "AutogradMeta")
-    return recorder
 
 
 def _exchange_objects() -> None:
@@ -58,18 +82,18 @@ def _exchange_objects() -> None:
     dist.all_gather_object = dist.distributed_c10d.all_gather_object = all_gather_object
 
 
-def _answer_the_host(recorder: Recorder) -> None:
+def _answer_the_host() -> None:
     """Numbers that the host asks of a tensor, and sizes that depend on them."""
     tolist, resize = Tensor.tolist, torch.UntypedStorage.resize_
 
     def made_up_list(self: Tensor) -> Any:
         if self.device != META:
             return tolist(self)
-        recorder.wait("item")
+        wait("item")
         return tolist(torch.full(self.shape, made_up(self.dtype)))
 
     def recorded_resize(self: torch.UntypedStorage, size: int) -> Any:
-        recorder.resized(self, size)
+        _recorder.resized(self, size)
         return resize(self, size)
 
     Tensor.tolist = made_up_list
