@@ -8,7 +8,8 @@ size, q and k width of all query and key heads of a rank, f width of its MLP.
 """
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -65,7 +66,7 @@ def _rank_memory(
         width * count,
         master * count,
         sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
-        _activations(config, arch, layout, rank, chunks, width),
+        _activations(config, arch, layout, rank, chunks),
     )
 
 
@@ -74,17 +75,23 @@ def _rank_memory(
 
 def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
     """Parameters of a rank that every data-parallel rank has, and those of its experts."""
-    layers = {layer for chunk in chunks for layer in chunk}
+    dense, experts = _by_layer(arch, layout.tp, layout.ep, layout.etp)
+    layers = [layer for chunk in chunks for layer in chunk]
     first, last = rank == 0, rank == layout.pp - 1
-    dense = experts = 0
+    ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
+    return ends + sum(dense[layer] for layer in layers), sum(experts[layer] for layer in layers)
+
+
+@cache
+def _by_layer(arch: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
+    """Parameters of a rank, by layer; those behind the last layer under None. The second of experts."""
+    dense, experts = Counter(), Counter()
     for weight in weight_map(arch):
-        embedding = weight.parts[0].tensor == EMBEDDING
-        here = weight.layer in layers if weight.layer is not None else first if embedding else last
-        here |= embedding and arch.tie_embeddings and last  # a copy, where it is also the output matrix
-        if here and weight.expert is None:
-            dense += _shard(weight.mapping, weight.shape, layout.tp)
-        elif here and weight.expert < arch.experts.count // layout.ep:
-            experts += _shard(weight.mapping, weight.shape, layout.etp)
+        if weight.expert is None:
+            place = EMBEDDING if weight.parts[0].tensor == EMBEDDING else weight.layer
+            dense[place] += _shard(weight.mapping, weight.shape, tp)
+        elif arch.experts is not None and weight.expert < arch.experts.count // ep:
+            experts[weight.layer] += _shard(weight.mapping, weight.shape, etp)
     return dense, experts
 
 
@@ -111,23 +118,49 @@ class _Sizes:
     sequence_parallel: bool
 
 
-def _activations(
-    config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range], width: int
-) -> float:
+def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
+    """Bytes that consecutive layers keep of a micro-batch until its backward."""
+    return _chunk(config, arch, layout, layers, _sizes(config, arch, layout))
+
+
+def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
     tokens = config.batch.max_tokens // layout.context
-    z = _Sizes(
+    return _Sizes(
         tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
         arch.num_heads * arch.head_dim // layout.tp, max(1, arch.num_kv_heads // layout.tp) * arch.head_dim,
-        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, width, layout.sequence_parallel,
+        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, BYTES[config.train.precision],
+        layout.sequence_parallel,
     )  # fmt: skip
-    in_flight = layout.pp - rank if layout.vpp == 1 else 2 * (layout.pp - rank - 1) + (layout.vpp - 1) * layout.pp + 1
-    kept = sum(_chunk(config, arch, layout, chunk, z) for chunk in chunks) * in_flight / layout.vpp
-    held = kept + z.width * z.t * z.h * z.sequence_parallel  # the buffer that rows are gathered in
-    last_layer = chunks[-1][-1]
-    moments = [held + _backward(config, arch, layout, last_layer, z)]
-    if rank == layout.pp - 1:
-        moments.append(held + _head(arch, layout, z))
+
+
+def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
+    z = _sizes(config, arch, layout)
+    kept = [_chunk(config, arch, layout, chunk, z) for chunk in chunks]
+    gathered = z.width * z.t * z.h * z.sequence_parallel  # the buffer that rows are gathered in
+    moments = []
+    for chunk, held in _held_before_backwards(layout, rank, kept):
+        moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
+        if rank == layout.pp - 1 and chunk == layout.vpp - 1:
+            moments.append(held + gathered + _head(arch, layout, z))
     return max(moments)
+
+
+def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """The chunk of a backward, and what all forwards before it keep that have had none: 1F1B, or interleaved, where
+    `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
+
+    kept: by each chunk of a micro-batch.
+    """
+    ahead = layout.pp - rank - 1
+    if layout.vpp > 1:
+        ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
+    forward = [chunk for chunk in range(layout.vpp) for _ in range(layout.pp)] * 3  # more says nothing new
+    backward = [layout.vpp - 1 - chunk for chunk in forward]
+    held = sum(kept[chunk] for chunk in forward[:ahead])
+    for started, ended in zip(forward[ahead:], backward):
+        held += kept[started]
+        yield ended, held
+        held -= kept[ended]
 
 
 def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:

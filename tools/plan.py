@@ -2,10 +2,12 @@
 
     python -m isoloss.tools.plan sft preset=8b_h100 model.path=DIR --gpus 8
     python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --gpu h200 --json plan.json
+    python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --search --write my_32b
 
 The real Engine takes a step as one rank of every pipeline stage, on tensors that have shapes and no values. So memory
 is counted, not guessed: rows are full (batch.max_tokens) and every token is a target. model.path needs no more than
-config.json. Seconds are an estimate, from the data sheet of the GPU.
+config.json. Seconds are an estimate, from the data sheet of the GPU. With --search every legal layout is ranked, by
+formulas of memory and time.
 Exit status: 0 it fits, 1 it does not, 2 a mistake in the arguments or the configuration.
 """
 
@@ -16,38 +18,36 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isoloss.engine.config import Config
+from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.parallel import Layout, UserError
+from isoloss.parallel import UserError
 from isoloss.recipes.launch import compose_config, print_error_once
 from isoloss.tools import command_line
-from isoloss.tools.dryrun.estimate import Estimate, estimate
-from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, GPUS, MARGIN, Gpu
-from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.estimate import estimate
+from isoloss.tools.dryrun.hardware import GPUS, MARGIN, Gpu
+from isoloss.tools.dryrun.preset import write_preset
+from isoloss.tools.dryrun.search import search
 from isoloss.tools.dryrun.stages import dry_runs
+from isoloss.tools.dryrun.tables import fits, search_table, stage_table, verdict
 
-KINDS = ("weights", "gradients", "optimizer", "activations", "loss head", "exchange")
+BEST = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
     try:
+        if arguments.write is not None and not arguments.search:
+            raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         config, _, preset = compose_config(arguments.recipe, Config, arguments.overrides)
-        layout = config.parallel.layout().with_world(arguments.gpus)
         arch = read_architecture(hf_folder(config.model.path))
-        stages = dry_runs(arguments.recipe, arguments.overrides, layout)
+        gpu = GPUS[arguments.gpu]
+        print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {gpu.name}")
+        if arguments.search:
+            return _search(config, arch, arguments.gpus, gpu, arguments.recipe, arguments.write)
+        return _plan(config, arch, gpu, arguments.gpus, arguments.recipe, arguments.overrides, arguments.json)
     except UserError as error:
         print_error_once(str(error))
         return 2
-    gpu = GPUS[arguments.gpu]
-    step = estimate(config, arch, layout, stages, gpu)
-    fits = all(report.peak.peak + MARGIN <= gpu.memory for report in stages)
-    if arguments.json is not None:
-        plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fits, "estimate": asdict(step)}
-        arguments.json.write_text(json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1) + "\n")
-    print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {gpu.name}: {layout}")
-    print(table(stages, gpu, layout))
-    print(told(step, fits, config))
-    return 0 if fits else 1
 
 
 def parser() -> command_line.Parser:
@@ -56,38 +56,35 @@ def parser() -> command_line.Parser:
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was counted")
+    parser.add_argument("--search", action="store_true", help=f"the {BEST} best layouts instead of the configured one")
+    parser.add_argument("--write", metavar="NAME", help="with --search: make a preset of the best")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the recipe")
     return parser
 
 
-def table(stages: Sequence[RankReport], gpu: Gpu, layout: Layout) -> str:
-    """GiB of a rank of every stage at its peak, by kind."""
-    del layout
-    rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
-    rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in KINDS]
-    rows += [
-        ["peak", *(gib(report.peak.peak) for report in stages)],
-        ["with the margin", *(gib(report.peak.peak + MARGIN) for report in stages)],
-        [f"of {gib(gpu.memory)}", *("fits" if r.peak.peak + MARGIN <= gpu.memory else "TOO MUCH" for r in stages)],
-    ]
-    lines = [f"{name:16}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
-    lines += [f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages]
-    return "\n".join(lines)
+def _plan(
+    config: Config, arch: Architecture, gpu: Gpu, gpus: int, recipe: str, overrides: Sequence[str], file: Path | None
+) -> int:
+    layout = config.parallel.layout().with_world(gpus)
+    stages = dry_runs(recipe, overrides, layout)
+    step = estimate(config, arch, layout, stages, gpu)
+    fitting = all(fits(report, gpu) for report in stages)
+    if file is not None:
+        plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fitting, "estimate": asdict(step)}
+        file.write_text(json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1) + "\n")
+    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{verdict(step, config, fitting=fitting)}")
+    return 0 if fitting else 1
 
 
-def told(step: Estimate, fits: bool, config: Config) -> str:
-    lines = [
-        f"estimate: {step.seconds:.1f} s a step of {config.batch.global_size} rows of {config.data.max_length} tokens "
-        f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}",
-        f"assumed: {ASSUMPTIONS}",
-    ]
-    if not fits:
-        lines.append(f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md)")
-    return "\n".join(lines)
-
-
-def gib(nbytes: float) -> str:
-    return f"{nbytes / GIB:.1f}"
+def _search(config: Config, arch: Architecture, gpus: int, gpu: Gpu, recipe: str, name: str | None) -> int:
+    found = search(config, arch, gpus, gpu)
+    if not found:
+        print("no layout fits: take more GPUs, or a lower data.max_length")
+        return 1
+    print(search_table(found[:BEST]))
+    if name is not None:
+        print(f"wrote {write_preset(recipe, name, found[0])}: preset={name}")
+    return 0
 
 
 if __name__ == "__main__":

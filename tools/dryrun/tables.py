@@ -1,0 +1,62 @@
+"""Plans as a person reads them."""
+
+from collections.abc import Sequence
+
+from isoloss.engine.config import Config
+from isoloss.tools.dryrun.estimate import Estimate
+from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, MARGIN, Gpu
+from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.search import Candidate
+
+KINDS = ("weights", "gradients", "optimizer", "activations", "loss head", "exchange")
+
+
+def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
+    """GiB of a rank of every stage at its peak, by kind, and where the peak stands."""
+    rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
+    rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in KINDS]
+    rows += [
+        ["peak", *(gib(report.peak.peak) for report in stages)],
+        ["with the margin", *(gib(report.peak.peak + MARGIN) for report in stages)],
+        [f"of {gib(gpu.memory)}", *("fits" if fits(r, gpu) else "TOO MUCH" for r in stages)],
+    ]
+    lines = [f"{name:16}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
+    return "\n".join([*lines, *(f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages)])
+
+
+def fits(report: RankReport, gpu: Gpu) -> bool:
+    return report.peak.peak + MARGIN <= gpu.memory
+
+
+def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
+    lines = [
+        f"estimate: {step.seconds:.1f} s a step of {config.batch.global_size} rows of {config.data.max_length} tokens "
+        f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}",
+        f"assumed: {ASSUMPTIONS}",
+    ]
+    if not fitting:
+        lines.append(
+            f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md), or ask --search"
+        )
+    return "\n".join(lines)
+
+
+def search_table(candidates: Sequence[Candidate]) -> str:
+    head = f"{'layout':28}{'max_tokens':>12}  {'recomputed':26}{'peak GiB':>9}{'s a step':>10}{'tokens/s/GPU':>14}{'MFU':>6}"
+    lines = [
+        f"{c.layout!s:28}{c.config.batch.max_tokens:>12}  {recomputed(c.config):26}{gib(max(c.peaks)):>9}"
+        f"{c.seconds:>10.1f}{c.tokens_per_gpu_second:>14,.0f}{c.mfu:>6.0%}"
+        for c in candidates
+    ]
+    return "\n".join([head, *lines])
+
+
+def recomputed(config: Config) -> str:
+    memory = config.memory
+    if memory.recompute == "full":
+        return "all layers" if memory.recompute_layers is None else f"{memory.recompute_layers} layers a stage"
+    return "+".join(memory.recompute_modules) if memory.recompute == "selective" else "nothing"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"
