@@ -51,9 +51,7 @@ def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[Stag
     ]
 
 
-def _rank_memory(
-    config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]
-) -> StageMemory:
+def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
     width = BYTES[config.train.precision]
     dense, experts = parameters(arch, layout, rank, chunks)
     count = dense + experts

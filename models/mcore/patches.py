@@ -38,7 +38,7 @@ def collect_results_in_process() -> None:
     filesystem_async._results_queue = queue.SimpleQueue()
 
 
-# ---- a dry run, whose tensors have shapes and no values ---------------------------------------------------------------
+# ---- a dry run, whose tensors have shapes and no values --------------------------------------------------------------
 
 
 def answer_shapes(shape: tuple[int, int, int]) -> None:

@@ -1,5 +1,6 @@
 """Seconds of a step from what a dry run counted: a roofline, called an estimate."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,17 +74,20 @@ def transfer(exchange: Exchange, gpu: Gpu) -> float:
     return share * exchange.nbytes / (NETWORK_SHARE * link)
 
 
+def micro_batches(config: Config, layout: Layout) -> int:
+    """Of a data-parallel rank in a step whose rows all have data.max_length tokens."""
+    rows = max(1, config.batch.max_tokens // config.data.max_length)
+    count = math.ceil(math.ceil(config.batch.global_size / layout.dp) / rows)
+    return math.ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count
+
+
 def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequence[RankReport], gpu: Gpu) -> Estimate:
     """Of a step of batch.global_size rows of data.max_length tokens.
 
     stages: a rank of every pipeline stage. The slowest sets the pace; a pipeline of vpp chunks a rank idles for
     (pp - 1) / vpp micro-batches (arXiv:2104.04473).
     """
-    rows = max(1, config.batch.max_tokens // config.data.max_length)
-    samples = -(-config.batch.global_size // layout.dp)
-    count = -(-samples // rows)
-    if layout.vpp > 1:
-        count = -(-count // layout.pp) * layout.pp
+    count = micro_batches(config, layout)
     slowest, exposed, ends = 0.0, 0.0, 0.0
     for report in stages:
         micro_batch = seconds_of(report.phase("forward and backward"), gpu)

@@ -72,7 +72,7 @@ def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
     """What stays on the device from step to step. built: bytes that are live after building."""
     parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
     weights = storage_bytes(parameters)
-    gradients = storage_bytes([parameter.main_grad for parameter in parameters])
+    gradients = storage_bytes([parameter.main_grad for parameter in parameters])  # pyright: ignore[reportAttributeAccessIssue]
     return {"weights": weights, "gradients": gradients, "optimizer": built - weights - gradients}
 
 

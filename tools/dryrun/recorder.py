@@ -34,8 +34,8 @@ SOURCES = {
 # They hand on what others ask for.
 TRANSPARENT = ("/cuda_stubs.py",)
 # Ops of torch that launch nothing: they make room, or say the same in another way.
-NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten._unsafe_view",
-             "aten.alias", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
+NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
+             "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
 GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "ring", "ulysses", "pp", "tp")
 
 

@@ -15,6 +15,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
+from isoloss.tools.dryrun.estimate import micro_batches
 from isoloss.tools.dryrun.hardware import (
     ATTENTION_SHARE,
     GPUS_PER_NODE,
@@ -106,11 +107,7 @@ def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> 
 
 
 def _timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
-    length, batch = config.data.max_length, config.batch
-    rows = batch.max_tokens // length
-    count = -(-(-(-batch.global_size // layout.dp)) // rows)
-    if layout.vpp > 1:
-        count = -(-count // layout.pp) * layout.pp
+    length, batch, count = config.data.max_length, config.batch, micro_batches(config, layout)
     split = stage_layers(arch, layout)
     one = sum(_micro_batch(config, arch, layout, max(split), gpu)) * layout.vpp
     seconds = (count + (layout.pp - 1) / layout.vpp) * one + _gradients(config, arch, layout, gpu, one)
@@ -133,7 +130,7 @@ def _micro_batch(
     head = rows * output_flops(arch, length) / (layout.tp * layout.context) / layout.pp / layout.vpp
     compute = (linear * (3 + again) + 4 * head) / (MATRIX_SHARE * gpu.flops)
     compute += attention * (3.5 + again) / (ATTENTION_SHARE * gpu.flops)
-    plain = replace(config, memory=replace(config.memory, recompute="none", recompute_modules=(), recompute_layers=None))
+    plain = replace(config, memory=MemoryConfig())
     kept = kept_by_layers(plain, arch, layout, range(arch.num_layers - layers, arch.num_layers))
     traffic = MOVED_PER_KEPT * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
     return compute, traffic, _exchange(config, arch, layout, layers, again, gpu)
@@ -146,9 +143,7 @@ def _computed_again(config: Config, layers: int) -> float:
     return sum(AGAIN.get(module, 0.0) for module in memory.recompute_modules)
 
 
-def _exchange(
-    config: Config, arch: Architecture, layout: Layout, layers: int, again: float, gpu: Gpu
-) -> float:
+def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, again: float, gpu: Gpu) -> float:
     """TP: two gathers and two sums in the forward, six more in the backward. Ulysses: queries, keys and values there,
     outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
     width, tokens = 2, config.batch.max_tokens // layout.context

@@ -42,7 +42,8 @@ def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
 
 
 def search_table(candidates: Sequence[Candidate]) -> str:
-    head = f"{'layout':28}{'max_tokens':>12}  {'recomputed':26}{'peak GiB':>9}{'s a step':>10}{'tokens/s/GPU':>14}{'MFU':>6}"
+    head = f"{'layout':28}{'max_tokens':>12}  {'recomputed':26}{'peak GiB':>9}{'s a step':>10}"
+    head += f"{'tokens/s/GPU':>14}{'MFU':>6}"
     lines = [
         f"{c.layout!s:28}{c.config.batch.max_tokens:>12}  {recomputed(c.config):26}{gib(max(c.peaks)):>9}"
         f"{c.seconds:>10.1f}{c.tokens_per_gpu_second:>14,.0f}{c.mfu:>6.0%}"

@@ -1,8 +1,11 @@
 """One rank of a world that is not there: a device whose tensors have shapes and no values, and exchanges of nothing.
 
-For a process of its own, which does nothing else afterwards: it changes torch. `kernels` says whose kernels are counted:
-those that torch chooses on a GPU, or those of a CPU, which a real run on this machine can be compared with.
+For a process of its own, which does nothing else: it changes torch. `kernels` says whose kernels are counted: those
+that torch chooses on a GPU, or those of a CPU, which a real run on this machine can be compared with.
 """
+
+# A stand-in puts another thing where the type says what stood there.
+# pyright: reportAttributeAccessIssue=false
 
 import os
 from typing import Any, Literal
@@ -14,7 +17,6 @@ from torch.fx.experimental import _config as meta_config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from isoloss.engine import step
-from isoloss.models.mcore import patches
 from isoloss.parallel import cuda_stubs, mesh
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
@@ -133,8 +135,8 @@ def attention_of_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """On an H100: the flash kernel for 16-bit numbers without a mask, which takes grouped heads; else the efficient one,
-    which does not."""
+    """On an H100: the flash kernel, which takes grouped heads, for 16-bit numbers without a mask; else the efficient
+    one, which does not."""
     if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
