@@ -3,6 +3,7 @@
     python -m isoloss.tools.plan sft preset=8b_h100 model.path=DIR --gpus 8
     python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --gpu h200 --json plan.json
     python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --search --write my_32b
+    python -m isoloss.tools.plan grpo preset=8b_h100 model.path=DIR rollout.servers=[URL] --gpus 8
 
 The real Engine takes a step as one rank of every pipeline stage, on tensors that have shapes and no values. So memory
 is counted, not guessed: rows are full (batch.max_tokens) and every token is a target. model.path needs no more than
@@ -18,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError
@@ -28,8 +30,9 @@ from isoloss.tools.dryrun.hardware import GPUS, MARGIN, Gpu
 from isoloss.tools.dryrun.preset import write_preset
 from isoloss.tools.dryrun.search import search
 from isoloss.tools.dryrun.stages import dry_runs
-from isoloss.tools.dryrun.tables import fits, search_table, stage_table, verdict
+from isoloss.tools.dryrun.tables import fits, phase_table, search_table, stage_table, verdict
 
+RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 BEST = 5
 
 
@@ -38,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
-        config, _, preset = compose_config(arguments.recipe, Config, arguments.overrides)
+        if arguments.search and arguments.recipe != "sft":
+            raise UserError(f"--search ranks layouts for sft only: plan {arguments.recipe} without it")
+        config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)
         arch = read_architecture(hf_folder(config.model.path))
         gpu = GPUS[arguments.gpu]
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {gpu.name}")
@@ -52,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> command_line.Parser:
     parser = command_line.parser("plan", __doc__)
-    parser.add_argument("recipe", choices=("sft",))
+    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was counted")
@@ -72,7 +77,8 @@ def _plan(
     if file is not None:
         plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fitting, "estimate": asdict(step)}
         file.write_text(json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1) + "\n")
-    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{verdict(step, config, fitting=fitting)}")
+    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{phase_table(stages, gpu)}")
+    print(verdict(step, config, fitting=fitting))
     return 0 if fitting else 1
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_iter
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
-from isoloss.tools.dryrun.rank import full_rows
+from isoloss.tools.dryrun.phases import full_rows
 
 
 class LiveBytes(TorchDispatchMode):

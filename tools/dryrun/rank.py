@@ -1,4 +1,5 @@
-"""A dry run of one rank, in a process of its own: build the Engine, take a step, and tell what its device did.
+"""A dry run of one rank, in a process of its own: build the Engine, go through the phases of a run, and tell what
+its device did.
 
     python -m isoloss.tools.dryrun.rank RECIPE WORLD_SIZE RANK FILE [key=value ...]
 
@@ -14,21 +15,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
 from isoloss.engine.model_source import resolve
+from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import patches
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
+from isoloss.tools.dryrun.phases import take
 from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
 from isoloss.tools.dryrun.world import META, Kernels, join, wait
 
-STEPS = 2  # the second has what the first leaves behind
+RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 
 
 class NoWeights:
@@ -41,7 +42,7 @@ class NoWeights:
 def dry_run(
     config: Config, rank: int, world_size: int, *, gpus_per_node: int = 8, kernels: Kernels = "cuda"
 ) -> RankReport:
-    """A step of full rows (batch.max_tokens), each one document, whose tokens all are targets."""
+    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets."""
     recorder = join(rank, world_size, gpus_per_node, kernels)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, from_scratch=True))
     source = dataclasses.replace(resolve(config), weights=NoWeights())
@@ -51,20 +52,15 @@ def dry_run(
             engine = Engine(config, source)
         recorder.name_groups(engine.mesh)
         resident = resident_bytes(engine, recorder.live_bytes)
-        samples = full_rows(config.batch.max_tokens, source.layout)
-        for _ in range(STEPS):
-            with recorder.phase("forward and backward"):
-                metrics = engine._forward_backward(samples, cross_entropy(config.loss))
-            with recorder.phase("optimizer"):
-                engine.optim_step()
-    build, *_, forward_backward, optimizer = recorder.phases
+        micro_batches = take(engine, config, recorder)
+    last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,
         engine.mesh.pp.rank(),
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
-        metrics.micro_batches,
+        micro_batches,
         config.batch.max_tokens,
-        [PhaseReport.of(phase, resident) for phase in (build, forward_backward, optimizer)],
+        [PhaseReport.of(phase, resident) for phase in last.values()],
     )
 
 
@@ -90,23 +86,16 @@ def answer_exchanges(arch: Architecture, layout: Layout, tokens: int, recorder: 
         recorder.share_selected = arch.experts.top_k / arch.experts.count
 
 
-def full_rows(tokens: int, layout: Layout) -> Sequence[Sample]:
-    """Twice as many rows for every data-parallel rank as its pipeline has stages."""
-    mask_T = torch.ones(tokens, dtype=torch.bool)
-    mask_T[0] = False
-    return [Sample(torch.zeros(tokens, dtype=torch.int64), mask_T)] * (layout.dp * 2 * layout.pp)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", choices=("sft",))
+    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("world_size", type=int)
     parser.add_argument("rank", type=int)
     parser.add_argument("file", type=Path)
     parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
-    config = compose_config(arguments.recipe, Config, arguments.overrides)[0]
+    config = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)[0]
     report = dry_run(config, arguments.rank, arguments.world_size, kernels=arguments.kernels)
     arguments.file.write_text(report.dumps())
     return 0

@@ -3,18 +3,17 @@
 from collections.abc import Sequence
 
 from isoloss.engine.config import Config
-from isoloss.tools.dryrun.estimate import Estimate
+from isoloss.tools.dryrun.estimate import Estimate, seconds_of
 from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, MARGIN, Gpu
 from isoloss.tools.dryrun.report import RankReport
 from isoloss.tools.dryrun.search import Candidate
-
-KINDS = ("weights", "gradients", "optimizer", "activations", "loss head", "exchange")
 
 
 def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
     """GiB of a rank of every stage at its peak, by kind, and where the peak stands."""
     rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
-    rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in KINDS]
+    kinds = dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds)
+    rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in kinds]
     rows += [
         ["peak", *(gib(report.peak.peak) for report in stages)],
         ["with the margin", *(gib(report.peak.peak + MARGIN) for report in stages)],
@@ -22,6 +21,23 @@ def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
     ]
     lines = [f"{name:16}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
     return "\n".join([*lines, *(f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages)])
+
+
+def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
+    """Of the stage whose peak is highest: what each phase does, for the rows of the dry run."""
+    report = max(stages, key=lambda stage: stage.peak.peak)
+    lines = [f"phases of stage {report.stage}, {report.micro_batches} micro-batches of {report.tokens} tokens:"]
+    lines.append(f"{'':28}{'peak GiB':>9}{'TFLOP':>9}{'GB moved':>10}{'GB sent':>9}{'ops':>8}{'waits':>7}{'s':>8}")
+    for phase in report.phases:
+        seconds = seconds_of(phase, gpu)
+        sent = sum(exchange.nbytes for exchange in phase.exchanges if exchange.ranks > 1)
+        lines.append(
+            f"{phase.name:28}{gib(phase.peak):>9}{sum(phase.flops.values()) / 1e12:>9.0f}"
+            f"{sum(phase.traffic.values()) / 1e9:>10.0f}{sent / 1e9:>9.1f}{sum(phase.launches.values()):>8}"
+            f"{sum(count for *_, count in phase.waits):>7}"
+            f"{seconds.compute + seconds.exchange + seconds.gradients:>8.2f}"
+        )
+    return "\n".join(lines)
 
 
 def fits(report: RankReport, gpu: Gpu) -> bool:
