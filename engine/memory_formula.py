@@ -16,6 +16,7 @@ from functools import cache
 import torch
 
 from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.mappings import ParamMapping
@@ -54,18 +55,26 @@ def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[Stag
 def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
     width = BYTES[config.train.precision]
     dense, experts = parameters(arch, layout, rank, chunks)
-    count = dense + experts
     master = 8 if width == 8 else 4  # bytes of a gradient, of a main weight and of a moment
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
     if not config.distributed_optimizer:
         replicas = (1, 1)
-    state = (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
+    trained, kept = _models(config)
+    state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     return StageMemory(
-        width * count,
-        master * count,
+        (trained + kept) * width * (dense + experts),
+        trained * master * (dense + experts),
         sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
         _activations(config, arch, layout, rank, chunks),
     )
+
+
+def _models(config: Config) -> tuple[int, int]:
+    """How many are trained, a critic among them, and how many are only kept on the device, as a reference."""
+    if not isinstance(config, RLConfig):
+        return 1, 0
+    algorithm = config.algorithm
+    return 1 + algorithm.uses_critic, int(algorithm.uses_reference and not algorithm.reference_offload)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -139,7 +148,7 @@ def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, 
     for chunk, held in _held_before_backwards(layout, rank, kept):
         moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
         if rank == layout.pp - 1 and chunk == layout.vpp - 1:
-            moments.append(held + gathered + _head(arch, layout, z))
+            moments.append(held + gathered + _head(arch, layout, z, with_entropy=isinstance(config, RLConfig)))
     return max(moments)
 
 
@@ -229,11 +238,12 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
     return gradients + again
 
 
-def _head(arch: Architecture, layout: Layout, z: _Sizes) -> float:
+def _head(arch: Architecture, layout: Layout, z: _Sizes, *, with_entropy: bool) -> float:
     """The loss head: hidden states and their gradient; the gradient of the output matrix, in fp32; a chunk of logits in
-    fp32 and once more rounded; and with several chunks either what one adds to the matrix, or the logits of the next.
+    fp32 and once more rounded, with entropy one more in fp32; and with several chunks either what one adds to the
+    matrix, or the logits of the next.
     """
     columns = math.ceil(arch.vocab_size / layout.tp)
     logits, matrix = min(z.t * columns, CHUNK_ELEMENTS), columns * z.h
     several = max(z.width * matrix, 4 * logits) if z.t * columns > CHUNK_ELEMENTS else 0
-    return z.width * 2 * z.t * z.h + 4 * matrix + logits * (4 + z.width) + several
+    return z.width * 2 * z.t * z.h + 4 * matrix + logits * (4 + z.width + 4 * with_entropy) + several

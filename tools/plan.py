@@ -41,8 +41,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
-        if arguments.search and arguments.recipe != "sft":
-            raise UserError(f"--search ranks layouts for sft only: plan {arguments.recipe} without it")
         config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)
         arch = read_architecture(hf_folder(config.model.path))
         gpu = GPUS[arguments.gpu]

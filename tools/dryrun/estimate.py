@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from isoloss.engine.config import Config
 from isoloss.engine.plan import CostModel
+from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
 from isoloss.tools.dryrun.hardware import (
@@ -74,15 +75,22 @@ def transfer(exchange: Exchange, gpu: Gpu) -> float:
     return share * exchange.nbytes / (NETWORK_SHARE * link)
 
 
+def sequences(config: Config) -> int:
+    """Of an optimizer step; in reinforcement learning completions of a part of the batch."""
+    if isinstance(config, RLConfig):
+        return config.batch.global_size * config.rollout.num_generations // config.algorithm.minibatches
+    return config.batch.global_size
+
+
 def micro_batches(config: Config, layout: Layout) -> int:
     """Of a data-parallel rank in a step whose rows all have data.max_length tokens."""
     rows = max(1, config.batch.max_tokens // config.data.max_length)
-    count = math.ceil(math.ceil(config.batch.global_size / layout.dp) / rows)
+    count = math.ceil(math.ceil(sequences(config) / layout.dp) / rows)
     return math.ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count
 
 
 def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequence[RankReport], gpu: Gpu) -> Estimate:
-    """Of a step of batch.global_size rows of data.max_length tokens.
+    """Of an optimizer step whose rows all have data.max_length tokens.
 
     stages: a rank of every pipeline stage. The slowest sets the pace; a pipeline of vpp chunks a rank idles for
     (pp - 1) / vpp micro-batches (arXiv:2104.04473).
@@ -99,8 +107,8 @@ def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequenc
         end = seconds_of(report.phase("optimizer"), gpu)
         ends = max(ends, end.compute + end.exchange + end.gradients)
     seconds = (count + (layout.pp - 1) / layout.vpp) * slowest + max(exposed, 0.0) + ends
-    tokens = config.batch.global_size * config.data.max_length
-    model_flops = 3 * config.batch.global_size * float(CostModel.of(arch).cost(config.data.max_length))
+    tokens = sequences(config) * config.data.max_length
+    model_flops = 3 * sequences(config) * float(CostModel.of(arch).cost(config.data.max_length))
     return Estimate(
         count, seconds, tokens / seconds / layout.world_size, model_flops / (seconds * layout.world_size * gpu.flops)
     )

@@ -36,6 +36,7 @@ TRANSPARENT = ("/cuda_stubs.py",)
 # Ops of torch that launch nothing: they make room, or say the same in another way.
 NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
              "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
+LARGEST_HOST_COPY = 1 << 20  # bytes that a copy to the host really takes there
 GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "ring", "ulysses", "pp", "tp")
 
 
@@ -170,6 +171,9 @@ class Recorder(TorchDispatchMode):
         if func is aten.equal.default and self._counted(args[0]):
             self.wait("equal")
             return True
+        if func is aten._to_copy.default and self._counted(args[0]) and _asks_for_host(kwargs):
+            self.wait("to the host")
+            return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
         else:
@@ -182,14 +186,25 @@ class Recorder(TorchDispatchMode):
                     self._track(tensor)
         return out
 
+    def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Made up; a large one has no values either, and is not counted."""
+        if tensor.nbytes <= LARGEST_HOST_COPY:
+            return torch.full(tensor.shape, made_up(dtype), dtype=dtype)
+        copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        storage = copy.untyped_storage()
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
+        self._live[key] = (gone, 0, self._origins.setdefault((self.phases[-1].name, "host"), len(self._origins)))
+        return copy
+
     def _counted(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor]) -> None:
         phase, packet = self.phases[-1], func._overloadpacket
         name = str(packet)
-        if func is aten._to_copy.default and args[0].device.type != out.device.type:
-            self.wait("to the device" if self._counted(out) else "to the host")
+        if func is aten._to_copy.default and not self._counted(args[0]):
+            self.wait("to the device")
         elif func is aten.copy_.default and args[0].device.type != args[1].device.type:
             self.wait("to the device" if self._counted(args[0]) else "to the host")
         elif name in ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount"):
@@ -220,6 +235,10 @@ class Recorder(TorchDispatchMode):
         if "coalesced" in op:  # without a kernel for tensors without values
             return FakeWork().boxed()
         return func(*args, **kwargs)
+
+
+def _asks_for_host(kwargs: Mapping) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
 
 
 def _nbytes(tensors: Any) -> int:

@@ -15,7 +15,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
-from isoloss.tools.dryrun.estimate import micro_batches
+from isoloss.tools.dryrun.estimate import micro_batches, sequences
 from isoloss.tools.dryrun.hardware import (
     ATTENTION_SHARE,
     GPUS_PER_NODE,
@@ -54,7 +54,7 @@ def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Cand
     for layout, parallel in layouts(config, arch, gpus):
         for rows in ROWS:
             batch = replace(config.batch, max_tokens=rows * config.data.max_length)
-            if rows * layout.dp > config.batch.global_size:
+            if rows * layout.dp > sequences(config):
                 continue
             candidate = replace(config, parallel=parallel, batch=batch)
             fitting = least_recomputed(candidate, arch, layout, gpu)
@@ -107,12 +107,12 @@ def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> 
 
 
 def _timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
-    length, batch, count = config.data.max_length, config.batch, micro_batches(config, layout)
+    length, count = config.data.max_length, micro_batches(config, layout)
     split = stage_layers(arch, layout)
     one = sum(_micro_batch(config, arch, layout, max(split), gpu)) * layout.vpp
     seconds = (count + (layout.pp - 1) / layout.vpp) * one + _gradients(config, arch, layout, gpu, one)
-    tokens = batch.global_size * length
-    flops = 3 * batch.global_size * (sum(layer_flops(arch, length)) + output_flops(arch, length))
+    tokens = sequences(config) * length
+    flops = 3 * sequences(config) * (sum(layer_flops(arch, length)) + output_flops(arch, length))
     rate = tokens / seconds / layout.world_size
     return Candidate(config, layout, tuple(peaks), seconds, rate, flops / (seconds * layout.world_size * gpu.flops))
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from isoloss.engine.config import Config
-from isoloss.tools.dryrun.estimate import Estimate, seconds_of
+from isoloss.tools.dryrun.estimate import Estimate, seconds_of, sequences
 from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, MARGIN, Gpu
 from isoloss.tools.dryrun.report import RankReport
 from isoloss.tools.dryrun.search import Candidate
@@ -46,7 +46,7 @@ def fits(report: RankReport, gpu: Gpu) -> bool:
 
 def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
     lines = [
-        f"estimate: {step.seconds:.1f} s a step of {config.batch.global_size} rows of {config.data.max_length} tokens "
+        f"estimate: {step.seconds:.1f} s a step of {sequences(config)} rows of {config.data.max_length} tokens "
         f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}",
         f"assumed: {ASSUMPTIONS}",
     ]
