@@ -47,7 +47,7 @@ def answer_shapes(shape: tuple[int, int, int]) -> None:
 
 
 def answer_split_sizes(chosen: int, wait: Callable[[str], None]) -> None:
-    """Give every expert the same number of tokens.
+    """Give every expert the same number of tokens: in numpy, whose numbers keep their values.
 
     chosen: experts of a token.
     wait: called where the dispatcher would copy the numbers to the host.
@@ -63,9 +63,13 @@ def answer_split_sizes(chosen: int, wait: Callable[[str], None]) -> None:
         splits[-1] += sent % self.ep_size
         self.input_splits = self.output_splits = splits
         self.output_splits_tp = np.full(self.tp_size, sent)
-        received = torch.full((ranks, self.num_local_experts), sent * self.tp_size // (ranks * self.num_local_experts))
+        local = self.num_local_experts
+        received = np.full((ranks, local), sent * self.tp_size // (ranks * local))
         received[-1, -1] += sent * self.tp_size - received.sum()
         self.num_global_tokens_per_local_expert = received
+        chunks = np.arange(ranks * local)
+        self.sort_input_by_local_experts = chunks.reshape(-1, local).T.ravel()
+        self.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
         return received.sum(0)
 
     MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = even

@@ -58,7 +58,7 @@ def reports(tmp_path_factory):
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    rows = [(overrides(folder, name, keys), world, rank) for name, world, rank, *keys in ROWS]
+    rows = [dry_runs.Row("sft", overrides(folder, name, keys), world, rank) for name, world, rank, *keys in ROWS]
     return rows, dry_runs.in_a_process(rows, folder / "rows.json")
 
 
@@ -68,9 +68,9 @@ def overrides(folder, name, keys):
 
 @pytest.mark.parametrize("index", range(len(ROWS)), ids=["-".join(map(str, row)) for row in ROWS])
 def test_it_gives_what_a_dry_run_counts(reports, index):
-    (given, world, _), report = reports[0][index], reports[1][index]
-    config = compose_config("sft", Config, given)[0]
-    layout = config.parallel.layout().with_world(world)
+    row, report = reports[0][index], reports[1][index]
+    config = compose_config("sft", Config, row.overrides)[0]
+    layout = config.parallel.layout().with_world(row.world)
     stage = step_memory(config, read_architecture(config.model.path), layout)[report.stage]
     kinds = report.peak.peak_kinds
     resident = kinds["weights"] + kinds["gradients"] + kinds["optimizer"]

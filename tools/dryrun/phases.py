@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
@@ -22,12 +23,12 @@ STEPS = 2  # the second has what the first leaves behind
 FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "train_logprobs", "old_values", "returns")
 
 
-def take(engine: Engine, config: Config, recorder: Recorder) -> int:
+def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recorder) -> int:
     """Go through the phases. Returns the micro-batches of a step on this rank."""
-    rows = full_rows(config.batch.max_tokens, engine.mesh.layout)
     if not isinstance(config, RLConfig):
         return _train(engine, rows, cross_entropy(config.loss), recorder, "")
-    samples = [replace(row, fields={name: torch.zeros(len(row)) for name in FIELDS}) for row in rows]
+    with unset_fake_temporarily():  # the host's
+        samples = [replace(row, fields={name: torch.zeros(len(row)) for name in FIELDS}) for row in rows]
     temperature, algorithm = config.rollout.temperature, config.algorithm
     reference = critic = None
     if algorithm.uses_reference:

@@ -24,10 +24,11 @@ from isoloss.models.mcore import patches
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.dryrun.phases import take
+from isoloss.tools.dryrun import world
+from isoloss.tools.dryrun.phases import full_rows, take
 from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
-from isoloss.tools.dryrun.world import META, Kernels, join, wait
+from isoloss.tools.dryrun.world import Device, Kernels, join, wait, without_values
 
 RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 
@@ -36,23 +37,30 @@ class NoWeights:
     """Weights of the right shapes, without values."""
 
     def whole(self, weight: Weight) -> Tensor:
-        return torch.empty(weight.shape, device=META)
+        return torch.empty(weight.shape, device=world.DEVICE)
 
 
 def dry_run(
-    config: Config, rank: int, world_size: int, *, gpus_per_node: int = 8, kernels: Kernels = "cuda"
+    config: Config,
+    rank: int,
+    world_size: int,
+    *,
+    gpus_per_node: int = 8,
+    kernels: Kernels = "cuda",
+    device: Device = "meta",
 ) -> RankReport:
     """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets."""
-    recorder = join(rank, world_size, gpus_per_node, kernels)
+    recorder = join(rank, world_size, gpus_per_node, kernels, device)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, from_scratch=True))
     source = dataclasses.replace(resolve(config), weights=NoWeights())
     answer_exchanges(source.arch, source.layout, config.batch.max_tokens, recorder)
-    with recorder:
+    rows = full_rows(config.batch.max_tokens, source.layout)
+    with without_values(recorder):
         with recorder.phase("build"):
             engine = Engine(config, source)
         recorder.name_groups(engine.mesh)
         resident = resident_bytes(engine, recorder.live_bytes)
-        micro_batches = take(engine, config, recorder)
+        micro_batches = take(engine, config, rows, recorder)
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,
@@ -61,6 +69,7 @@ def dry_run(
         micro_batches,
         config.batch.max_tokens,
         [PhaseReport.of(phase, resident) for phase in last.values()],
+        [(*fault, count) for fault, count in recorder.faults.most_common()],
     )
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -90,6 +91,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, device_type: str, gpus_per_node: int):
         super().__init__()
         self.phases: list[Phase] = []
+        self.faults: Counter[tuple[str, str]] = Counter()  # what a device would refuse, by file:line
         self.share_selected = 1.0  # of a mask, by `masked_select`
         self._device_type, self._gpus_per_node = device_type, gpus_per_node
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
@@ -124,8 +126,16 @@ class Recorder(TorchDispatchMode):
         """Let the collectives of a mesh be told by its axes."""
         self._groups = {getattr(mesh, axis).group_name: axis for axis in GROUPS}
 
-    def wait(self, kind: str) -> None:
-        self.phases[-1].waits[kind, site()] += 1
+    def wait(self, kind: str, tensor: Tensor | None = None) -> None:
+        """The host waits for the device, where the tensor is there."""
+        if tensor is None or self._counted(tensor):
+            self.phases[-1].waits[kind, site()] += 1
+
+    @contextlib.contextmanager
+    def faults_ignored(self) -> Iterator[None]:
+        before = self.faults.copy()
+        yield
+        self.faults = before
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -165,17 +175,19 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        if func is aten._local_scalar_dense.default and self._counted(args[0]):
-            self.wait("item")
+        if func is aten._local_scalar_dense.default and self._has_no_value(args[0]):
+            self.wait("item", args[0])
             return made_up(args[0].dtype)
-        if func is aten.equal.default and self._counted(args[0]):
-            self.wait("equal")
+        if func is aten.equal.default and self._has_no_value(args[0]):
+            self.wait("equal", args[0])
             return True
         if func is aten._to_copy.default and self._counted(args[0]) and _asks_for_host(kwargs):
             self.wait("to the host")
             return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
+        elif func is aten.nonzero.default and self._counted(args[0]):
+            out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         else:
             out = func(*args, **kwargs)
         counted = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and self._counted(t)]
@@ -196,6 +208,9 @@ class Recorder(TorchDispatchMode):
         gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
         self._live[key] = (gone, 0, self._origins.setdefault((self.phases[-1].name, "host"), len(self._origins)))
         return copy
+
+    def _has_no_value(self, tensor: Tensor) -> bool:
+        return self._counted(tensor) or isinstance(tensor, FakeTensor)
 
     def _counted(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
@@ -222,6 +237,11 @@ class Recorder(TorchDispatchMode):
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
         op = str(func._overloadpacket).removeprefix("c10d.")
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        for tensor in tensors:
+            if not self._counted(tensor):
+                self.faults[f"{op} of a tensor of the host", site()] += 1
+            elif not tensor.is_contiguous():
+                self.faults[f"{op} of a tensor with gaps", site()] += 1
         group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject)), None)
         if group is not None and tensors and self._counted(tensors[0]):
             key = Collective(

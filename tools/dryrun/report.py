@@ -73,7 +73,10 @@ class PhaseReport:
 
 @dataclass(frozen=True)
 class RankReport:
-    """parameters: of this rank. micro_batches: of a step; tokens: of one of them, over all ranks that share it."""
+    """parameters: of this rank. micro_batches: of a step; tokens: of one of them, over all ranks that share it.
+
+    faults: (what, file:line, how often) that a device would refuse.
+    """
 
     rank: int
     stage: int
@@ -81,6 +84,7 @@ class RankReport:
     micro_batches: int
     tokens: int
     phases: Sequence[PhaseReport]
+    faults: Sequence[tuple[str, str, int]] = ()
 
     @property
     def peak(self) -> PhaseReport:

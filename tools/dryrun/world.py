@@ -7,32 +7,41 @@ that torch chooses on a GPU, or those of a CPU, which a real run on this machine
 # A stand-in puts another thing where the type says what stood there.
 # pyright: reportAttributeAccessIssue=false
 
+import contextlib
 import os
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.fx.experimental import _config as meta_config
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from isoloss.engine import step
+from isoloss.engine import engine, step
+from isoloss.engine.packing import PackedBatch
+from isoloss.engine.step import StepBatch
 from isoloss.parallel import cuda_stubs, mesh
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
-META = torch.device("meta")
+# Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
+# is an error, as on a GPU, and all takes twice as long.
+Device = Literal["meta", "gpu"]
 Kernels = Literal["cuda", "cpu"]
 # What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
+DEVICE = torch.device("meta")  # `join` may choose the other one
 _CHOICE = torch.library.Library("aten", "IMPL")
-_kernels: Kernels | None = None
+_installed: tuple[Kernels, Device] | None = None
 _recorder: Recorder  # of the rank that this process is
 aten = torch.ops.aten
 
 
-def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Recorder:
-    """Become this rank, in place of another one. Returns what records the ops of its device, once it is entered.
+def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, device: Device) -> Recorder:
+    """Become this rank, in place of another one. Returns what records the ops of its device, in `without_values`.
 
-    ValueError where this process already had the other kernels.
+    ValueError where this process already had other kernels, or another device.
     """
     global _recorder
     os.environ |= {
@@ -41,15 +50,22 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels) -> Re
         "LOCAL_RANK": str(rank % gpus_per_node),
         "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
     }
-    _install(kernels)
-    if _kernels != kernels:
-        raise ValueError(f"this process counts the kernels of {_kernels}, not those of {kernels}")
+    _install(kernels, device)
+    if _installed != (kernels, device):
+        raise ValueError(f"this process is for {_installed}, not for {(kernels, device)}")
     if dist.is_initialized():
         mesh.destroy()
         dist.destroy_process_group()
-    dist.init_process_group("cpu:fake,meta:fake", store=FakeStore(), rank=rank, world_size=world_size)
-    _recorder = Recorder("meta", gpus_per_node)
+    dist.init_process_group(f"cpu:fake,{device}:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _recorder = Recorder(device, gpus_per_node)
     return _recorder
+
+
+@contextlib.contextmanager
+def without_values(recorder: Recorder) -> Iterator[None]:
+    """Tensors are made without values, and their ops are recorded."""
+    with FakeTensorMode(allow_non_fake_inputs=True) if DEVICE.type == "gpu" else contextlib.nullcontext(), recorder:
+        yield
 
 
 def wait(kind: str) -> None:
@@ -57,21 +73,55 @@ def wait(kind: str) -> None:
     _recorder.wait(kind)
 
 
-def _install(kernels: Kernels) -> None:
-    global _kernels
-    if _kernels is not None:
+def _install(kernels: Kernels, device: Device) -> None:
+    global _installed, DEVICE
+    if _installed is not None:
         return
-    _kernels = kernels
-    cuda_stubs.stand_in(META)
+    _installed = kernels, device
+    autograd = "AutogradMeta"
+    if device == "gpu":
+        _setup_privateuseone_for_python_backend("gpu")
+        DEVICE, autograd = torch.device("gpu", 0), "AutogradPrivateUse1"
+        FakeTensorMode.avoid_device_init = property(lambda self: True)
+        _pack_on_the_host()
+    _count_on_the_host()
+    cuda_stubs.stand_in(DEVICE)
     _exchange_objects()
     _answer_the_host()
     if kernels == "cuda":
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
-        Tensor.is_cuda = property(lambda self: self.device == META)
-        _CHOICE.impl("rms_norm", _FusedRMSNorm.of, "AutogradMeta")
+        Tensor.is_cuda = property(lambda self: self.device.type == device)
+        _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
     else:
-        Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", "meta"))
-    _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], "AutogradMeta")
+        Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", device))
+    _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], autograd)
+
+
+def _count_on_the_host() -> None:
+    """Tokens are counted with values. On a GPU the device does it, for the all-reduce."""
+    prepare = step.prepare_step
+
+    def prepare_with_values(*args: Any) -> StepBatch:
+        with unset_fake_temporarily(), _recorder.faults_ignored():
+            return prepare(*args)
+
+    step.prepare_step = engine.prepare_step = prepare_with_values
+
+
+def _pack_on_the_host() -> None:
+    """Packing is the host's work, and needs values."""
+    pack = step.pack
+
+    def pack_with_values(samples: Any, weights: Any, offsets: Any, mesh_: Any, device: Any, *more: Any) -> PackedBatch:
+        with unset_fake_temporarily():
+            packed = pack(samples, weights, offsets, mesh_, torch.device("cpu"), *more)
+        return replace(
+            packed,
+            **{name: value.to(device) for name, value in vars(packed).items() if isinstance(value, Tensor)},
+            fields={name: value.to(device) for name, value in packed.fields.items()},
+        )
+
+    step.pack = pack_with_values
 
 
 def _exchange_objects() -> None:
@@ -89,10 +139,11 @@ def _answer_the_host() -> None:
     tolist, resize = Tensor.tolist, torch.UntypedStorage.resize_
 
     def made_up_list(self: Tensor) -> Any:
-        if self.device != META:
+        if self.device != DEVICE and not isinstance(self, FakeTensor):
             return tolist(self)
-        wait("item")
-        return tolist(torch.full(self.shape, made_up(self.dtype)))
+        _recorder.wait("item", self)
+        with unset_fake_temporarily():
+            return tolist(torch.full(self.shape, made_up(self.dtype)))
 
     def recorded_resize(self: torch.UntypedStorage, size: int) -> Any:
         _recorder.resized(self, size)
@@ -100,7 +151,6 @@ def _answer_the_host() -> None:
 
     Tensor.tolist = made_up_list
     torch.UntypedStorage.resize_ = recorded_resize
-    meta_config.meta_nonzero_assume_all_nonzero = True
     torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
     step.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
 
