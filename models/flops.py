@@ -8,6 +8,7 @@ causal half.
 
 import math
 from collections.abc import Iterator
+from functools import cache
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights.weight_map import weight_map
@@ -32,11 +33,17 @@ def pair_flops(arch: Architecture) -> float:
     return 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
 
 
+@cache
+def _met_by_layer(arch: Architecture) -> tuple[float, ...]:
+    met = [0.0] * arch.num_layers
+    for layer, parameters in met_parameters(arch):
+        met[layer] += parameters
+    return tuple(met)
+
+
 def layer_flops(arch: Architecture, tokens: int) -> list[int]:
     """Of each layer over a sequence of so many tokens; a window leaves the square up to it and a strip beyond."""
-    flops = [0.0] * arch.num_layers
-    for layer, parameters in met_parameters(arch):
-        flops[layer] += 2.0 * parameters * tokens
+    flops = [2.0 * parameters * tokens for parameters in _met_by_layer(arch)]
     for layer in range(arch.num_layers):
         seen = min(tokens, arch.window(layer) or tokens)
         flops[layer] += pair_flops(arch) * seen * (2 * tokens - seen)

@@ -214,7 +214,7 @@ def _plain_backward(
 
 
 def _fused_on_cpu(query: Tensor, block: Block) -> bool:
-    return query.device.type == "cpu" and block.distance is None
+    return query.is_cpu and block.distance is None
 
 
 def _to_group(kv_KJx: Tensor, query_KFID: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Megatron-Core names CUDA directly: it asks `torch.cuda` for the current device, 
 tensors with `device="cuda"`, and its distributed optimizer compares `Tensor.type()` with 'torch.cuda.FloatTensor'.
 `install()` gives those calls a CPU meaning. It must run before the first `import megatron`, because Megatron binds some
 of these names at import; importing `isoloss.parallel` does that. Where a GPU exists it changes nothing at all.
+
+A dry run lets CUDA mean another device instead of the CPU, one whose tensors have shapes and no values (`stand_in`).
 """
 
 # A stub puts another thing where the type says what stood there.
@@ -15,7 +17,7 @@ import functools
 import torch
 from torch.utils._device import _device_constructors
 
-CPU = torch.device("cpu")
+_device = torch.device("cpu")  # what CUDA means
 # Every factory function to which Megatron-Core passes device="cuda" or a CUDA device object.
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_like", "zeros_like",
               "ones_like", "full_like", "empty_strided", "as_tensor", "eye", "linspace")  # fmt: skip
@@ -56,7 +58,7 @@ def _on_cpu(factory):
     @functools.wraps(factory)
     def wrapped(*args, **kwargs):
         if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = CPU
+            kwargs["device"] = _device
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
@@ -70,7 +72,7 @@ def _tensor_type(original):
     def type_(self, *args, **kwargs):
         if args or kwargs:
             return original(self, *args, **kwargs)
-        return original(self).replace("torch.", "torch.cuda.", 1)
+        return original(torch.empty(0, dtype=self.dtype)).replace("torch.", "torch.cuda.", 1)
 
     return type_
 
@@ -122,13 +124,21 @@ def _with_uneven_sums(reduce_scatter):
     return wrapped
 
 
+def stand_in(device: torch.device) -> None:
+    """From now on CUDA means this device. ValueError where CUDA means itself: hide the GPUs from such a process."""
+    global _device
+    if not install():
+        raise ValueError("a process that sees a GPU cannot run on another device: set CUDA_VISIBLE_DEVICES=")
+    _device = device
+
+
 @functools.cache
 def install() -> bool:
     """Install the stand-ins, once, if this process has no GPU. Returns whether they are active."""
     if torch.cuda.is_available():
         return False
     cuda = torch.cuda
-    cuda.current_device = lambda: CPU
+    cuda.current_device = lambda: _device
     cuda.set_device = lambda device: None
     cuda.device_count = lambda: 1
     cuda.synchronize = lambda *args, **kwargs: None
@@ -150,8 +160,8 @@ def install() -> bool:
     _device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self
-    torch.nn.Module.cuda = lambda self, *args, **kwargs: self
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self.to(_device)
+    torch.nn.Module.cuda = lambda self, *args, **kwargs: self.to(_device)
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
     torch.Tensor.type = _tensor_type(torch.Tensor.type)
     torch.distributed.all_to_all_single = _with_listed_splits(torch.distributed.all_to_all_single)

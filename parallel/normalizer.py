@@ -189,5 +189,4 @@ class GlobalLossNormalizer:
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors of a collective over `group` must live."""
-    on_gpu = dist.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return torch.device(torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -7,17 +7,20 @@ What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.
 # pyright: reportAttributeAccessIssue=false
 
 import queue
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core import optimizer
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
 ParamGroup = dict[str, Any]
@@ -33,6 +36,43 @@ def collect_results_in_process() -> None:
     """Let the writers of a checkpoint's files put their results into a queue of this process, in place of one that a
     manager process holds."""
     filesystem_async._results_queue = queue.SimpleQueue()
+
+
+# ---- a dry run, whose tensors have shapes and no values --------------------------------------------------------------
+
+
+def answer_shapes(shape: tuple[int, int, int]) -> None:
+    """Tell pipeline stages that every message has this shape, in place of their asking each other."""
+    P2PCommunicator._communicate_shapes = lambda self, *args, **kwargs: (list(shape), list(shape))
+
+
+def answer_split_sizes(chosen: int, wait: Callable[[str], None]) -> None:
+    """Give every expert the same number of tokens: in numpy, whose numbers keep their values.
+
+    chosen: experts of a token.
+    wait: called where the dispatcher would copy the numbers to the host.
+    """
+
+    def even(self: MoEAlltoAllTokenDispatcher, point: str, tokens_per_expert: Any = None) -> Any:
+        if point != self.cuda_dtoh_point:
+            return tokens_per_expert
+        wait("split sizes")
+        sent = self.routing_map.shape[0] * chosen
+        ranks = self.ep_size * self.tp_size
+        splits = np.full(self.ep_size, sent // self.ep_size)
+        splits[-1] += sent % self.ep_size
+        self.input_splits = self.output_splits = splits
+        self.output_splits_tp = np.full(self.tp_size, sent)
+        local = self.num_local_experts
+        received = np.full((ranks, local), sent * self.tp_size // (ranks * local))
+        received[-1, -1] += sent * self.tp_size - received.sum()
+        self.num_global_tokens_per_local_expert = received
+        chunks = np.arange(ranks * local)
+        self.sort_input_by_local_experts = chunks.reshape(-1, local).T.ravel()
+        self.restore_output_by_local_experts = chunks.reshape(local, -1).T.ravel()
+        return received.sum(0)
+
+    MoEAlltoAllTokenDispatcher._maybe_dtoh_and_synchronize = even
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------------------

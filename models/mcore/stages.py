@@ -18,9 +18,12 @@ def stage_layers(arch: Architecture, layout: Layout, chosen: Sequence[int] = ())
     Rank r of the pipeline holds the stages r, pp + r, 2 pp + r ... An interleaved schedule runs one stage of every rank
     at a time and waits for the slowest, so it is the stages that are made even, not the sums of the ranks.
     """
-    if chosen:
-        return tuple(chosen)
-    return split_layers(layer_flops(arch, TOKENS), layout.pp * layout.vpp, output_flops(arch, TOKENS))
+    return tuple(chosen) if chosen else _split_evenly(arch, layout.pp * layout.vpp)
+
+
+@cache
+def _split_evenly(arch: Architecture, stages: int) -> tuple[int, ...]:
+    return split_layers(layer_flops(arch, TOKENS), stages, output_flops(arch, TOKENS))
 
 
 def split_layers(costs: Sequence[int], stages: int, last: int = 0) -> tuple[int, ...]:

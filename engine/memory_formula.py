@@ -1,0 +1,249 @@
+"""Device memory of a training step by arithmetic, in microseconds: what a search over layouts ranks by.
+
+It knows the local layers of Megatron-Core and the kernels that torch chooses on CUDA. `isoloss.tools.plan` counts the
+same in a dry run; the two are compared in tests/unit/test_memory_formula.py.
+
+Letters: t tokens of a micro-batch on a rank, s of them between matrices (fewer under sequence parallelism), h hidden
+size, q and k width of all query and key heads of a rank, f width of its MLP.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.models.weights.mappings import ParamMapping
+from isoloss.models.weights.weight_map import EMBEDDING, weight_map
+from isoloss.parallel import Layout
+from isoloss.parallel.vocab import CHUNK_ELEMENTS
+
+BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank of a pipeline stage. activations: all that a step adds, where it adds most."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+
+    @property
+    def peak(self) -> float:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
+    """Of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
+    split = stage_layers(arch, layout, config.parallel.stage_layers)
+    starts = [sum(split[:stage]) for stage in range(len(split))]
+    stages = [range(start, start + count) for start, count in zip(starts, split)]
+    return [
+        _rank_memory(config, arch, layout, rank, [stages[chunk * layout.pp + rank] for chunk in range(layout.vpp)])
+        for rank in range(layout.pp)
+    ]
+
+
+def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
+    width = BYTES[config.train.precision]
+    dense, experts = parameters(arch, layout, rank, chunks)
+    master = 8 if width == 8 else 4  # bytes of a gradient, of a main weight and of a moment
+    replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
+    if not config.distributed_optimizer:
+        replicas = (1, 1)
+    trained, kept = _models(config)
+    state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
+    return StageMemory(
+        (trained + kept) * width * (dense + experts),
+        trained * master * (dense + experts),
+        sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
+        _activations(config, arch, layout, rank, chunks),
+    )
+
+
+def _models(config: Config) -> tuple[int, int]:
+    """How many are trained, a critic among them, and how many are only kept on the device, as a reference."""
+    if not isinstance(config, RLConfig):
+        return 1, 0
+    algorithm = config.algorithm
+    return 1 + algorithm.uses_critic, int(algorithm.uses_reference and not algorithm.reference_offload)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+def parameters(arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> tuple[int, int]:
+    """Parameters of a rank that every data-parallel rank has, and those of its experts."""
+    dense, experts = _by_layer(arch, layout.tp, layout.ep, layout.etp)
+    layers = [layer for chunk in chunks for layer in chunk]
+    first, last = rank == 0, rank == layout.pp - 1
+    ends = dense[EMBEDDING] * (first or (last and arch.tie_embeddings)) + dense[None] * last
+    return ends + sum(dense[layer] for layer in layers), sum(experts[layer] for layer in layers)
+
+
+@cache
+def _by_layer(arch: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, Counter]:
+    """Parameters of a rank, by layer; those behind the last layer under None. The second of experts."""
+    dense, experts = Counter(), Counter()
+    for weight in weight_map(arch):
+        if weight.expert is None:
+            place = EMBEDDING if weight.parts[0].tensor == EMBEDDING else weight.layer
+            dense[place] += _shard(weight.mapping, weight.shape, tp)
+        elif arch.experts is not None and weight.expert < arch.experts.count // ep:
+            experts[weight.layer] += _shard(weight.mapping, weight.shape, etp)
+    return dense, experts
+
+
+@cache
+def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
+    return mapping.shard(torch.empty(shape, device="meta"), size, 0).numel()
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """See the module."""
+
+    t: int
+    s: int
+    h: int
+    q: int
+    k: int
+    f: int
+    heads: int
+    width: int
+    sequence_parallel: bool
+
+
+def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
+    """Bytes that consecutive layers keep of a micro-batch until its backward."""
+    return _chunk(config, arch, layout, layers, _sizes(config, arch, layout))
+
+
+def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
+    tokens = config.batch.max_tokens // layout.context
+    return _Sizes(
+        tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
+        arch.num_heads * arch.head_dim // layout.tp, max(1, arch.num_kv_heads // layout.tp) * arch.head_dim,
+        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, BYTES[config.train.precision],
+        layout.sequence_parallel,
+    )  # fmt: skip
+
+
+def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
+    z = _sizes(config, arch, layout)
+    kept = [_chunk(config, arch, layout, chunk, z) for chunk in chunks]
+    gathered = z.width * z.t * z.h * z.sequence_parallel  # the buffer that rows are gathered in
+    moments = []
+    for chunk, held in _held_before_backwards(layout, rank, kept):
+        moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
+        if rank == layout.pp - 1 and chunk == layout.vpp - 1:
+            moments.append(held + gathered + _head(arch, layout, z, with_entropy=isinstance(config, RLConfig)))
+    return max(moments)
+
+
+def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """The chunk of a backward, and what all forwards before it keep that have had none: 1F1B, or interleaved, where
+    `pp` micro-batches go through a chunk before the next one has its turn (arXiv:2104.04473).
+
+    kept: by each chunk of a micro-batch.
+    """
+    ahead = layout.pp - rank - 1
+    if layout.vpp > 1:
+        ahead = 2 * ahead + (layout.vpp - 1) * layout.pp
+    forward = [chunk for chunk in range(layout.vpp) for _ in range(layout.pp)] * 3  # more says nothing new
+    backward = [layout.vpp - 1 - chunk for chunk in forward]
+    held = sum(kept[chunk] for chunk in forward[:ahead])
+    for started, ended in zip(forward[ahead:], backward):
+        held += kept[started]
+        yield ended, held
+        held -= kept[ended]
+
+
+def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
+    """What the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
+    memory = config.memory
+    recomputed = 0
+    if memory.recompute == "full":
+        recomputed = len(layers) if memory.recompute_layers is None else min(memory.recompute_layers, len(layers))
+    modules = _recomputed_modules(config)
+    whole = [z.width * z.s * z.h for _ in layers[:recomputed]]
+    return z.width * z.s * z.h + sum(whole) + sum(_layer(arch, layout, n, modules, z) for n in layers[recomputed:])
+
+
+def _recomputed_modules(config: Config) -> tuple[str, ...]:
+    return (config.memory.recompute_modules or ("core_attn",)) if config.memory.recompute == "selective" else ()
+
+
+def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
+    """What a layer keeps of a micro-batch.
+
+    Attention: the projections; queries before their norm, where heads of several groups make it copy them; queries and
+    keys rotated, and the cosine and sine for each; the output and its log-sum-exp; the output as rows. Two sums of the
+    residual stream, two norms.
+    """
+    copied = z.q if arch.qk_norm and z.k > arch.head_dim else 0
+    attention = (z.q + 2 * z.k) + copied + (z.q + z.k) + 4 * arch.rotary_dim + 2 * z.q
+    kept = z.width * z.t * attention + 4 * z.t * z.heads
+    if "core_attn" in modules:
+        kept -= z.width * z.t * z.q + 4 * z.t * z.heads
+    norms = (0 if "layernorm" in modules else 1) + 2
+    kept += z.width * z.s * z.h * norms
+    return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
+
+
+def _mlp(modules: Sequence[str], z: _Sizes) -> float:
+    """The norm's output; gate and up; their product."""
+    kept = 0 if "layernorm" in modules else z.width * z.s * z.h
+    return kept + (0 if "mlp" in modules else z.width * z.t * 3 * z.f)
+
+
+def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
+    """What the router sees, in fp32; tokens by expert; gate and up; their product, and that weighted."""
+    experts = arch.experts
+    assert experts is not None
+    if "moe" in modules:
+        return 0 if "layernorm" in modules else z.width * z.s * z.h
+    received = z.s * experts.top_k * layout.etp
+    inner = experts.intermediate_size // layout.etp
+    router = 4 * z.s * (z.h + 3 * experts.count)
+    shared = z.width * z.t * 3 * experts.shared_size // layout.tp
+    return router + shared + z.width * received * (z.h + 4 * inner)
+
+
+def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z: _Sizes) -> float:
+    """What the backward of the last layer adds: gradients inside of its MLP, and first what it computes again."""
+    modules = _recomputed_modules(config)
+    gradients = z.width * 2 * z.s * z.h
+    if arch.has_experts(layer):
+        assert arch.experts is not None
+        received = z.s * arch.experts.top_k * layout.etp
+        gradients += z.width * received * 3 * z.h
+        again = _experts(arch, layout, (), z) if "moe" in modules else 0
+    else:
+        gradients += z.width * z.t * 3 * z.f
+        again = _mlp((), z) if "mlp" in modules else 0
+    if config.memory.recompute == "full" and config.memory.recompute_layers is None:
+        again = _layer(arch, layout, layer, (), z)
+    return gradients + again
+
+
+def _head(arch: Architecture, layout: Layout, z: _Sizes, *, with_entropy: bool) -> float:
+    """The loss head: hidden states and their gradient; the gradient of the output matrix, in fp32; a chunk of logits in
+    fp32 and once more rounded, with entropy one more in fp32; and with several chunks either what one adds to the
+    matrix, or the logits of the next.
+    """
+    columns = math.ceil(arch.vocab_size / layout.tp)
+    logits, matrix = min(z.t * columns, CHUNK_ELEMENTS), columns * z.h
+    several = max(z.width * matrix, 4 * logits) if z.t * columns > CHUNK_ELEMENTS else 0
+    return z.width * 2 * z.t * z.h + 4 * matrix + logits * (4 + z.width + 4 * with_entropy) + several

@@ -1,0 +1,86 @@
+"""The formula of a step's memory gives what a dry run counts."""
+
+import json
+
+import pytest
+from support import dry_runs
+
+from isoloss.engine.config import Config
+from isoloss.engine.memory_formula import step_memory
+from isoloss.models.families.registry import read_architecture
+from isoloss.recipes.launch import compose_config
+
+# Published shapes; fewer layers, which the formula multiplies by.
+QWEN3 = {
+    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
+    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
+    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "num_hidden_layers": 8,
+}  # fmt: skip
+MODELS = {
+    "8b": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
+    "32b": QWEN3 | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
+    "30b-a3b": QWEN3 | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "70b": {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
+        "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
+        "num_key_value_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
+        "rope_theta": 5e5, "tie_word_embeddings": False, "vocab_size": 128256,
+    },
+}  # fmt: skip
+KEEP, FULL = "memory.recompute=none", "memory.recompute=full"
+ROWS = (
+    ("8b", 8, 0, "parallel.tp=2", KEEP),
+    ("8b", 8, 0, "parallel.tp=1", FULL),
+    ("8b", 64, 0, "parallel.tp=4", "memory.recompute=selective", "memory.recompute_modules=[layernorm,mlp]"),
+    ("8b", 8, 0, "parallel.tp=2", FULL, "memory.recompute_layers=3"),
+    ("8b", 16, 0, "parallel.tp=2", "parallel.ulysses=4", "parallel.ring=2", "batch.max_tokens=131072", FULL),
+    ("8b", 16, 0, "parallel.tp=2", "parallel.ulysses=4", "batch.max_tokens=65536", KEEP),
+    ("8b", 16, 0, "parallel.tp=2", "parallel.ring=4", "batch.max_tokens=65536", KEEP),
+    ("32b", 16, 0, "parallel.tp=8", "parallel.pp=2", KEEP),
+    ("32b", 16, 8, "parallel.tp=8", "parallel.pp=2", KEEP),
+    ("32b", 16, 0, "parallel.tp=8", "parallel.pp=2", "parallel.vpp=2", KEEP),
+    ("70b", 32, 8, "parallel.tp=8", "parallel.pp=4", "parallel.vpp=2", KEEP),
+    ("70b", 32, 24, "parallel.tp=8", "parallel.pp=4", "parallel.vpp=2", KEEP),
+    ("30b-a3b", 16, 0, "parallel.ep=8", KEEP),
+    ("30b-a3b", 16, 0, "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"),
+    ("30b-a3b", 16, 0, "parallel.ep=8", "parallel.tp=2", FULL),
+)
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    rows = [dry_runs.Row("sft", overrides(folder, name, keys), world, rank) for name, world, rank, *keys in ROWS]
+    return rows, dry_runs.in_a_process(rows, folder / "rows.json")
+
+
+def overrides(folder, name, keys):
+    return [f"model.path={folder / name}", "train.precision=bf16", "batch.max_tokens=8192", *keys]
+
+
+@pytest.mark.parametrize("index", range(len(ROWS)), ids=["-".join(map(str, row)) for row in ROWS])
+def test_it_gives_what_a_dry_run_counts(reports, index):
+    row, report = reports[0][index], reports[1][index]
+    config = compose_config("sft", Config, row.overrides)[0]
+    layout = config.parallel.layout().with_world(row.world)
+    stage = step_memory(config, read_architecture(config.model.path), layout)[report.stage]
+    kinds = report.peak.peak_kinds
+    resident = kinds["weights"] + kinds["gradients"] + kinds["optimizer"]
+    print(
+        index,
+        ROWS[index],
+        round(report.peak.peak / 2**30, 2),
+        stage.peak / report.peak.peak,
+        stage.activations / (report.peak.peak - resident),
+        report.peak.peak_site,
+    )
+    assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(resident, rel=0.001)
+    assert stage.peak == pytest.approx(report.peak.peak, rel=0.03)

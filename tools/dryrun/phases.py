@@ -1,0 +1,80 @@
+"""What a run does to its models, phase by phase: a step of supervised fine-tuning; in reinforcement learning the
+log-probabilities of a batch, the steps of policy and critic, and the weights on their way to the servers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss, cross_entropy
+from isoloss.engine.rl.backends.sglang.bucket import flatten
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.losses import policy_loss, value_loss
+from isoloss.engine.rl.reference import Reference
+from isoloss.parallel import Layout
+from isoloss.tools.dryrun.recorder import Recorder
+
+STEPS = 2  # the second has what the first leaves behind
+# Of every sample in reinforcement learning. A policy that takes one step a batch asks for no old log-probabilities.
+FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "train_logprobs", "old_values", "returns")
+
+
+def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recorder) -> int:
+    """Go through the phases. Returns the micro-batches of a step on this rank."""
+    if not isinstance(config, RLConfig):
+        return _train(engine, rows, cross_entropy(config.loss), recorder, "")
+    with unset_fake_temporarily():  # the host's
+        samples = [replace(row, fields={name: torch.zeros(len(row)) for name in FIELDS}) for row in rows]
+    temperature, algorithm = config.rollout.temperature, config.algorithm
+    reference = critic = None
+    if algorithm.uses_reference:
+        with recorder.phase("build reference"):
+            reference = Reference(engine, offload=algorithm.reference_offload)
+    if algorithm.uses_critic:
+        with recorder.phase("build critic"):
+            critic = Engine(config, engine.source, critic_of=engine)
+    for _ in range(STEPS):
+        if config.rollout.backend == "sglang":
+            with recorder.phase("weight sync"):
+                _stream(engine, config)
+        with recorder.phase("log-probabilities"):
+            engine.logprobs(rows, temperature)
+        if reference is not None:
+            with recorder.phase("reference"):
+                reference.logprobs(rows, temperature)
+        if critic is not None:
+            with recorder.phase("values"):
+                critic.values(rows)
+            _train(critic, samples, value_loss(algorithm, config.loss), recorder, "critic ", steps=1)
+        count = _train(engine, samples, policy_loss(config), recorder, "", steps=1)
+    return count
+
+
+def _train(
+    engine: Engine, samples: Sequence[Sample], loss: Loss, recorder: Recorder, whose: str, steps: int = STEPS
+) -> int:
+    for _ in range(steps):
+        with recorder.phase(f"{whose}forward and backward"):
+            metrics = engine._forward_backward(samples, loss)
+        with recorder.phase(f"{whose}optimizer"):
+            engine.optim_step()
+    return metrics.micro_batches
+
+
+def _stream(engine: Engine, config: RLConfig) -> None:
+    """Every bucket as it is sent: as one tensor of bytes."""
+    receives = "every rank" if config.rollout.weight_sync == "tensor" else "rank 0"
+    for bucket in engine.weight_stream(config.rollout.bucket_mb << 20, receives):
+        if bucket:
+            flatten(bucket)
+
+
+def full_rows(tokens: int, layout: Layout) -> Sequence[Sample]:
+    """Twice as many rows for every data-parallel rank as its pipeline has stages, each one document of targets."""
+    mask_T = torch.ones(tokens, dtype=torch.bool)
+    mask_T[0] = False
+    return [Sample(torch.zeros(tokens, dtype=torch.int64), mask_T)] * (layout.dp * 2 * layout.pp)

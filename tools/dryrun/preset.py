@@ -1,0 +1,44 @@
+"""A candidate of a search as a preset."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from isoloss.engine.config import Config
+from isoloss.engine.config_tree import defaults
+from isoloss.parallel import UserError
+from isoloss.recipes.launch import CONF
+from isoloss.tools.dryrun.hardware import GIB
+from isoloss.tools.dryrun.search import Candidate
+
+OF_THE_RUN = ("model", "output_dir")  # and the files of data: they are no matter of a preset
+
+
+def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
+    """Every key whose value is not the default. Raises UserError where there is such a preset."""
+    file = CONF / recipe / "preset" / f"{name}.yaml"
+    if file.exists():
+        raise UserError(f"--write {name}: {file} exists; choose another name, or delete it")
+    head = (
+        f"# @package _global_\n# {candidate.layout.world_size} GPUs: {candidate.layout}. Planned peak "
+        f"{max(candidate.peaks) / GIB:.1f} GiB and {candidate.seconds:.1f} s a step (isoloss.tools.plan --search).\n"
+    )
+    file.write_text(head + yaml.safe_dump(_changed(candidate.config), sort_keys=False))
+    return file
+
+
+def _changed(config: Config) -> dict[str, Any]:
+    plain = defaults(Config)
+    changed: dict[str, Any] = {}
+    for group, values in asdict(config).items():
+        if group in OF_THE_RUN or not isinstance(values, dict):
+            continue
+        listed = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        if group == "data":
+            listed = {key: value for key, value in listed.items() if key not in ("train", "eval")}
+        different = {key: value for key, value in listed.items() if value != plain[group][key]}
+        if different:
+            changed[group] = different
+    return changed

@@ -1,0 +1,114 @@
+"""A dry run of one rank, in a process of its own: build the Engine, go through the phases of a run, and tell what
+its device did.
+
+    python -m isoloss.tools.dryrun.rank RECIPE WORLD_SIZE RANK FILE [key=value ...]
+
+FILE: of the report, JSON.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine
+from isoloss.engine.model_source import resolve
+from isoloss.engine.rl.config import RLConfig
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore import patches
+from isoloss.models.weights.weight_map import Weight
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import compose_config
+from isoloss.tools.dryrun import world
+from isoloss.tools.dryrun.phases import full_rows, take
+from isoloss.tools.dryrun.recorder import Recorder
+from isoloss.tools.dryrun.report import PhaseReport, RankReport
+from isoloss.tools.dryrun.world import Device, Kernels, join, wait, without_values
+
+RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
+
+
+class NoWeights:
+    """Weights of the right shapes, without values."""
+
+    def whole(self, weight: Weight) -> Tensor:
+        return torch.empty(weight.shape, device=world.DEVICE)
+
+
+def dry_run(
+    config: Config,
+    rank: int,
+    world_size: int,
+    *,
+    gpus_per_node: int = 8,
+    kernels: Kernels = "cuda",
+    device: Device = "meta",
+) -> RankReport:
+    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets."""
+    recorder = join(rank, world_size, gpus_per_node, kernels, device)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, from_scratch=True))
+    source = dataclasses.replace(resolve(config), weights=NoWeights())
+    answer_exchanges(source.arch, source.layout, config.batch.max_tokens, recorder)
+    rows = full_rows(config.batch.max_tokens, source.layout)
+    with without_values(recorder):
+        with recorder.phase("build"):
+            engine = Engine(config, source)
+        recorder.name_groups(engine.mesh)
+        resident = resident_bytes(engine, recorder.live_bytes)
+        micro_batches = take(engine, config, rows, recorder)
+    last = {phase.name: phase for phase in recorder.phases}
+    return RankReport(
+        rank,
+        engine.mesh.pp.rank(),
+        sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
+        micro_batches,
+        config.batch.max_tokens,
+        [PhaseReport.of(phase, resident) for phase in last.values()],
+        [(*fault, count) for fault, count in recorder.faults.most_common()],
+    )
+
+
+def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
+    """What stays on the device from step to step. built: bytes that are live after building."""
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    weights = storage_bytes(parameters)
+    gradients = storage_bytes([parameter.main_grad for parameter in parameters])  # pyright: ignore[reportAttributeAccessIssue]
+    return {"weights": weights, "gradients": gradients, "optimizer": built - weights - gradients}
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of the memory behind them, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def answer_exchanges(arch: Architecture, layout: Layout, tokens: int, recorder: Recorder) -> None:
+    """Tell the ranks of a pipeline, and those that share experts, what they would ask each other."""
+    rows = tokens // (layout.context * (layout.tp if layout.sequence_parallel else 1))
+    patches.answer_shapes((rows, 1, arch.hidden_size))
+    if arch.experts is not None:
+        patches.answer_split_sizes(arch.experts.top_k, wait)
+        recorder.share_selected = arch.experts.top_k / arch.experts.count
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("world_size", type=int)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args(argv)
+    config = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)[0]
+    report = dry_run(config, arguments.rank, arguments.world_size, kernels=arguments.kernels)
+    arguments.file.write_text(report.dumps())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,301 @@
+"""What a device would do, op by op: memory, collectives, arithmetic, launches, and waits of the host."""
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FakeWork
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+import isoloss.engine
+import isoloss.models
+import isoloss.parallel
+from isoloss.parallel import Mesh
+
+aten = torch.ops.aten
+ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to it
+# Folders whose frames are named, and what their files are called in a report.
+SOURCES = {
+    str(Path(module.__path__[0])): f"isoloss/{module.__name__.split('.')[-1]}"
+    for module in (isoloss.engine, isoloss.models, isoloss.parallel)
+} | {str(Path(megatron.core.__path__[0])): "megatron/core"}
+# They hand on what others ask for.
+TRANSPARENT = ("/cuda_stubs.py",)
+# Ops of torch that launch nothing: they make room, or say the same in another way.
+NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
+             "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
+LARGEST_HOST_COPY = 1 << 20  # bytes that a copy to the host really takes there
+GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "ring", "ulysses", "pp", "tp")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One kind of exchange of a phase.
+
+    op: c10d's name.
+    group: the axis of the mesh.
+    nodes: that its ranks stand on.
+    site: file:line that asks.
+    """
+
+    op: str
+    group: str
+    ranks: int
+    nodes: int
+    dtype: str
+    site: str
+
+
+@dataclass
+class Phase:
+    """What happened between two moments. Bytes are of the device, FLOPs count multiplications and additions.
+
+    before, peak, after: live bytes. at_peak: of them by (phase, site) that allocated them. peak_site: file:line.
+    flops, launches, traffic (bytes read and written by ops without FLOPs): by name of the op.
+    waits: of the host for the device, and copies between them, by (kind, site).
+    """
+
+    name: str
+    before: int
+    peak: int = 0
+    after: int = 0
+    peak_site: str = ""
+    at_peak: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    flops: Counter[str] = field(default_factory=Counter)
+    launches: Counter[str] = field(default_factory=Counter)
+    traffic: Counter[str] = field(default_factory=Counter)
+    waits: Counter[tuple[str, str]] = field(default_factory=Counter)
+    calls: Counter[Collective] = field(default_factory=Counter)
+    sent: Counter[Collective] = field(default_factory=Counter)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts what happens on one type of device, in phases. The numbers that the host asks of it are made up.
+
+    device_type: of tensors that are counted; those of others, the host's, are not.
+    """
+
+    def __init__(self, device_type: str, gpus_per_node: int):
+        super().__init__()
+        self.phases: list[Phase] = []
+        self.faults: Counter[tuple[str, str]] = Counter()  # what a device would refuse, by file:line
+        self.share_selected = 1.0  # of a mask, by `masked_select`
+        self._device_type, self._gpus_per_node = device_type, gpus_per_node
+        self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
+        self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
+        self._changes: list[tuple[int, int]] = []  # (origin, bytes more or fewer), in order
+        self._sites_of_changes: list[str] = []
+        self._groups: dict[str, str] = {}
+
+    # ---- phases ------------------------------------------------------------------------------------------------------
+
+    @property
+    def live_bytes(self) -> int:
+        return sum(nbytes for _, nbytes, _ in self._live.values())
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[Phase]:
+        phase = Phase(name, self.live_bytes)
+        self.phases.append(phase)
+        start = len(self._changes)
+        yield phase
+        changes = np.array([nbytes for _, nbytes in self._changes[start:]], dtype=np.int64)
+        levels = phase.before + np.concatenate([[0], np.cumsum(changes)])
+        top = int(levels.argmax())
+        phase.peak, phase.after = int(levels[top]), self.live_bytes
+        phase.peak_site = self._sites_of_changes[start + top - 1] if top else ""
+        origins, at_peak = list(self._origins), Counter()
+        for origin, nbytes in self._changes[: start + top]:
+            at_peak[origins[origin]] += nbytes
+        phase.at_peak = {origin: nbytes for origin, nbytes in at_peak.most_common() if nbytes > 0}
+
+    def name_groups(self, mesh: Mesh) -> None:
+        """Let the collectives of a mesh be told by its axes."""
+        self._groups = {getattr(mesh, axis).group_name: axis for axis in GROUPS}
+
+    def wait(self, kind: str, tensor: Tensor | None = None) -> None:
+        """The host waits for the device, where the tensor is there."""
+        if tensor is None or self._counted(tensor):
+            self.phases[-1].waits[kind, site()] += 1
+
+    @contextlib.contextmanager
+    def faults_ignored(self) -> Iterator[None]:
+        before = self.faults.copy()
+        yield
+        self.faults = before
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _track(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        origin = self._origins.setdefault((self.phases[-1].name, site()), len(self._origins))
+        gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
+        self._live[key] = (gone, 0, origin)
+        self._resize(key, storage.nbytes())
+
+    def _forget(self, key: int, reference: weakref.ref) -> None:
+        if key in self._live and self._live[key][0] is reference:
+            self._resize(key, 0)
+            del self._live[key]
+
+    def _resize(self, key: int, nbytes: int) -> None:
+        reference, before, origin = self._live[key]
+        nbytes = -(-nbytes // ALLOCATION) * ALLOCATION
+        self._live[key] = (reference, nbytes, origin)
+        self._changes.append((origin, nbytes - before))
+        self._sites_of_changes.append(site() if nbytes > before else "")
+
+    def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """A live storage gets another size: so Megatron frees what it recomputes."""
+        if storage._cdata in self._live:
+            self._resize(storage._cdata, nbytes)
+
+    # ---- ops ---------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping | None = None):
+        del types
+        kwargs = kwargs or {}
+        if func.namespace == "prim" or not self.phases:
+            return func(*args, **kwargs)
+        if func.namespace == "c10d":
+            return self._collective(func, args, kwargs)
+        if func is aten._local_scalar_dense.default and self._has_no_value(args[0]):
+            self.wait("item", args[0])
+            return made_up(args[0].dtype)
+        if func is aten.equal.default and self._has_no_value(args[0]):
+            self.wait("equal", args[0])
+            return True
+        if func is aten._to_copy.default and self._counted(args[0]) and _asks_for_host(kwargs):
+            self.wait("to the host")
+            return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
+        if func is aten.masked_select.default and self._counted(args[0]):
+            out = args[0].new_empty(round(args[1].numel() * self.share_selected))
+        elif func is aten.nonzero.default and self._counted(args[0]):
+            out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
+        else:
+            out = func(*args, **kwargs)
+        counted = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and self._counted(t)]
+        if counted:
+            self._count(func, args, kwargs, out, counted)
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, Tensor) and self._counted(tensor):
+                    self._track(tensor)
+        return out
+
+    def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Made up; a large one has no values either, and is not counted."""
+        if tensor.nbytes <= LARGEST_HOST_COPY:
+            return torch.full(tensor.shape, made_up(dtype), dtype=dtype)
+        copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
+        storage = copy.untyped_storage()
+        key = storage._cdata
+        gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
+        self._live[key] = (gone, 0, self._origins.setdefault((self.phases[-1].name, "host"), len(self._origins)))
+        return copy
+
+    def _has_no_value(self, tensor: Tensor) -> bool:
+        return self._counted(tensor) or isinstance(tensor, FakeTensor)
+
+    def _counted(self, tensor: Tensor) -> bool:
+        return tensor.device.type == self._device_type
+
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor]) -> None:
+        phase, packet = self.phases[-1], func._overloadpacket
+        name = str(packet)
+        if func is aten._to_copy.default and not self._counted(args[0]):
+            self.wait("to the device")
+        elif func is aten.copy_.default and args[0].device.type != args[1].device.type:
+            self.wait("to the device" if self._counted(args[0]) else "to the host")
+        elif name in ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount"):
+            self.wait(name.removeprefix("aten."))
+        if func.is_view or name in NO_LAUNCH or _is_own_copy(func, args):
+            return
+        phase.launches[name] += 1
+        if packet in flop_registry:
+            flops = flop_registry[packet](*args, **kwargs, out_val=out)
+            # The registry counts attention square; causal attention is half of it.
+            phase.flops[name] += flops // 2 if "attention" in name and any(a is True for a in args) else flops
+        else:
+            phase.traffic[name] += _nbytes(counted)
+
+    def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
+        op = str(func._overloadpacket).removeprefix("c10d.")
+        tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        for tensor in tensors:
+            if not self._counted(tensor):
+                self.faults[f"{op} of a tensor of the host", site()] += 1
+            elif not tensor.is_contiguous():
+                self.faults[f"{op} of a tensor with gaps", site()] += 1
+        group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject)), None)
+        if group is not None and tensors and self._counted(tensors[0]):
+            key = Collective(
+                op, self._groups.get(group.group_name, "world"), group.size(),
+                len({rank // self._gpus_per_node for rank in dist.get_process_group_ranks(group)}),
+                str(tensors[0].dtype).removeprefix("torch."), site(),
+            )  # fmt: skip
+            self.phases[-1].calls[key] += 1
+            # What all ranks of the group have together, where inputs and outputs differ.
+            self.phases[-1].sent[key] += max(map(_nbytes, args))
+        if "coalesced" in op:  # without a kernel for tensors without values
+            return FakeWork().boxed()
+        return func(*args, **kwargs)
+
+
+def _asks_for_host(kwargs: Mapping) -> bool:
+    return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+
+
+def _nbytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in tree_leaves(tensors) if isinstance(t, Tensor))
+
+
+def _unboxed(argument: torch.ScriptObject) -> dist.ProcessGroup | None:
+    with contextlib.suppress(RuntimeError, TypeError):
+        return dist.ProcessGroup.unbox(argument)
+    return None
+
+
+def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
+    """`x[i] += y` ends in a copy of the result onto itself, which torch leaves out."""
+    if func is not aten.copy_.default:
+        return False
+    to, source = args[:2]
+    return (
+        to.untyped_storage()._cdata == source.untyped_storage()._cdata
+        and to.storage_offset() == source.storage_offset()
+        and to.stride() == source.stride()
+    )
+
+
+def made_up(dtype: torch.dtype) -> float | int | bool:
+    """A number that the host asks of a tensor without values."""
+    return 2.0 if dtype.is_floating_point else True if dtype == torch.bool else 2
+
+
+def site() -> str:
+    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        name = frame.f_code.co_filename
+        for folder, title in SOURCES.items():
+            if name.startswith(folder) and not name.endswith(TRANSPARENT):
+                node = torch._C._current_autograd_node()
+                return f"{title}{name.removeprefix(folder)}:{frame.f_lineno}" + (f" {node.name()}" if node else "")
+        frame = frame.f_back
+    return "torch"

@@ -1,0 +1,177 @@
+"""The fastest layouts that fit: every legal one, by the formulas of memory and of time.
+
+Both are arithmetic: a candidate costs less than a millisecond. What is chosen should go through a dry run, as
+`isoloss.tools.plan` does with a preset.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+
+from isoloss.engine import compatibility
+from isoloss.engine.config import Config, MemoryConfig
+from isoloss.engine.memory_formula import kept_by_layers, step_memory
+from isoloss.models.architecture import Architecture
+from isoloss.models.flops import layer_flops, output_flops
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.parallel import Layout, UserError
+from isoloss.tools.dryrun.estimate import micro_batches, sequences
+from isoloss.tools.dryrun.hardware import (
+    ATTENTION_SHARE,
+    GPUS_PER_NODE,
+    MARGIN,
+    MATRIX_SHARE,
+    MEMORY_SHARE,
+    NETWORK_SHARE,
+    Gpu,
+)
+
+DEGREES = (1, 2, 4, 8)
+LONG = 16384  # tokens of a sequence from which on it is worth dividing
+ROWS = (1, 2, 4)  # sequences of the largest length in a micro-batch
+# Bytes that ops without FLOPs move, for each byte that is kept for the backward: what dry runs count.
+MOVED_PER_KEPT = 10.5
+# Share of a forward's matrix products that is computed again.
+AGAIN = {"layernorm": 0.0, "mlp": 0.65, "moe": 0.75, "full": 1.0}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """peaks: bytes of each pipeline rank. seconds: of a step, an estimate."""
+
+    config: Config
+    layout: Layout
+    peaks: tuple[float, ...]
+    seconds: float
+    tokens_per_gpu_second: float
+    mfu: float
+
+
+def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Candidate]:
+    """The legal ones that fit, fastest first: of each layout and size of a micro-batch the one that computes least
+    again."""
+    found = []
+    for layout, parallel in layouts(config, arch, gpus):
+        for rows in ROWS:
+            batch = replace(config.batch, max_tokens=rows * config.data.max_length)
+            if rows * layout.dp > sequences(config):
+                continue
+            candidate = replace(config, parallel=parallel, batch=batch)
+            fitting = least_recomputed(candidate, arch, layout, gpu)
+            if fitting is not None:
+                found.append(fitting)
+    return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[tuple[Layout, object]]:
+    """Those that the model and the number of GPUs admit. Tensor and expert parallelism stay inside of a node."""
+    context = DEGREES if config.data.max_length >= LONG else (1,)
+    ep = DEGREES if arch.experts is not None else (1,)
+    for degrees in product(DEGREES, DEGREES, DEGREES, context, context, ep):
+        tp, pp, vpp, ulysses, ring, experts = degrees
+        if tp * ulysses > GPUS_PER_NODE or (vpp > 1 and pp == 1) or pp * vpp > arch.num_layers:
+            continue
+        axes = {"tp": tp, "pp": pp, "vpp": vpp, "ulysses": ulysses, "ring": ring, "ep": experts, "etp": 1}
+        parallel = replace(config.parallel, **axes, stage_layers=(), sequence_parallel=None)
+        try:
+            layout = parallel.layout().with_world(gpus)
+            compatibility.check(replace(config, parallel=parallel), arch, layout)
+        except UserError:
+            continue
+        yield layout, parallel
+
+
+def least_recomputed(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> Candidate | None:
+    for memory in recomputations(config.memory, arch, layout):
+        candidate = replace(config, memory=memory)
+        peaks = tuple(stage.peak for stage in step_memory(candidate, arch, layout))
+        if max(peaks) + MARGIN <= gpu.memory:
+            return _timed(candidate, arch, layout, peaks, gpu)
+    return None
+
+
+def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> Iterator[MemoryConfig]:
+    """From the one that computes least again."""
+    inner = "moe" if arch.experts is not None else "mlp"
+    keys = {"recompute_modules": (), "recompute_layers": None}
+    yield replace(memory, recompute="none", **keys)
+    yield replace(memory, recompute="selective", **keys | {"recompute_modules": ("layernorm",)})
+    most = max(stage_layers(arch, layout))
+    for layers in range(2, most, max(1, most // 8)):
+        yield replace(memory, recompute="full", **keys | {"recompute_layers": layers})
+    yield replace(memory, recompute="selective", **keys | {"recompute_modules": ("layernorm", inner)})
+    yield replace(memory, recompute="full", **keys)
+
+
+# ---- seconds ---------------------------------------------------------------------------------------------------------
+
+
+def _timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
+    length, count = config.data.max_length, micro_batches(config, layout)
+    split = stage_layers(arch, layout)
+    one = sum(_micro_batch(config, arch, layout, max(split), gpu)) * layout.vpp
+    seconds = (count + (layout.pp - 1) / layout.vpp) * one + _gradients(config, arch, layout, gpu, one)
+    tokens = sequences(config) * length
+    flops = 3 * sequences(config) * (sum(layer_flops(arch, length)) + output_flops(arch, length))
+    rate = tokens / seconds / layout.world_size
+    return Candidate(config, layout, tuple(peaks), seconds, rate, flops / (seconds * layout.world_size * gpu.flops))
+
+
+def _micro_batch(
+    config: Config, arch: Architecture, layout: Layout, layers: int, gpu: Gpu
+) -> tuple[float, float, float]:
+    """Seconds of compute, of memory traffic and of exchange that so many layers take, forward and backward."""
+    length, rows = config.data.max_length, config.batch.max_tokens // config.data.max_length
+    share = layers / arch.num_layers / (layout.tp * layout.context)
+    forward = rows * sum(layer_flops(arch, length)) * share
+    linear = rows * length * sum(layer_flops(arch, 1)) * share
+    attention = max(forward - linear, 0.0)
+    again = _computed_again(config, layers)
+    head = rows * output_flops(arch, length) / (layout.tp * layout.context) / layout.pp / layout.vpp
+    compute = (linear * (3 + again) + 4 * head) / (MATRIX_SHARE * gpu.flops)
+    compute += attention * (3.5 + again) / (ATTENTION_SHARE * gpu.flops)
+    plain = replace(config, memory=MemoryConfig())
+    kept = kept_by_layers(plain, arch, layout, range(arch.num_layers - layers, arch.num_layers))
+    traffic = MOVED_PER_KEPT * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
+    return compute, traffic, _exchange(config, arch, layout, layers, again, gpu)
+
+
+def _computed_again(config: Config, layers: int) -> float:
+    memory = config.memory
+    if memory.recompute == "full":
+        return AGAIN["full"] * min(memory.recompute_layers or layers, layers) / layers
+    return sum(AGAIN.get(module, 0.0) for module in memory.recompute_modules)
+
+
+def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, again: float, gpu: Gpu) -> float:
+    """TP: two gathers and two sums in the forward, six more in the backward. Ulysses: queries, keys and values there,
+    outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
+    width, tokens = 2, config.batch.max_tokens // layout.context
+    row = width * tokens * arch.hidden_size
+    heads = width * tokens * (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / layout.tp
+    pairs = width * tokens * 2 * arch.num_kv_heads * arch.head_dim / layout.tp
+    inside, outside = NETWORK_SHARE * gpu.nvlink, NETWORK_SHARE * gpu.infiniband
+    seconds = layers * (10 + 4 * again) * row * (layout.tp - 1) / layout.tp / inside
+    seconds += layers * (2 + again) * 1.5 * heads * (layout.ulysses - 1) / layout.ulysses / inside
+    link = inside if layout.tp * layout.context <= GPUS_PER_NODE else outside
+    seconds += layers * (3 + again) * pairs * (layout.ring - 1) / link
+    if arch.experts is not None and layout.ep > 1:
+        sent = row / (layout.tp if layout.sequence_parallel else 1) * arch.experts.top_k
+        link = inside if layout.tp * layout.context * layout.ep <= GPUS_PER_NODE * layout.context else outside
+        seconds += layers * (4 + 2 * again) * sent * (layout.ep - 1) / layout.ep / link
+    if layout.pp > 1:
+        sequence = row / (layout.tp if layout.sequence_parallel else 1)
+        seconds += 2 * sequence / (inside if layout.world_size <= GPUS_PER_NODE else outside)
+    return seconds
+
+
+def _gradients(config: Config, arch: Architecture, layout: Layout, gpu: Gpu, one: float) -> float:
+    """Exchange of gradients and weights over data-parallel ranks, what of it the last backward does not hide."""
+    ranks = layout.dp * layout.context
+    if ranks == 1:
+        return 0.0
+    weights = step_memory(config, arch, layout)[0].weights
+    link = NETWORK_SHARE * (gpu.nvlink if layout.world_size <= GPUS_PER_NODE else gpu.infiniband)
+    reduce, gather = (size * weights * (ranks - 1) / ranks / link for size in (2, 1))
+    hidden = one * 2 / 3 if config.parallel.overlap_grad_reduce else 0.0
+    return max(reduce - hidden, 0.0) + gather

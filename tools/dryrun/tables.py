@@ -1,0 +1,79 @@
+"""Plans as a person reads them."""
+
+from collections.abc import Sequence
+
+from isoloss.engine.config import Config
+from isoloss.tools.dryrun.estimate import Estimate, seconds_of, sequences
+from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, MARGIN, Gpu
+from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.search import Candidate
+
+
+def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
+    """GiB of a rank of every stage at its peak, by kind, and where the peak stands."""
+    rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
+    kinds = dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds)
+    rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in kinds]
+    rows += [
+        ["peak", *(gib(report.peak.peak) for report in stages)],
+        ["with the margin", *(gib(report.peak.peak + MARGIN) for report in stages)],
+        [f"of {gib(gpu.memory)}", *("fits" if fits(r, gpu) else "TOO MUCH" for r in stages)],
+    ]
+    lines = [f"{name:16}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
+    return "\n".join([*lines, *(f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages)])
+
+
+def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
+    """Of the stage whose peak is highest: what each phase does, for the rows of the dry run."""
+    report = max(stages, key=lambda stage: stage.peak.peak)
+    lines = [f"phases of stage {report.stage}, {report.micro_batches} micro-batches of {report.tokens} tokens:"]
+    lines.append(f"{'':28}{'peak GiB':>9}{'TFLOP':>9}{'GB moved':>10}{'GB sent':>9}{'ops':>8}{'waits':>7}{'s':>8}")
+    for phase in report.phases:
+        seconds = seconds_of(phase, gpu)
+        sent = sum(exchange.nbytes for exchange in phase.exchanges if exchange.ranks > 1)
+        lines.append(
+            f"{phase.name:28}{gib(phase.peak):>9}{sum(phase.flops.values()) / 1e12:>9.0f}"
+            f"{sum(phase.traffic.values()) / 1e9:>10.0f}{sent / 1e9:>9.1f}{sum(phase.launches.values()):>8}"
+            f"{sum(count for *_, count in phase.waits):>7}"
+            f"{seconds.compute + seconds.exchange + seconds.gradients:>8.2f}"
+        )
+    return "\n".join(lines)
+
+
+def fits(report: RankReport, gpu: Gpu) -> bool:
+    return report.peak.peak + MARGIN <= gpu.memory
+
+
+def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
+    lines = [
+        f"estimate: {step.seconds:.1f} s a step of {sequences(config)} rows of {config.data.max_length} tokens "
+        f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}",
+        f"assumed: {ASSUMPTIONS}",
+    ]
+    if not fitting:
+        lines.append(
+            f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md), or ask --search"
+        )
+    return "\n".join(lines)
+
+
+def search_table(candidates: Sequence[Candidate]) -> str:
+    head = f"{'layout':28}{'max_tokens':>12}  {'recomputed':26}{'peak GiB':>9}{'s a step':>10}"
+    head += f"{'tokens/s/GPU':>14}{'MFU':>6}"
+    lines = [
+        f"{c.layout!s:28}{c.config.batch.max_tokens:>12}  {recomputed(c.config):26}{gib(max(c.peaks)):>9}"
+        f"{c.seconds:>10.1f}{c.tokens_per_gpu_second:>14,.0f}{c.mfu:>6.0%}"
+        for c in candidates
+    ]
+    return "\n".join([head, *lines])
+
+
+def recomputed(config: Config) -> str:
+    memory = config.memory
+    if memory.recompute == "full":
+        return "all layers" if memory.recompute_layers is None else f"{memory.recompute_layers} layers a stage"
+    return "+".join(memory.recompute_modules) if memory.recompute == "selective" else "nothing"
+
+
+def gib(nbytes: float) -> str:
+    return f"{nbytes / GIB:.1f}"

@@ -1,0 +1,217 @@
+"""One rank of a world that is not there: a device whose tensors have shapes and no values, and exchanges of nothing.
+
+For a process of its own, which does nothing else: it changes torch. `kernels` says whose kernels are counted: those
+that torch chooses on a GPU, or those of a CPU, which a real run on this machine can be compared with.
+"""
+
+# A stand-in puts another thing where the type says what stood there.
+# pyright: reportAttributeAccessIssue=false
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+
+from isoloss.engine import engine, step
+from isoloss.engine.packing import PackedBatch
+from isoloss.engine.step import StepBatch
+from isoloss.parallel import cuda_stubs, mesh
+from isoloss.tools.dryrun.recorder import Recorder, made_up
+
+# Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
+# is an error, as on a GPU, and all takes twice as long.
+Device = Literal["meta", "gpu"]
+Kernels = Literal["cuda", "cpu"]
+# What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
+DEVICE = torch.device("meta")  # `join` may choose the other one
+_CHOICE = torch.library.Library("aten", "IMPL")
+_installed: tuple[Kernels, Device] | None = None
+_recorder: Recorder  # of the rank that this process is
+aten = torch.ops.aten
+
+
+def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, device: Device) -> Recorder:
+    """Become this rank, in place of another one. Returns what records the ops of its device, in `without_values`.
+
+    ValueError where this process already had other kernels, or another device.
+    """
+    global _recorder
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank % gpus_per_node),
+        "LOCAL_WORLD_SIZE": str(min(world_size, gpus_per_node)),
+    }
+    _install(kernels, device)
+    if _installed != (kernels, device):
+        raise ValueError(f"this process is for {_installed}, not for {(kernels, device)}")
+    if dist.is_initialized():
+        mesh.destroy()
+        dist.destroy_process_group()
+    dist.init_process_group(f"cpu:fake,{device}:fake", store=FakeStore(), rank=rank, world_size=world_size)
+    _recorder = Recorder(device, gpus_per_node)
+    return _recorder
+
+
+@contextlib.contextmanager
+def without_values(recorder: Recorder) -> Iterator[None]:
+    """Tensors are made without values, and their ops are recorded."""
+    with FakeTensorMode(allow_non_fake_inputs=True) if DEVICE.type == "gpu" else contextlib.nullcontext(), recorder:
+        yield
+
+
+def wait(kind: str) -> None:
+    """The host waits for the device."""
+    _recorder.wait(kind)
+
+
+def _install(kernels: Kernels, device: Device) -> None:
+    global _installed, DEVICE
+    if _installed is not None:
+        return
+    _installed = kernels, device
+    autograd = "AutogradMeta"
+    if device == "gpu":
+        _setup_privateuseone_for_python_backend("gpu")
+        DEVICE, autograd = torch.device("gpu", 0), "AutogradPrivateUse1"
+        FakeTensorMode.avoid_device_init = property(lambda self: True)
+        _pack_on_the_host()
+    _count_on_the_host()
+    cuda_stubs.stand_in(DEVICE)
+    _exchange_objects()
+    _answer_the_host()
+    if kernels == "cuda":
+        torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
+        Tensor.is_cuda = property(lambda self: self.device.type == device)
+        _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
+    else:
+        Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", device))
+    _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], autograd)
+
+
+def _count_on_the_host() -> None:
+    """Tokens are counted with values. On a GPU the device does it, for the all-reduce."""
+    prepare = step.prepare_step
+
+    def prepare_with_values(*args: Any) -> StepBatch:
+        with unset_fake_temporarily(), _recorder.faults_ignored():
+            return prepare(*args)
+
+    step.prepare_step = engine.prepare_step = prepare_with_values
+
+
+def _pack_on_the_host() -> None:
+    """Packing is the host's work, and needs values."""
+    pack = step.pack
+
+    def pack_with_values(samples: Any, weights: Any, offsets: Any, mesh_: Any, device: Any, *more: Any) -> PackedBatch:
+        with unset_fake_temporarily():
+            packed = pack(samples, weights, offsets, mesh_, torch.device("cpu"), *more)
+        return replace(
+            packed,
+            **{name: value.to(device) for name, value in vars(packed).items() if isinstance(value, Tensor)},
+            fields={name: value.to(device) for name, value in packed.fields.items()},
+        )
+
+    step.pack = pack_with_values
+
+
+def _exchange_objects() -> None:
+    """Objects of all ranks: those of this one."""
+
+    def all_gather_object(objects: list, mine: Any, group: Any = None) -> None:
+        del group
+        objects[:] = [mine] * len(objects)
+
+    dist.all_gather_object = dist.distributed_c10d.all_gather_object = all_gather_object
+
+
+def _answer_the_host() -> None:
+    """Numbers that the host asks of a tensor, and sizes that depend on them."""
+    tolist, resize = Tensor.tolist, torch.UntypedStorage.resize_
+
+    def made_up_list(self: Tensor) -> Any:
+        if self.device != DEVICE and not isinstance(self, FakeTensor):
+            return tolist(self)
+        _recorder.wait("item", self)
+        with unset_fake_temporarily():
+            return tolist(torch.full(self.shape, made_up(self.dtype)))
+
+    def recorded_resize(self: torch.UntypedStorage, size: int) -> Any:
+        _recorder.resized(self, size)
+        return resize(self, size)
+
+    Tensor.tolist = made_up_list
+    torch.UntypedStorage.resize_ = recorded_resize
+    torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
+    step.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """CUDA's keeps the input, the weight and one number a row."""
+
+    @staticmethod
+    def of(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        del shape, eps
+        return _FusedRMSNorm.apply(x, weight)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)
+
+
+def attention_of_cuda(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """On an H100: the flash kernel, which takes grouped heads, for 16-bit numbers without a mask; else the efficient
+    one, which does not."""
+    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def attention_of_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """One kernel for all."""
+    del enable_gqa
+    return aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+    )[0]
+
+
+ATTENTION = {"cuda": attention_of_cuda, "cpu": attention_of_cpu}
