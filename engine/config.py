@@ -123,7 +123,7 @@ class MemoryConfig(ActivationMemory):
     """What is recomputed, or kept in CPU memory, to save device memory (docs/memory.md). None of these keys changes the
     loss.
 
-    All of it is Megatron-Core's own; the keys of activations are in ActivationMemory."""
+    All but check are Megatron-Core's own; the keys of activations are in ActivationMemory."""
 
     offload_optimizer: float = key(
         0.0,
@@ -132,6 +132,7 @@ class MemoryConfig(ActivationMemory):
         at_least=0,
         at_most=1,
     )
+    check: bool = key(True, "Refuse a run whose planned memory exceeds that of its GPUs (docs/plan.md).")
 
     def __post_init__(self):
         super().__post_init__()

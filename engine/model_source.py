@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isoloss.engine import compatibility
+from isoloss.engine import compatibility, device_memory
 from isoloss.engine.config import Config
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
@@ -46,6 +46,8 @@ def resolve(config: Config) -> ModelSource:
     arch = read_architecture(folder)
     layout = config.parallel.layout().with_world(_world_size())
     compatibility.check(config, arch, layout)
+    if config.memory.check and (memory := device.memory_bytes()) is not None:
+        device_memory.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
     return ModelSource(path, arch, layout, weights, folder)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isoloss.engine import checkpoint
+from isoloss.engine import checkpoint, device_memory
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, OptimResult
@@ -75,6 +75,8 @@ class Run:
         self.done = 0 if state is None else int(state["step"])
         self._guard = BadStepGuard(config.train.max_bad_steps)
         self._peak = peak_flops(engine.device)
+        stage = device_memory.planned(config, engine.arch, engine.mesh.layout)[engine.mesh.pp.rank()]
+        self._memory = device_memory.PeakReport(stage.peak)
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
@@ -117,6 +119,8 @@ class Run:
         flops = flops_per_step(self._engine.cost_model, [len(sample) for sample in samples])
         utilization = mfu(flops, seconds, self._peak, dist.get_world_size())
         self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
+        if line := self._memory.after_step(device.peak_bytes()):
+            self.print([line])
         self._guard.check(step, metrics, result)
 
     def save(self, state: Mapping[str, object] = {}) -> None:

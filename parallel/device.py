@@ -40,6 +40,18 @@ def describe(world_size: int) -> str:
     return f"CPU, {os.cpu_count()} core(s) a machine for {world_size} rank(s)"
 
 
+def memory_bytes() -> int | None:
+    """Of this process's GPU; None on a CPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def peak_bytes() -> int | None:
+    """The most that tensors took of this process's GPU at a time; None on a CPU."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
 def why_no_gpu() -> str:
     """What keeps torch from the GPUs, in its own words, and what may hide them."""
     try:

@@ -7,11 +7,12 @@
 
 The real Engine takes a step as one rank of every pipeline stage, on tensors that have shapes and no values. So memory
 is counted, not guessed: rows are full (batch.max_tokens) and every token is a target. model.path needs no more than
-config.json. Seconds are an estimate, from the data sheet of the GPU. With --search every legal layout is ranked, by
-formulas of memory and time.
+config.json; with data.train also a tokenizer, and the rows of the file are planned too. Seconds are an estimate, from
+the data sheet of the GPU. With --search every legal layout is ranked, by formulas of memory and time.
 Exit status: 0 it fits, 1 it does not, 2 a mistake in the arguments or the configuration.
 """
 
+import argparse
 import json
 import sys
 from collections.abc import Sequence
@@ -19,18 +20,31 @@ from dataclasses import asdict
 from pathlib import Path
 
 from isoloss.engine.config import Config
+from isoloss.engine.device_memory import MARGIN
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import compose_config, print_error_once
 from isoloss.tools import command_line
+from isoloss.tools.dryrun.data_file import plan_data
 from isoloss.tools.dryrun.estimate import estimate
-from isoloss.tools.dryrun.hardware import GPUS, MARGIN, Gpu
+from isoloss.tools.dryrun.hardware import GPUS, Gpu
+from isoloss.tools.dryrun.picture import draw
 from isoloss.tools.dryrun.preset import write_preset
+from isoloss.tools.dryrun.rollout_batch import estimate_batch
 from isoloss.tools.dryrun.search import search
 from isoloss.tools.dryrun.stages import dry_runs
-from isoloss.tools.dryrun.tables import fits, phase_table, search_table, stage_table, verdict
+from isoloss.tools.dryrun.tables import (
+    batch_lines,
+    data_table,
+    exchange_table,
+    fits,
+    phase_table,
+    search_table,
+    stage_table,
+    verdict,
+)
 
 RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 BEST = 5
@@ -41,13 +55,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
+        _check_files(arguments)
         config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)
         arch = read_architecture(hf_folder(config.model.path))
         gpu = GPUS[arguments.gpu]
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {gpu.name}")
         if arguments.search:
             return _search(config, arch, arguments.gpus, gpu, arguments.recipe, arguments.write)
-        return _plan(config, arch, gpu, arguments.gpus, arguments.recipe, arguments.overrides, arguments.json)
+        return _plan(config, arch, gpu, arguments)
     except UserError as error:
         print_error_once(str(error))
         return 2
@@ -59,24 +74,45 @@ def parser() -> command_line.Parser:
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was counted")
+    parser.add_argument(
+        "--picture", type=Path, metavar="FILE.png", help="draw memory by stage and phase, and the ranks"
+    )
     parser.add_argument("--search", action="store_true", help=f"the {BEST} best layouts instead of the configured one")
     parser.add_argument("--write", metavar="NAME", help="with --search: make a preset of the best")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the recipe")
     return parser
 
 
-def _plan(
-    config: Config, arch: Architecture, gpu: Gpu, gpus: int, recipe: str, overrides: Sequence[str], file: Path | None
-) -> int:
-    layout = config.parallel.layout().with_world(gpus)
-    stages = dry_runs(recipe, overrides, layout)
+def _check_files(arguments: argparse.Namespace) -> None:
+    """Before the minutes that a dry run may take."""
+    for option in ("json", "picture"):
+        file = getattr(arguments, option)
+        if file is not None and not file.parent.is_dir():
+            raise UserError(f"--{option}={file} must be a file in a folder that exists")
+    if arguments.picture is not None and arguments.picture.suffix != ".png":
+        raise UserError(f"--picture={arguments.picture} must end in .png")
+
+
+def _plan(config: Config, arch: Architecture, gpu: Gpu, arguments: argparse.Namespace) -> int:
+    layout = config.parallel.layout().with_world(arguments.gpus)
+    data = plan_data(config, arch, layout) if config.data.train else None
+    stages = dry_runs(arguments.recipe, arguments.overrides, layout)
     step = estimate(config, arch, layout, stages, gpu)
+    batch = estimate_batch(config, arch, layout, stages, step, gpu) if isinstance(config, RLConfig) else None
     fitting = all(fits(report, gpu) for report in stages)
-    if file is not None:
+    if arguments.json is not None:
         plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fitting, "estimate": asdict(step)}
-        file.write_text(json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1) + "\n")
-    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{phase_table(stages, gpu)}")
+        plan |= {"batch": batch and asdict(batch), "data": data and asdict(data)}
+        text = json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1)
+        arguments.json.write_text(text + "\n")
+    if arguments.picture is not None:
+        draw(stages, layout, gpu, arguments.picture)
+    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
+    if data is not None:
+        print(data_table(data, config, layout))
     print(verdict(step, config, fitting=fitting))
+    if batch is not None:
+        print(batch_lines(batch))
     return 0 if fitting else 1
 
 

@@ -74,13 +74,5 @@ def test_it_gives_what_a_dry_run_counts(reports, index):
     stage = step_memory(config, read_architecture(config.model.path), layout)[report.stage]
     kinds = report.peak.peak_kinds
     resident = kinds["weights"] + kinds["gradients"] + kinds["optimizer"]
-    print(
-        index,
-        ROWS[index],
-        round(report.peak.peak / 2**30, 2),
-        stage.peak / report.peak.peak,
-        stage.activations / (report.peak.peak - resident),
-        report.peak.peak_site,
-    )
     assert stage.weights + stage.gradients + stage.optimizer == pytest.approx(resident, rel=0.001)
     assert stage.peak == pytest.approx(report.peak.peak, rel=0.03)

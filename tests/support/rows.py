@@ -87,19 +87,22 @@ ORDINARY = {
 
 QUICK = {
     "checkpoints/test_checkpoint.py": {
-        "test_a_checkpoint_goes_on_in_another_layout": "deepseek-v3-True gpt-oss-False",
-        "test_a_checkpoint_is_a_model_to_start_from": "parallel0",
+        "test_a_checkpoint_goes_on_in_another_layout": "gpt-oss-False",
+        "test_a_checkpoint_is_a_model_to_start_from": "",
+        "test_a_damaged_file_is_named_on_every_rank": "flip",
+        "test_files_are_those_of_megatrons_own_strategy": "",
     },
     "checkpoints/test_checkpoint_read.py": {
         "test_every_family_in_every_style": "*-stacked deepseek-v3-*",
-        "test_experts_and_tensors_on_different_ranks": "*-stacked gpt-oss-*",
-        "test_layouts": "qwen3-tp2-stacked",
+        "test_experts_and_tensors_on_different_ranks": "gpt-oss-*",
+        "test_layouts": "",
     },
     "checkpoints/test_convert.py": {
         "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
+        "test_the_command_killed_while_it_writes_goes_on_when_started_again": "",
     },
     "checkpoints/test_convert_back.py": {
-        "test_a_checkpoint_trained_at_tp2_pp2": "llama",
+        "test_a_checkpoint_trained_at_tp2_pp2": "",
         "test_another_type": "",
         "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
     },
@@ -116,6 +119,7 @@ QUICK = {
         "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
     },
     "checkpoints/test_mcore_to_hf.py": {
+        "test_memory_does_not_grow_with_the_number_of_experts": "",
         "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
         "test_parts_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
         "test_parts_of_experts_apart": "*-stacked gpt-oss-*",
@@ -123,8 +127,9 @@ QUICK = {
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
     },
     "checkpoints/test_resume.py": {
+        "test_a_kill_while_saving": "",
         "test_other_rows_are_another_run": "answer tokenizer truncate",
-        "test_resume_is_exact": "dp2-fp32-True dp2-bf16-True",
+        "test_resume_is_exact": "dp2-bf16-True",
         "test_resume_on_another_layout": "",
     },
     "checkpoints/test_transfer.py": {
@@ -157,43 +162,45 @@ QUICK = {
         "test_two_agents_give_the_numbers_of_one": "",
     },
     "mutants/test_catalogue.py": {
+        "test_a_crash_at_import_is_no_kill": "",
         "test_every_named_test_is_collected": "",
         "test_the_runner_tells_killed_from_survived": "",
     },
     "numerics/test_bf16.py": {
         "test_bf16_follows_fp32_on_every_layout": "",
+        "test_no_layout_loses_the_fp32_copy_of_the_weights": "tp2 dp2",
     },
     "numerics/test_invariance.py": {
-        "test_every_layout": "dp2 ulysses8 tp4+dp2 pp4+dp2 ulysses2+ring4 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
+        "test_every_layout": "dp2 ulysses8 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
         "test_every_mode_and_budget": "",
         "test_fewer_tokens_than_ranks": "dp4 pp2+vpp2 ring4",
         "test_one_all_reduce_of_counts_a_step": "96-*",
-        "test_recomputed_activations": "full-1 first-layer-1 *-tp2",
+        "test_recomputed_activations": "full-1 full-tp2",
         "test_sequence_parallel_1_2_and_8_give_the_same_numbers": "2",
-        "test_tied_embeddings_biases_and_few_kv_heads": "tp4+nosp",
-        "test_twenty_fp32_steps": "dp2-True",
+        "test_tied_embeddings_biases_and_few_kv_heads": "",
+        "test_twenty_fp32_steps": "",
         "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "",
         "test_uneven_stages": "pp3 pp2+vpp2",
     },
     "numerics/test_moe_invariance.py": {
-        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-ulysses2+ep2",
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2",
-        "test_every_layout": "qwen3-moe-ep2+dp2 qwen3-moe-tp2+ep2+etp2+dp2 mixtral-pp2+vpp2+ep2+dp2 "
-        "glm-4.5-tp2+ep2 mixtral-ulysses2+ring2+ep2",
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "padding-counted-ulysses2+ep2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "balance-*-tp2+ep2",
+        "test_biases_survive_a_checkpoint": "",
+        "test_every_layout": "qwen3-moe-tp2+ep2+etp2+dp2 glm-4.5-tp2+ep2 mixtral-ulysses2+ring2+ep2",
         "test_every_mode_and_budget": "",
         "test_fewer_sequences_than_ranks": "ep4+dp4",
-        "test_reinforcement_learning": "policy",
+        "test_reinforcement_learning": "",
         "test_selection_biases_are_bit_equal": "fp64-pp2+vpp2",
         "test_twenty_fp32_steps": "",
-        "test_what_is_computed_again_counts_once": "*-1 all-parts-tp2+ep2+dp2",
+        "test_what_is_computed_again_counts_once": "all-parts-tp2+ep2+dp2",
     },
     "numerics/test_odd_degrees.py": {
-        "test_loss_and_gradients_are_those_of_one_rank": "tp3 ring3+dp2 pp3+vpp2+dp2",
+        "test_loss_and_gradients_are_those_of_one_rank": "tp3 ring3+dp2",
         "test_steps_are_those_of_one_rank": "dp3",
     },
     "numerics/test_offload.py": {
         "test_a_checkpoint_before_the_first_step_goes_on": "qwen3*",
-        "test_a_checkpoint_goes_on_with_another_share": "qwen3-1.0-0.3-dp2 deepseek-v3-0.0-1.0-pp2",
+        "test_a_checkpoint_goes_on_with_another_share": "qwen3-1.0-0.3-dp2",
         "test_it_takes_the_same_steps": "qwen3-dp2-0.3 deepseek-v3-pp2-1.0",
     },
     "numerics/test_optimizer_choice.py": {
@@ -203,18 +210,19 @@ QUICK = {
         "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "expert-gradients-averaged "
         "second-term-by-micro-batch-means",
-        "test_a_proof_of_a_policy_loss": "clip-* gspo-*",
+        "test_a_proof_of_a_policy_loss": "gspo-*",
+        "test_a_proof_on_the_shipped_model_and_data": "",
     },
     "numerics/test_recompute.py": {
-        "test_every_module_saves_memory": "qwen3-* deepseek-v3-*",
+        "test_every_module_saves_memory": "qwen3-*",
         "test_every_rank_saves_memory": "tp2+ep2",
         "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 4-qwen2-full 4-deepseek-v3-core_attn+mla_up_proj+*",
     },
     "numerics/test_rl_invariance.py": {
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "sequence-gradient-* second-term-*",
-        "test_critic": "dp4 tp2+pp2+ulysses2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-*",
+        "test_critic": "tp2+pp2+ulysses2",
         "test_every_layout": "ulysses2",
-        "test_on_policy_where_the_loss_cancels": "tp2+pp2+ulysses2",
+        "test_on_policy_where_the_loss_cancels": "",
     },
     "numerics/test_transformers_parity.py": {
         "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
@@ -227,36 +235,48 @@ QUICK = {
         "test_a_grid_of_ranks_equals_dense_attention": "",
         "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
     },
+    "parallel/test_cuda_stubs.py": {
+        "test_factories_still_obey_a_device_context": "",
+    },
+    "parallel/test_processes.py": {
+        "test_helpers_end_with_an_owner_that_is_killed": "reward* conversion server checkpoint",
+    },
     "parallel/test_uneven_stages.py": {
         "test_a_checkpoint_goes_on_in_other_stages": "dense*(3,*-distopt latent*'ep'*-plainopt",
         "test_the_export_and_the_stream_name_every_layer": "*vpp*",
     },
     "rl/test_generation.py": {
         "test_any_concurrency_and_sampling": "*-3",
-        "test_rows_are_as_if_alone": "llama mistral qwen3-moe deepseek-v3 gpt-oss",
+        "test_rows_are_as_if_alone": "llama deepseek-v3 gpt-oss",
     },
     "rl/test_grpo_demo.py": {
-        "*": "grpo",
+        "*": "",
     },
     "rl/test_in_process.py": {
-        "test_log_probabilities_are_the_trainers_after_every_sync": "qwen3-* deepseek-v3-* llama-*",
+        "test_log_probabilities_are_the_trainers_after_every_sync": "deepseek-v3-*",
         "test_the_model_is_the_one_that_transformers_loads": "*-dtype0 llama-* gpt-oss-dtype1",
+    },
+    "rl/test_minimal_rl.py": {
+        "test_the_readable_loop_on_two_ranks": "",
+    },
+    "rl/test_own_functions.py": {
+        "test_prove_judges_a_loss_of_ones_own": "squared-*",
     },
     "rl/test_rl_bad_rewards.py": {
         "test_a_reward_that_fails_is_counted_and_masked": "nan* word* crash*",
         "test_groups_without_variance_teach_exactly_nothing": "grpo",
-        "test_masked_means_as_if_it_had_never_been_generated": "grpo gae",
+        "test_masked_means_as_if_it_had_never_been_generated": "grpo",
     },
     "rl/test_rl_layouts.py": {
-        "test_a_rollout_and_the_trainer_agree_on_every_token": "0.6-tp2+pp2",
+        "test_a_rollout_and_the_trainer_agree_on_every_token": "",
         "test_a_run_is_the_same_on_any_layout": "pp2",
         "test_a_step_of_fewer_completions_than_ranks": "dp4",
-        "test_generation_is_asked_for_once_a_batch": "tp2+pp2-* dp2-dynamic_sampling* 1-",
+        "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling* 1-",
         "test_weights_that_are_not_sent_are_seen": "1",
     },
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
-        "test_resume_is_exact": "critic evaluations dynamic* between*",
+        "test_resume_is_exact": "critic dynamic*",
         "test_resume_is_exact_on_every_layout": "",
     },
     "rl/test_weight_stream.py": {
@@ -271,11 +291,13 @@ QUICK = {
     "sglang/test_faults.py": {
         "test_a_dead_server_passes_its_requests_on": "",
         "test_a_server_that_comes_late_is_waited_for": "",
+        "test_a_server_that_dies_in_an_update_ends_it": "",
         "test_all_servers_are_updated_and_share_the_work": "",
         "test_every_rank_hears_of_everything": "broadcast",
     },
     "sglang/test_recipe.py": {
         "test_a_killed_server_is_started_again_with_the_present_weights": "",
+        "test_a_server_that_is_not_there_is_one_line_and_status_2": "",
         "test_grpo_through_a_server_that_the_recipe_starts": "",
         "test_other_ways_of_weight_sync": "",
         "test_two_ranks_share_a_server": "",

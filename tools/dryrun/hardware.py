@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from isoloss.engine.device_memory import GIB
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,6 @@ GPUS = {
     "b200": Gpu("B200 180GB", 178.3 * GIB, 2250e12, 7.7e12, 900e9, 50e9),
 }
 GPUS_PER_NODE = 8
-# What comes on top of the tensors: CUDA context and kernels, NCCL's buffers, cuBLAS's workspaces, and the allocator's
-# gaps. An allowance, not a measurement.
-MARGIN = 5.6 * GIB
 # Shares of the data sheet that a step is assumed to get.
 MATRIX_SHARE, ATTENTION_SHARE, MEMORY_SHARE, NETWORK_SHARE = 0.65, 0.35, 0.8, 0.8
 LAUNCH_SECONDS = 5e-6  # of the host, for each op

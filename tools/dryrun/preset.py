@@ -8,9 +8,9 @@ import yaml
 
 from isoloss.engine.config import Config
 from isoloss.engine.config_tree import defaults
+from isoloss.engine.device_memory import GIB
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import CONF
-from isoloss.tools.dryrun.hardware import GIB
 from isoloss.tools.dryrun.search import Candidate
 
 OF_THE_RUN = ("model", "output_dir")  # and the files of data: they are no matter of a preset

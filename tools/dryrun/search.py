@@ -10,6 +10,7 @@ from itertools import product
 
 from isoloss.engine import compatibility
 from isoloss.engine.config import Config, MemoryConfig
+from isoloss.engine.device_memory import MARGIN
 from isoloss.engine.memory_formula import kept_by_layers, step_memory
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
@@ -19,7 +20,6 @@ from isoloss.tools.dryrun.estimate import micro_batches, sequences
 from isoloss.tools.dryrun.hardware import (
     ATTENTION_SHARE,
     GPUS_PER_NODE,
-    MARGIN,
     MATRIX_SHARE,
     MEMORY_SHARE,
     NETWORK_SHARE,

@@ -1,12 +1,20 @@
 """Plans as a person reads them."""
 
+import math
 from collections.abc import Sequence
 
 from isoloss.engine.config import Config
+from isoloss.engine.device_memory import GIB, MARGIN
+from isoloss.parallel import Layout
+from isoloss.tools.dryrun.data_file import DataPlan
 from isoloss.tools.dryrun.estimate import Estimate, seconds_of, sequences
-from isoloss.tools.dryrun.hardware import ASSUMPTIONS, GIB, MARGIN, Gpu
+from isoloss.tools.dryrun.hardware import ASSUMPTIONS, Gpu
 from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.rollout_batch import BatchEstimate
 from isoloss.tools.dryrun.search import Candidate
+
+EXCHANGES = 8  # kinds of exchange that are listed
+BAR = 40  # characters of the longest bar of a histogram
 
 
 def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
@@ -77,3 +85,51 @@ def recomputed(config: Config) -> str:
 
 def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.1f}"
+
+
+def exchange_table(stages: Sequence[RankReport]) -> str:
+    """Of the stage whose peak is highest: what it exchanges in all phases, the largest by bytes."""
+    report = max(stages, key=lambda stage: stage.peak.peak)
+    exchanges = [(exchange, phase.name) for phase in report.phases for exchange in phase.exchanges]
+    exchanges = sorted((each for each in exchanges if each[0].ranks > 1), key=lambda each: -each[0].nbytes)
+    if not exchanges:
+        return "no exchange with other ranks"
+    lines = [f"largest exchanges of stage {report.stage}, {len(exchanges)} kinds in all:"]
+    lines.append(f"{'GB':>9}{'calls':>8}  {'group':12}{'ranks':>6}{'nodes':>6}  {'dtype':10}{'op, phase, line'}")
+    for exchange, phase in exchanges[:EXCHANGES]:
+        lines.append(
+            f"{exchange.nbytes / 1e9:>9.2f}{exchange.calls:>8}  {exchange.group:12}{exchange.ranks:>6}"
+            f"{exchange.nodes:>6}  {exchange.dtype:10}{exchange.op} in {phase}, {exchange.site}"
+        )
+    return "\n".join(lines)
+
+
+def data_table(plan: DataPlan, config: Config, layout: Layout) -> str:
+    """The data file: lengths, and how its steps divide it."""
+    left_out = [
+        f"{count:,} {what}" for what, count in (("dropped", plan.dropped), ("truncated", plan.truncated)) if count
+    ]
+    lines = [f"data: {', '.join([f'{plan.rows:,} rows of {plan.tokens:,} tokens', *left_out])}"]
+    most = max(rows for _, rows in plan.histogram)
+    for length, rows in plan.histogram:
+        lines.append(f"{f'to {length:,}':>12} {rows:>10,}  {'#' * math.ceil(BAR * rows / most)}".rstrip())
+    fewest, largest = plan.micro_batches
+    lines.append(
+        f"steps: {fewest} to {largest} micro-batches on each of {layout.dp} data-parallel ranks, {plan.filled:.0%} "
+        f"full; costliest rank over the mean {plan.imbalance[0]:.3f}, at worst {plan.imbalance[1]:.3f}"
+    )
+    if plan.over_budget:
+        lines.append(
+            f"{plan.over_budget:,} rows exceed batch.max_tokens={config.batch.max_tokens}, the longest with "
+            f"{plan.longest:,} tokens; each runs alone, and takes more memory than planned"
+        )
+    return "\n".join(lines)
+
+
+def batch_lines(batch: BatchEstimate) -> str:
+    return (
+        f"a generated batch: {batch.seconds:.0f} s = generate {batch.generate:.0f} (on {batch.servers} server(s) of "
+        f"{batch.server_gpus} GPU(s), {batch.running} completions at a time) + log-probabilities "
+        f"{batch.logprobs:.0f} + train {batch.train:.0f} + weights to "
+        f"servers {batch.sync:.1f}; if every completion is of the full length"
+    )

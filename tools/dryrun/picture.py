@@ -1,0 +1,65 @@
+"""A plan as a picture: memory of every stage by kind, peaks of the phases, and which rank stands where."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from isoloss.engine.device_memory import GIB, MARGIN
+from isoloss.parallel import Layout
+from isoloss.tools.dryrun.hardware import GPUS_PER_NODE, Gpu
+from isoloss.tools.dryrun.report import RankReport
+
+
+def draw(stages: Sequence[RankReport], layout: Layout, gpu: Gpu, file: Path) -> None:
+    """Raises OSError where the file cannot be written."""
+    from matplotlib.figure import Figure  # its import takes a second
+
+    figure = Figure(figsize=(12, 8), layout="constrained")
+    (memory, phases), (ranks, empty) = figure.subplots(2, 2)
+    empty.axis("off")
+    _memory(memory, stages, gpu)
+    _phases(phases, stages, gpu)
+    _ranks(ranks, layout)
+    figure.savefig(file, dpi=110)
+
+
+def _memory(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
+    names = [f"stage {report.stage}" for report in stages]
+    bottom = [0.0] * len(stages)
+    for kind in dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds):
+        heights = [report.peak.peak_kinds.get(kind, 0) / GIB for report in stages]
+        panel.bar(names, heights, bottom=bottom, label=kind)
+        bottom = [low + height for low, height in zip(bottom, heights)]
+    _limit(panel, gpu)
+    panel.set_title("memory at the peak")
+    panel.legend(fontsize="small")
+
+
+def _phases(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
+    for report in stages:
+        panel.plot([phase.peak / GIB for phase in report.phases], marker="o", label=f"stage {report.stage}")
+    names = [phase.name for phase in stages[0].phases]
+    panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize="small")
+    _limit(panel, gpu)
+    panel.set_title("peak of each phase")
+    panel.legend(fontsize="small")
+
+
+def _limit(panel, gpu: Gpu) -> None:
+    panel.axhline((gpu.memory - MARGIN) / GIB, color="black", linestyle="--", linewidth=1)
+    panel.set_ylabel("GiB (dashed: GPU less margin)")
+    panel.set_ylim(bottom=0)
+
+
+def _ranks(panel, layout: Layout) -> None:
+    """Nodes are rows. A cell tells the rank, its pipeline stage by colour, and its data-parallel rank."""
+    nodes = -(-layout.world_size // GPUS_PER_NODE)
+    per_stage, replica = layout.world_size // layout.pp, layout.tp * layout.context
+    grid = [[float("nan")] * min(GPUS_PER_NODE, layout.world_size) for _ in range(nodes)]
+    for rank in range(layout.world_size):
+        row, column = divmod(rank, GPUS_PER_NODE)
+        grid[row][column] = rank // per_stage
+        panel.text(column, row, f"{rank}\ndp {rank % per_stage // replica}", ha="center", va="center", fontsize=6)
+    panel.imshow(grid, cmap="Pastel1", vmin=0, vmax=8, aspect="auto")
+    panel.set_xlabel("GPU of the node")
+    panel.set_ylabel("node")
+    panel.set_title(f"ranks of {layout}; colour: pipeline stage")
