@@ -50,16 +50,21 @@ def _limit(panel, gpu: Gpu) -> None:
     panel.set_ylim(bottom=0)
 
 
+def place(rank: int, layout: Layout) -> tuple[int, int]:
+    """(pipeline rank, data-parallel rank) of a rank: Megatron's order is tp, context, dp, pp, from the innermost."""
+    stage, of_stage = divmod(rank, layout.world_size // layout.pp)
+    return stage, of_stage // (layout.tp * layout.context)
+
+
 def _ranks(panel, layout: Layout) -> None:
-    """Nodes are rows. A cell tells the rank, its pipeline stage by colour, and its data-parallel rank."""
+    """Nodes are rows. A cell tells the rank, its pipeline rank by colour, and its data-parallel rank."""
     nodes = -(-layout.world_size // GPUS_PER_NODE)
-    per_stage, replica = layout.world_size // layout.pp, layout.tp * layout.context
     grid = [[float("nan")] * min(GPUS_PER_NODE, layout.world_size) for _ in range(nodes)]
     for rank in range(layout.world_size):
         row, column = divmod(rank, GPUS_PER_NODE)
-        grid[row][column] = rank // per_stage
-        panel.text(column, row, f"{rank}\ndp {rank % per_stage // replica}", ha="center", va="center", fontsize=6)
+        grid[row][column], dp = place(rank, layout)
+        panel.text(column, row, f"{rank}\ndp {dp}", ha="center", va="center", fontsize=6)
     panel.imshow(grid, cmap="Pastel1", vmin=0, vmax=8, aspect="auto")
     panel.set_xlabel("GPU of the node")
     panel.set_ylabel("node")
-    panel.set_title(f"ranks of {layout}; colour: pipeline stage")
+    panel.set_title(f"ranks of {layout}; colour: pipeline rank")

@@ -185,9 +185,10 @@ def attention_of_cuda(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """On an H100: the flash kernel, which takes grouped heads, for 16-bit numbers without a mask; else the efficient
-    one, which does not."""
-    if attn_mask is None and query.dtype in (torch.bfloat16, torch.float16):
+    """On an H100: the flash kernel, which takes grouped heads, for 16-bit numbers without a mask and heads of one
+    width; else the efficient one, which does not."""
+    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
+    if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
         return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
