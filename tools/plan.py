@@ -73,6 +73,8 @@ def parser() -> command_line.Parser:
     parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
+    server = "GPUs of one rollout server; default: the fewest that hold the weights with room for a cache"
+    parser.add_argument("--server-gpus", type=int, choices=(1, 2, 4, 8), help=server)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was counted")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE.png", help="draw memory by stage and phase, and the ranks"
@@ -98,7 +100,9 @@ def _plan(config: Config, arch: Architecture, gpu: Gpu, arguments: argparse.Name
     data = plan_data(config, arch, layout) if config.data.train else None
     stages = dry_runs(arguments.recipe, arguments.overrides, layout)
     step = estimate(config, arch, layout, stages, gpu)
-    batch = estimate_batch(config, arch, layout, stages, step, gpu) if isinstance(config, RLConfig) else None
+    batch = None
+    if isinstance(config, RLConfig):
+        batch = estimate_batch(config, arch, layout, stages, step, gpu, arguments.server_gpus)
     fitting = all(fits(report, gpu) for report in stages)
     if arguments.json is not None:
         plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fitting, "estimate": asdict(step)}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from isoloss.tools import configuration, doctor, make_tasks, make_tiny, prove, reward_curve
+from isoloss.tools import configuration, doctor, make_tasks, make_tiny, plan, prove, reward_curve
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,7 @@ from isoloss.tools import configuration, doctor, make_tasks, make_tiny, prove, r
         (configuration, ["--to", "page.md"], "--to"),
         (make_tasks, ["--task", "none", "--out", "somewhere"], "'carry', 'sort'"),
         (make_tiny, [], "--out"),
+        (plan, ["sft"], "--gpus"),
         (prove, ["--budgets", "few"], "--budgets: invalid token_budgets value: 'few'"),
         (prove, ["--precision", "fp8"], "'fp32', 'fp64'"),
         (reward_curve, [], "RUN"),
@@ -24,7 +25,7 @@ def test_a_mistake_in_the_arguments_is_one_line(tool, argv, says, capsys):
     assert err.startswith("isoloss: error: ") and says in err and "--help" in err
 
 
-@pytest.mark.parametrize("tool", [configuration, doctor, make_tasks, make_tiny, prove, reward_curve])
+@pytest.mark.parametrize("tool", [configuration, doctor, make_tasks, make_tiny, plan, prove, reward_curve])
 def test_help_shows_the_docstring_of_the_tool(tool, capsys):
     with pytest.raises(SystemExit) as ended:
         tool.main(["--help"])

@@ -14,8 +14,8 @@ def draw(stages: Sequence[RankReport], layout: Layout, gpu: Gpu, file: Path) -> 
     from matplotlib.figure import Figure  # its import takes a second
 
     figure = Figure(figsize=(12, 8), layout="constrained")
-    (memory, phases), (ranks, empty) = figure.subplots(2, 2)
-    empty.axis("off")
+    panels = figure.subplot_mosaic("MP;RR")
+    memory, phases, ranks = (panels[name] for name in "MPR")
     _memory(memory, stages, gpu)
     _phases(phases, stages, gpu)
     _ranks(ranks, layout)
@@ -31,7 +31,7 @@ def _memory(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
         bottom = [low + height for low, height in zip(bottom, heights)]
     _limit(panel, gpu)
     panel.set_title("memory at the peak")
-    panel.legend(fontsize="small")
+    panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _phases(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
@@ -65,6 +65,7 @@ def _ranks(panel, layout: Layout) -> None:
         grid[row][column], dp = place(rank, layout)
         panel.text(column, row, f"{rank}\ndp {dp}", ha="center", va="center", fontsize=6)
     panel.imshow(grid, cmap="Pastel1", vmin=0, vmax=8, aspect="auto")
+    panel.set_yticks(range(nodes))
     panel.set_xlabel("GPU of the node")
     panel.set_ylabel("node")
     panel.set_title(f"ranks of {layout}; colour: pipeline rank")

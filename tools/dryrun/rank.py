@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,8 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore import patches
+from isoloss.models.mcore import patches, weight_stream
+from isoloss.models.mcore.weight_stream import Label
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
@@ -97,6 +99,21 @@ def answer_exchanges(arch: Architecture, layout: Layout, tokens: int, recorder: 
     if arch.experts is not None:
         patches.answer_split_sizes(arch.experts.top_k, wait)
         recorder.share_selected = arch.experts.top_k / arch.experts.count
+    weight_stream.gather_objects = partial(labels_of_all, layout=layout)
+
+
+def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
+    """What every rank has to send in a round of the weight stream: the first of a stage as much as this rank, and those
+    that share its experts as many experts. The others have nothing."""
+    of_all: list[Sequence[Label] | None] = [None if mine is None else () for _ in range(layout.world_size)]
+    if mine is None:
+        return of_all
+    experts = [label for label in mine if ".experts." in label.name]
+    for stage in range(layout.pp):
+        first = stage * layout.world_size // layout.pp
+        for sharing in range(layout.ep):
+            of_all[first + sharing * layout.tp] = experts if sharing else mine
+    return of_all
 
 
 def main(argv: Sequence[str] | None = None) -> int:

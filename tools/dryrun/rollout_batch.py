@@ -40,17 +40,23 @@ class BatchEstimate:
 
 
 def estimate_batch(
-    config: RLConfig, arch: Architecture, layout: Layout, stages: Sequence[RankReport], step: Estimate, gpu: Gpu
+    config: RLConfig,
+    arch: Architecture,
+    layout: Layout,
+    stages: Sequence[RankReport],
+    step: Estimate,
+    gpu: Gpu,
+    server_gpus: int | None = None,
 ) -> BatchEstimate:
-    """stages: a rank of every pipeline stage. step: the estimate of an optimizer step.
+    """stages: a rank of every pipeline stage. step: the estimate of an optimizer step. server_gpus: of one server;
+    None: the fewest of which the weights take less than WEIGHT_SHARE.
 
     Servers decode by reading weights and cache once for each token of all that run (arXiv:2211.05102); those that share
     the trainer's GPUs (rollout.colocated) generate while it waits, and all wait for the slowest completion.
     """
     rollout, weights = config.rollout, BYTES * num_parameters(arch)
-    server_gpus = 1
-    while weights > WEIGHT_SHARE * server_gpus * gpu.memory and server_gpus < 8:
-        server_gpus *= 2
+    if server_gpus is None:
+        server_gpus = next(n for n in (1, 2, 4, 8) if weights < WEIGHT_SHARE * n * gpu.memory or n == 8)
     servers = max(1, layout.world_size // server_gpus if rollout.colocated else len(rollout.servers))
     completions = config.batch.global_size * rollout.num_generations
     room = CACHE_SHARE * server_gpus * gpu.memory - weights
