@@ -168,7 +168,7 @@ def test_a_plan_from_the_command_line(folder, capsys):
 
 
 def test_what_does_not_fit_has_status_1(folder, capsys, monkeypatch):
-    monkeypatch.setitem(plan.GPUS, "a100", dataclasses.replace(GPUS["a100"], memory=GIB))
+    monkeypatch.setitem(GPUS, "a100", dataclasses.replace(GPUS["a100"], memory=GIB))
     given = [f"model.path={folder / 'model'}", "train.precision=bf16", "batch.max_tokens=64", "data.max_length=64"]
     assert plan.main(["sft", *given, "--gpus", "1", "--gpu", "a100"]) == 1
     out = capsys.readouterr().out

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from isoloss.engine.device_memory import GIB
+GIB = 2**30
 
 
 @dataclass(frozen=True)
