@@ -17,7 +17,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss
-from isoloss.parallel import Layout, UserError
+from isoloss.parallel import Layout, UserError, device
 from isoloss.recipes import launch, sft
 from isoloss.tools.parity import freeze
 from isoloss.tools.proof import on_layout
@@ -96,6 +96,20 @@ def test_resolved_configuration_can_be_asked_for(arguments, capsys):
     assert launch.main("sft", Config, sft.run, [*arguments, "--cfg"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 2
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_planned_and_measured_memory_are_told_after_the_first_step(arguments, monkeypatch, capsys):
+    """Both steps measure far less than a tenth over the plan: it is told once. The next run measures too much."""
+    for measured, told in (
+        (1, "measured 0.0 GiB in the first step"),
+        (1 << 40, "measured 1024.0 GiB: more than planned"),
+    ):
+        monkeypatch.setattr(device, "peak_bytes", lambda measured=measured: measured)
+        assert launch.main("sft", Config, sft.run, [*arguments, f"output_dir={measured}"]) == 0
+        (line,) = [
+            line for line in capsys.readouterr().out.splitlines() if line.startswith("device memory of rank 0: ")
+        ]
+        assert told in line
 
 
 @pytest.mark.parametrize("overlong", ("drop", "truncate"))
