@@ -24,6 +24,7 @@ from isoloss.engine import engine, step
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.step import StepBatch
 from isoloss.parallel import cuda_stubs, mesh
+from isoloss.tools.dryrun import files
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
 # Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
@@ -88,7 +89,9 @@ def _install(kernels: Kernels, device: Device) -> None:
     cuda_stubs.stand_in(DEVICE)
     _exchange_objects()
     _answer_the_host()
+    files.stand_in()
     if kernels == "cuda":
+        torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device.type == device)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
