@@ -13,7 +13,9 @@ from torch import Tensor
 from isoloss.engine import step
 
 
-def _changed(owner: Any, name: str, change: Callable[[Tensor], Tensor], place: int) -> contextlib.AbstractContextManager:
+def _changed(
+    owner: Any, name: str, change: Callable[[Tensor], Tensor], place: int
+) -> contextlib.AbstractContextManager:
     """A function whose tensor argument at `place` is another one."""
     function = getattr(owner, name)
 
@@ -25,7 +27,7 @@ def _changed(owner: Any, name: str, change: Callable[[Tensor], Tensor], place: i
 
 def _strided(x: Tensor) -> Tensor:
     """The same numbers, with gaps between them."""
-    return x.transpose(0, 1).contiguous().transpose(0, 1)
+    return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def _asked(x: Tensor) -> Tensor:
@@ -37,7 +39,6 @@ HIDDEN = 2  # its place among the arguments of step._token_inputs, which is call
 
 FAULTS: Mapping[str, Callable[[], contextlib.AbstractContextManager]] = {
     "a host tensor into an all-gather": lambda: _changed(dist, "all_gather", Tensor.cpu, 1),
-    "a host tensor into an all-reduce": lambda: _changed(dist, "all_reduce", Tensor.cpu, 0),
     "a strided send": lambda: _changed(dist, "P2POp", _strided, 1),
     "a strided all-gather": lambda: _changed(mappings, "dist_all_gather_func", _strided, 1),
     "an item for every micro-batch": lambda: _changed(step, "_token_inputs", _asked, HIDDEN),

@@ -1,8 +1,9 @@
 """What a dry run waits for and launches, beside what is pinned: `device_counts.json`, by row, phase and place.
 
-    cd tests; python -m support.device_lint      # writes numbers that fell into the table, and rows that are new
+    cd tests; python -m support.device_lint
 
-Numbers that rose are for a person to write, who knows why. A place is a file and a function, which stay where they are
+writes numbers that fell into the table, and rows that are new. Numbers that rose are for a person to write, who knows
+why. A place is a file and a function, which stay where they are
 when lines move; what differs from the table is told by file:line.
 """
 
@@ -15,43 +16,43 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from support import dry_runs, families
-
-from isoloss.tools.dryrun.phases import TWICE
+from isoloss.tools.dryrun.phases import HALF
 from isoloss.tools.dryrun.recorder import SOURCES
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
+from support import dry_runs, families
 
+LOWER = "cd tests; python -m support.device_lint"
 PINNED = Path(__file__).parents[1] / "numerics/device_counts.json"
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 1024, "head_dim": 32}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1024, "head_dim": 32}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 RL = ("rollout.backend=sglang", "rollout.servers=[http://a:1]", "reward.function=math", "data.train=[x]",
       "rollout.max_new_tokens=32")  # fmt: skip
 # Recipe, family, rank of four, whether it saves, loads and exports, and keys.
 ROWS = {
     "tp": ("sft", "qwen3", 0, True, "parallel.tp=2"),
-    "no sequence parallelism": ("sft", "qwen3", 0, False, "parallel.tp=2", "parallel.sequence_parallel=false"),
-    "first stage": ("sft", "qwen3", 0, False, "parallel.pp=2"),
-    "last stage": ("sft", "qwen3", 2, False, "parallel.pp=2"),
     "interleaved": ("sft", "qwen3", 0, True, "parallel.pp=2", "parallel.vpp=2"),
     "ulysses and ring": ("sft", "qwen3", 0, False, "parallel.ulysses=2", "parallel.ring=2"),
-    "experts": ("sft", "qwen3-moe", 0, False, "parallel.ep=2"),
-    "experts, tp, recomputed": ("sft", "qwen3-moe", 0, True, "parallel.ep=2", "parallel.tp=2", "memory.recompute=full"),
-    "critic and reference": ("grpo", "qwen3", 0, False, "algorithm.advantage=gae", "algorithm.kl_coef=0.1", *RL),
-    "weights to servers": ("dapo", "qwen3", 0, False, "parallel.tp=2", "algorithm.overlong_buffer=8", *RL),
-}
+    "experts": ("sft", "qwen3-moe", 0, True, "parallel.ep=2", "parallel.tp=2", "memory.recompute=full"),
+    "critic and reference on the last stage": ("grpo", "qwen3", 2, False, "parallel.pp=2", "algorithm.advantage=gae",
+                                         "algorithm.kl_coef=0.1", *RL),
+    "weights to servers without sequence parallelism": ("dapo", "qwen3", 0, False, "parallel.tp=2",
+                                                    "parallel.sequence_parallel=false", "algorithm.overlong_buffer=8",
+                                                    *RL),
+}  # fmt: skip
 Counts = Mapping[str, Mapping[str, int]]  # phase -> what and where -> how often
 
 
-def row(folder: Path, name: str, fault: str | None = None) -> dry_runs.Row:
+def row(folder: Path, name: str, *faults: str) -> dry_runs.Row:
     """folder: for the model and what is saved."""
     recipe, family, rank, files, *keys = ROWS[name]
-    model = folder / family
+    model = folder / f"model of {name}"
     model.mkdir(exist_ok=True)
-    changes = SIZES | (EXPERTS if "moe" in family else {})
+    layers = {"num_hidden_layers": 4 if name == "interleaved" else 2}  # one a stage
+    changes = SIZES | layers | (EXPERTS if "moe" in family else {})
     (model / "config.json").write_text(json.dumps(families.published(family, **changes)))
     given = [f"model.path={model}", "train.precision=bf16", "batch.max_tokens=512", "data.max_length=64", *keys]
-    saved = str(folder / name) if files and fault is None else None
-    return dry_runs.Row(recipe, given, 4, rank, "gpu", twice=True, files=saved, fault=fault)
+    saved = str(folder / name) if files and not faults else None
+    return dry_runs.Row(recipe, given, 4, rank, "gpu", halves=True, files=saved, faults=faults)
 
 
 # ---- what was counted ------------------------------------------------------------------------------------------------
@@ -69,15 +70,15 @@ def sites_by_phase(report: RankReport) -> dict[str, Counter[tuple[str, str]]]:
     Raises ValueError where it is not the one plus so many of the other.
     """
     found = {phase.name: sites(phase) for phase in report.phases if not phase.name.startswith("build")}
-    for longer in [name for name in found if name.endswith(TWICE)]:
-        name = longer.removesuffix(TWICE)
-        once, twice = found.pop(name), found.pop(longer)
+    for shorter in [name for name in found if name.endswith(HALF)]:
+        name = shorter.removesuffix(HALF)
+        whole, half = found.pop(name), found.pop(shorter)
         each, rest = Counter(), Counter()
-        for key in once | twice:
-            each[key], left = divmod(twice[key] - once[key], report.micro_batches)
-            rest[key] = once[key] - each[key] * report.micro_batches
+        for key in whole | half:
+            each[key], left = divmod(2 * (whole[key] - half[key]), report.micro_batches)
+            rest[key] = whole[key] - each[key] * report.micro_batches
             if left:
-                raise ValueError(f"{name}: {key} {once[key]} times, and {twice[key]} of twice the micro-batches")
+                raise ValueError(f"{name}: {key} {whole[key]} times, and {half[key]} of half the micro-batches")
         found |= {f"{name}, a micro-batch": +each, f"{name}, once": +rest}
     return found
 
@@ -129,7 +130,7 @@ def differences(expected: Counts, report: RankReport) -> list[str]:
             if after > before:
                 lines.append(f"{phase}: {key}: {after}, more than the pinned {before}: {_told(report, phase, key)}")
             elif after < before:
-                lines.append(f"{phase}: {key}: {after}, fewer than the pinned {before}: lower it (support/device_lint.py)")
+                lines.append(f"{phase}: {key}: {after}, fewer than the pinned {before}: lower the number: {LOWER}")
     return lines
 
 
@@ -149,7 +150,7 @@ def lowered(old: Mapping[str, Counts], reports: Mapping[str, RankReport]) -> dic
                 phase: {key: min(count, now.get(phase, {}).get(key, 0)) for key, count in was.items()}
                 for phase, was in old[name].items()
             }
-            now = {phase: {key: count for key, count in was.items() if count} for phase, was in least.items()}
+            now = {phase: kept for phase, was in least.items() if (kept := {k: n for k, n in was.items() if n})}
         table[name] = now
     return table
 

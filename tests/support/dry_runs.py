@@ -9,25 +9,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from support.device_faults import FAULTS
-
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.dryrun.rank import RECIPES, dry_run
 from isoloss.tools.dryrun.report import RankReport
+from support.device_faults import FAULTS
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a dry run is given, and a fault to plant, by its name in `device_faults.FAULTS`."""
+    """What a dry run is given, and faults to plant, by their names in `device_faults.FAULTS`."""
 
     recipe: str
     overrides: Sequence[str]
     world: int
     rank: int
     device: str = "meta"
-    twice: bool = False
+    halves: bool = False
     files: str | None = None
-    fault: str | None = None
+    faults: Sequence[str] = ()
 
 
 def in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport]:
@@ -53,9 +52,11 @@ MARK = "outcome: "  # of the lines that are one: Megatron prints too
 def _outcome(row: Row) -> str:
     config = compose_config(row.recipe, RECIPES[row.recipe], row.overrides)[0]
     files = Path(row.files) if row.files else None
-    with FAULTS[row.fault]() if row.fault else contextlib.nullcontext():
+    with contextlib.ExitStack() as planted:
+        for fault in row.faults:
+            planted.enter_context(FAULTS[fault]())
         try:
-            report = dry_run(config, row.rank, row.world, device=row.device, twice=row.twice, files=files)
+            report = dry_run(config, row.rank, row.world, device=row.device, halves=row.halves, files=files)
         except RuntimeError as error:
             return json.dumps(f"{type(error).__name__}: {error}")
     return report.dumps()

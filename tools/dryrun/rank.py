@@ -49,12 +49,12 @@ def dry_run(
     gpus_per_node: int = 8,
     kernels: Kernels = "cuda",
     device: Device = "meta",
-    twice: bool = False,
+    halves: bool = False,
     files: Path | None = None,
 ) -> RankReport:
     """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets.
 
-    twice: see `take`. files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
+    halves: see `take`. files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
     """
     recorder = join(rank, world_size, gpus_per_node, kernels, device)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, from_scratch=True))
@@ -66,7 +66,7 @@ def dry_run(
             engine = Engine(config, source)
         recorder.name_groups(engine.mesh)
         resident = resident_bytes(engine, recorder.live_bytes)
-        micro_batches = take(engine, config, rows, recorder, twice)
+        micro_batches = take(engine, config, rows, recorder, halves)
         if files is not None:
             save_load_export(engine, files, recorder)
     last = {phase.name: phase for phase in recorder.phases}

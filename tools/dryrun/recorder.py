@@ -1,6 +1,7 @@
 """What a device would do, op by op: memory, collectives, arithmetic, launches, and waits of the host."""
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections import Counter
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 import isoloss.engine
@@ -97,6 +98,9 @@ class Recorder(TorchDispatchMode):
         self.phases: list[Phase] = []
         self.faults: Counter[tuple[str, str]] = Counter()  # what a device would refuse, by file:line
         self.share_selected = 1.0  # of a mask, by `masked_select`
+        self.fake: contextlib.AbstractContextManager = (
+            contextlib.nullcontext()
+        )  # in which the device's tensors are made
         self._device_type, self._gpus_per_node = device_type, gpus_per_node
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
         self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
@@ -134,12 +138,6 @@ class Recorder(TorchDispatchMode):
         """The host waits for the device, where the tensor is there."""
         if tensor is None or self._counted(tensor):
             self.phases[-1].waits[kind, site()] += 1
-
-    @contextlib.contextmanager
-    def faults_ignored(self) -> Iterator[None]:
-        before = self.faults.copy()
-        yield
-        self.faults = before
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -191,6 +189,9 @@ class Recorder(TorchDispatchMode):
             return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
+        elif func is aten._to_copy.default and self._asks_for_device(args[0], kwargs):
+            with self.fake:
+                out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
         elif func is aten.nonzero.default and self._counted(args[0]):
             out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         else:
@@ -214,6 +215,16 @@ class Recorder(TorchDispatchMode):
         gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
         self._live[key] = (gone, 0, self._origins.setdefault((self.phases[-1].name, "host"), len(self._origins)))
         return copy
+
+    def _asks_for_device(self, tensor: Tensor, kwargs: Mapping) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == self._device_type and not self._has_no_value(tensor)
+
+    def _of_device(self, tensor: Tensor) -> Tensor:
+        if self._counted(tensor):
+            return tensor
+        with self.fake:
+            return torch.empty_like(tensor, device=self._device_type)
 
     def _has_no_value(self, tensor: Tensor) -> bool:
         return self._counted(tensor) or isinstance(tensor, FakeTensor)
@@ -251,6 +262,7 @@ class Recorder(TorchDispatchMode):
                 self.faults[f"{op} of a tensor of the host", site()] += 1
             elif not tensor.is_contiguous():
                 self.faults[f"{op} of a tensor with gaps", site()] += 1
+        args = tree_map_only(Tensor, self._of_device, args)  # what is refused is told, and then goes on
         group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject)), None)
         if group is not None and tensors and self._counted(tensors[0]):
             key = Collective(
@@ -298,13 +310,23 @@ def made_up(dtype: torch.dtype) -> float | int | bool:
 
 
 def site() -> str:
-    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph."""
+    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph, alone
+    where a thread of autograd's own runs it."""
+    node = torch._C._current_autograd_node()
+    behind = f" {node.name()}" if node else ""
     frame = sys._getframe(1)
     while frame is not None:
-        name = frame.f_code.co_filename
-        for folder, title in SOURCES.items():
-            if name.startswith(folder) and not name.endswith(TRANSPARENT):
-                node = torch._C._current_autograd_node()
-                return f"{title}{name.removeprefix(folder)}:{frame.f_lineno}" + (f" {node.name()}" if node else "")
+        file = named(frame.f_code.co_filename)
+        if file is not None:
+            return f"{file}:{frame.f_lineno}{behind}"
         frame = frame.f_back
-    return "torch"
+    return f"torch{behind}"
+
+
+@functools.cache
+def named(path: str) -> str | None:
+    """What a report calls a file; None for one that is not named."""
+    for folder, title in SOURCES.items():
+        if path.startswith(folder) and not path.endswith(TRANSPARENT):
+            return title + path.removeprefix(folder)
+    return None
