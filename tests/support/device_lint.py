@@ -17,8 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from isoloss.tools.dryrun.phases import HALF
-from isoloss.tools.dryrun.recorder import SOURCES
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
+from isoloss.tools.dryrun.sites import SOURCES
 from support import dry_runs, families
 
 LOWER = "cd tests; python -m support.device_lint"

@@ -8,8 +8,9 @@ from torch import nn
 from isoloss.engine.step import run_step
 from isoloss.parallel import sequence
 from isoloss.tools.dryrun.phases import HALF
-from isoloss.tools.dryrun.recorder import Recorder, site
+from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import Exchange, PhaseReport, RankReport, kind_of
+from isoloss.tools.dryrun.sites import site
 
 KIB = 1024
 
@@ -43,7 +44,7 @@ def test_bytes_are_those_of_the_allocator_and_each_once(recorder):
     with recorder.phase("only") as phase:
         x = empty(700)
         views = [x.view(7, 100), x[3:], x.detach()]
-    assert phase.after == KIB
+    assert phase.peak == phase.after == KIB
     assert not phase.launches and len(views) == 3
 
 
@@ -63,11 +64,13 @@ def test_products_are_counted_by_their_formula_and_all_else_by_its_bytes(recorde
         product.add_(1)
         heads = torch.empty(1, 2, 11, 4, device="meta")
         torch.ops.aten._scaled_dot_product_efficient_attention(heads, heads, heads, None, True, 0.0, True)
+        torch.ops.aten._scaled_dot_product_flash_attention(heads, heads, heads, 0.0, False)
     assert phase.flops["aten.mm"] == 2 * 3 * 5 * 7
     attention = 2 * (2 * 2 * 11 * 11 * 4)  # two products of two heads
     assert phase.flops["aten._scaled_dot_product_efficient_attention"] == attention / 2  # causal
+    assert phase.flops["aten._scaled_dot_product_flash_attention"] == attention
     assert phase.traffic == {"aten.add_": 2 * 3 * 7 * 4}
-    assert sum(phase.launches.values()) == sum(phase.launch_sites.values()) == 3
+    assert sum(phase.launches.values()) == sum(phase.launch_sites.values()) == 4
 
 
 def test_the_host_waits_for_numbers_of_the_device_alone(recorder):
@@ -75,7 +78,7 @@ def test_the_host_waits_for_numbers_of_the_device_alone(recorder):
         x, mask = torch.empty(6, device="meta"), torch.empty(6, dtype=torch.bool, device="meta")
         assert x.sum().item() == 2.0 and bool(mask.any()) and torch.equal(x, x)
         assert x.cpu().tolist() == [2.0] * 6
-        torch.ones(6).sum().item()
+        assert torch.ones(6).sum().item() == 6.0
         recorder.share_selected = 0.5
         assert x.masked_select(mask).shape == (3,) and mask.nonzero().shape == (6, 1)
         torch.ones(6).to("meta")

@@ -1,16 +1,12 @@
 """What a device would do, op by op: memory, collectives, arithmetic, launches, and waits of the host."""
 
 import contextlib
-import functools
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,20 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-import isoloss.engine
-import isoloss.models
-import isoloss.parallel
 from isoloss.parallel import Mesh
+from isoloss.tools.dryrun.sites import site
 
 aten = torch.ops.aten
 ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to it
-# Folders whose frames are named, and what their files are called in a report.
-SOURCES = {
-    str(Path(module.__path__[0])): f"isoloss/{module.__name__.split('.')[-1]}"
-    for module in (isoloss.engine, isoloss.models, isoloss.parallel)
-} | {str(Path(megatron.core.__path__[0])): "megatron/core"}
-# They hand on what others ask for.
-TRANSPARENT = ("/cuda_stubs.py",)
 # Ops of torch that launch nothing: they make room, or say the same in another way.
 NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
              "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
@@ -248,7 +235,7 @@ class Recorder(TorchDispatchMode):
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             # The registry counts attention square; causal attention is half of it.
-            phase.flops[name] += flops // 2 if "attention" in name and any(a is True for a in args) else flops
+            phase.flops[name] += flops // 2 if _is_causal(func, args, kwargs) else flops
         else:
             phase.traffic[name] += _nbytes(counted)
 
@@ -276,6 +263,11 @@ class Recorder(TorchDispatchMode):
         if "coalesced" in op:  # without a kernel for tensors without values
             return FakeWork().boxed()
         return func(*args, **kwargs)
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args)) | dict(kwargs)).get("is_causal"))
 
 
 def _asks_for_host(kwargs: Mapping) -> bool:
@@ -307,26 +299,3 @@ def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
 def made_up(dtype: torch.dtype) -> float | int | bool:
     """A number that the host asks of a tensor without values."""
     return 2.0 if dtype.is_floating_point else True if dtype == torch.bool else 2
-
-
-def site() -> str:
-    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph, alone
-    where a thread of autograd's own runs it."""
-    node = torch._C._current_autograd_node()
-    behind = f" {node.name()}" if node else ""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = named(frame.f_code.co_filename)
-        if file is not None:
-            return f"{file}:{frame.f_lineno}{behind}"
-        frame = frame.f_back
-    return f"torch{behind}"
-
-
-@functools.cache
-def named(path: str) -> str | None:
-    """What a report calls a file; None for one that is not named."""
-    for folder, title in SOURCES.items():
-        if path.startswith(folder) and not path.endswith(TRANSPARENT):
-            return title + path.removeprefix(folder)
-    return None
