@@ -30,6 +30,16 @@ def _strided(x: Tensor) -> Tensor:
     return x.transpose(0, -1).contiguous().transpose(0, -1)
 
 
+def _strided_send() -> contextlib.AbstractContextManager:
+    """And no strided receive, which stands beside it."""
+    message = dist.P2POp
+
+    def strided(op: Any, x: Tensor, *args: Any, **kwargs: Any) -> dist.P2POp:
+        return message(op, _strided(x) if op is dist.isend else x, *args, **kwargs)
+
+    return mock.patch.object(dist, "P2POp", strided)
+
+
 def _asked(x: Tensor) -> Tensor:
     x.sum().item()
     return x
@@ -39,7 +49,7 @@ HIDDEN = 2  # its place among the arguments of step._token_inputs, which is call
 
 FAULTS: Mapping[str, Callable[[], contextlib.AbstractContextManager]] = {
     "a host tensor into an all-gather": lambda: _changed(dist, "all_gather", Tensor.cpu, 1),
-    "a strided send": lambda: _changed(dist, "P2POp", _strided, 1),
+    "a strided send": _strided_send,
     "a strided all-gather": lambda: _changed(mappings, "dist_all_gather_func", _strided, 1),
     "an item for every micro-batch": lambda: _changed(step, "_token_inputs", _asked, HIDDEN),
     "a host tensor beside a device tensor": lambda: _changed(
