@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core import optimizer
+from megatron.core.dist_checkpointing import state_dict_utils, validation
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
@@ -44,6 +45,11 @@ def collect_results_in_process() -> None:
 def answer_shapes(shape: tuple[int, int, int]) -> None:
     """Tell pipeline stages that every message has this shape, in place of their asking each other."""
     P2PCommunicator._communicate_shapes = lambda self, *args, **kwargs: (list(shape), list(shape))
+
+
+def trust_shards() -> None:
+    """Leave out that rank 0 checks whether the shards of all ranks make up whole tensors of a checkpoint."""
+    state_dict_utils.validate_sharding_integrity = validation.validate_sharding_integrity = lambda *args, **kwargs: None
 
 
 def answer_split_sizes(chosen: int, wait: Callable[[str], None]) -> None:

@@ -1,74 +1,85 @@
-"""The code that runs on a GPU never mixes host and device, and waits for the device as often as is written here.
+"""The code that runs on a GPU never mixes host and device, hands whole tensors of the device to every collective, and
+waits and launches as often as is written in device_counts.json.
 
-The Engine goes through its phases as one rank of many, with fake tensors on a device of their own: an op that takes a
+The Engine goes through its phases as one rank of four, with fake tensors on a device of their own: an op that takes a
 tensor of the host and one of the device raises, as on a GPU.
 """
 
-import json
-import subprocess
-
 import pytest
-from support import dry_runs, families
+from support import device_lint, dry_runs
+from support.device_faults import FAULTS
+from support.device_lint import ROWS
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 1024, "head_dim": 32}
-RL = ("rollout.backend=sglang", "rollout.servers=[http://a:1]", "reward.function=math", "data.train=[x]")
-ROWS = {
-    "tp": ("sft", "qwen3", 4, 0, "parallel.tp=2"),
-    "no sequence parallelism": ("sft", "qwen3", 4, 0, "parallel.tp=2", "parallel.sequence_parallel=false"),
-    "first stage": ("sft", "qwen3", 4, 0, "parallel.pp=2"),
-    "last stage": ("sft", "qwen3", 4, 2, "parallel.pp=2"),
-    "interleaved": ("sft", "qwen3", 4, 0, "parallel.pp=2", "parallel.vpp=2"),
-    "ulysses and ring": ("sft", "qwen3", 4, 0, "parallel.ulysses=2", "parallel.ring=2"),
-    "experts": ("sft", "qwen3-moe", 4, 0, "parallel.ep=2"),
-    "experts, tp, full recomputation": (
-        "sft",
-        "qwen3-moe",
-        4,
-        0,
-        "parallel.ep=2",
-        "parallel.tp=2",
-        "memory.recompute=full",
-    ),
-    "critic and reference": ("grpo", "qwen3", 4, 0, "algorithm.advantage=gae", "algorithm.kl_coef=0.1", *RL),
-    "weights to servers": ("dapo", "qwen3", 4, 0, "parallel.tp=2", "algorithm.overlong_buffer=8", *RL),
+from isoloss.tools.dryrun.report import RankReport
+
+# What is recorded of a fault, and where.
+REFUSED = {
+    "a host tensor into an all-gather": ("allgather_ of a tensor of the host", "isoloss/engine/step.py"),
+    "a strided all-gather": ("_allgather_base_ of a tensor with gaps", "megatron/core/tensor_parallel/mappings.py"),
+    "a strided send": ("send of a tensor with gaps", "isoloss/parallel/collectives.py"),
 }
-
-
-def row(folder, recipe, family, world, rank, *keys, plant=None):
-    changes = SIZES | (
-        {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if "moe" in family else {}
-    )
-    model = folder / family
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(families.published(family, **changes)))
-    given = [f"model.path={model}", "train.precision=bf16", "batch.max_tokens=512", "data.max_length=64", *keys]
-    if recipe != "sft":
-        given += ["rollout.max_new_tokens=32"]
-    return dry_runs.Row(recipe, given, world, rank, "gpu", plant)
+RAISES = "a host tensor beside a device tensor"
+WAITS = "an item for every micro-batch"
+# Runs with faults, and the rows that they show in.
+PLANTED = {
+    "two in collectives, and a wait": ("tp", "a host tensor into an all-gather", "a strided all-gather", WAITS),
+    "a send": ("ulysses and ring", "a strided send"),
+    "mixed": ("tp", RAISES),
+}
+RUN_OF = {fault: run for run, (_, *faults) in PLANTED.items() for fault in faults}
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models")
-    rows = [row(folder, *values) for values in ROWS.values()]
-    return dict(zip(ROWS, dry_runs.in_a_process(rows, folder / "rows.json")))
+def outcomes(request, tmp_path_factory):
+    """Of the rows and faults that the tests of this session ask for: each takes seconds."""
+    folder = tmp_path_factory.mktemp("runs")
+    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {value for item in mine for value in item.callspec.params.values()}
+    planted = [run for run, (_, *faults) in PLANTED.items() if not names.isdisjoint((run, *faults))]
+    rows = {name: device_lint.row(folder, name) for name in ROWS if name in names}
+    rows |= {run: device_lint.row(folder, *PLANTED[run]) for run in planted}
+    return dict(zip(rows, dry_runs.outcomes_in_a_process([*rows.values()], folder / "rows.json")))
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_nothing_is_refused(reports, name):
-    assert reports[name].faults == []
-    print(
-        name,
-        [(p.name, sum(c for *_, c in p.waits), sum(p.launches.values())) for p in reports[name].phases],
-        reports[name].micro_batches,
-    )
+def test_nothing_is_refused_and_nothing_more_is_waited_for(outcomes, name):
+    report = outcomes[name]
+    assert isinstance(report, RankReport), report
+    assert report.faults == []
+    assert device_lint.differences(device_lint.pinned()[name], report) == []
 
 
-def test_a_planted_fault_is_caught(tmp_path):
-    ring = ("sft", "qwen3", 4, 0, "parallel.ring=2")
-    for plant in ("host tensor into a collective", "strided send", "item for every micro-batch"):
-        try:
-            report = dry_runs.in_a_process([row(tmp_path, *ring, plant=plant)], tmp_path / "rows.json")[0]
-            print(plant, report.faults, [w for w in report.phase("forward and backward").waits if "step.py" in w[1]])
-        except subprocess.CalledProcessError:
-            print(plant, "raised")
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_tensor_that_a_collective_does_not_take_is_told(outcomes, fault):
+    what, file = REFUSED[fault]
+    report = outcomes[RUN_OF[fault]]
+    assert isinstance(report, RankReport), report
+    assert any(told == what and site.startswith(f"{file}:") for told, site, _ in report.faults)
+
+
+@pytest.mark.parametrize("run", ["two in collectives, and a wait", "a send"])
+def test_a_fault_is_all_that_is_told(outcomes, run):
+    """Of several tensors of a collective only the host's, and of sound collectives nothing."""
+    faults = [fault for fault in PLANTED[run][1:] if fault in REFUSED]
+    assert {what for what, _, _ in outcomes[run].faults} == {REFUSED[fault][0] for fault in faults}
+
+
+@pytest.mark.parametrize("fault", [RAISES])
+def test_a_host_tensor_beside_a_device_tensor_raises(outcomes, fault):
+    assert outcomes[RUN_OF[fault]].endswith("found at least two devices, gpu:0 and cpu!")
+
+
+@pytest.mark.parametrize("fault", [WAITS])
+def test_one_more_wait_of_a_micro_batch_is_told(outcomes, fault):
+    told = device_lint.differences(device_lint.pinned()["tp"], outcomes[RUN_OF[fault]])
+    place = "forward and backward, a micro-batch: wait, item: isoloss/engine/step.py run_step.token_loss"
+    at = [line for line in told if line.startswith(place)]
+    assert len(at) == 1 and at[0].startswith(f"{place}: 1, more than the pinned 0: 1 at isoloss/engine/step.py:")
+
+
+def test_every_fault_is_planted():
+    assert RUN_OF.keys() == FAULTS.keys()
+
+
+def test_every_number_is_of_a_row():
+    assert device_lint.pinned().keys() == ROWS.keys()

@@ -19,14 +19,19 @@ from isoloss.parallel import Layout
 from isoloss.tools.dryrun.recorder import Recorder
 
 STEPS = 2  # the second has what the first leaves behind
+HALF = " of half the rows"  # of the name of a phase
 # Of every sample in reinforcement learning. A policy that takes one step a batch asks for no old log-probabilities.
 FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "train_logprobs", "old_values", "returns")
 
 
-def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recorder) -> int:
-    """Go through the phases. Returns the micro-batches of a step on this rank."""
+def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recorder, halves: bool = False) -> int:
+    """Go through the phases. Returns the micro-batches of a step on this rank.
+
+    halves: also forward and backward of half the rows, by which what a micro-batch does can be told from what a step
+    does once.
+    """
     if not isinstance(config, RLConfig):
-        return _train(engine, rows, cross_entropy(config.loss), recorder, "")
+        return _train(engine, rows, cross_entropy(config.loss), recorder, halves=halves)
     with unset_fake_temporarily():  # the host's
         samples = [replace(row, fields={name: torch.zeros(len(row)) for name in FIELDS}) for row in rows]
     temperature, algorithm = config.rollout.temperature, config.algorithm
@@ -37,7 +42,7 @@ def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recor
     if algorithm.uses_critic:
         with recorder.phase("build critic"):
             critic = Engine(config, engine.source, critic_of=engine)
-    for _ in range(STEPS):
+    for _ in range(1 if halves else STEPS):
         if config.rollout.backend == "sglang":
             with recorder.phase("weight sync"):
                 _stream(engine, config)
@@ -49,17 +54,25 @@ def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recor
         if critic is not None:
             with recorder.phase("values"):
                 critic.values(rows)
-            _train(critic, samples, value_loss(algorithm, config.loss), recorder, "critic ", steps=1)
-        count = _train(engine, samples, policy_loss(config), recorder, "", steps=1)
+            _train(critic, samples, value_loss(algorithm, config.loss), recorder, "critic ", steps=1, halves=halves)
+        count = _train(engine, samples, policy_loss(config), recorder, steps=1, halves=halves)
     return count
 
 
 def _train(
-    engine: Engine, samples: Sequence[Sample], loss: Loss, recorder: Recorder, whose: str, steps: int = STEPS
+    engine: Engine,
+    samples: Sequence[Sample],
+    loss: Loss,
+    recorder: Recorder,
+    whose: str = "",
+    steps: int = STEPS,
+    halves: bool = False,
 ) -> int:
-    for _ in range(steps):
-        with recorder.phase(f"{whose}forward and backward"):
-            metrics = engine._forward_backward(samples, loss)
+    """Steps of optimization. Returns the micro-batches of the last."""
+    whole, half = ("", samples), (HALF, samples[: len(samples) // 2])
+    for suffix, part in [half] * steps + [whole] if halves else [whole] * steps:
+        with recorder.phase(f"{whose}forward and backward{suffix}"):
+            metrics = engine._forward_backward(part, loss)
         with recorder.phase(f"{whose}optimizer"):
             engine.optim_step()
     return metrics.micro_batches

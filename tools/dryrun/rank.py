@@ -27,6 +27,7 @@ from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.dryrun import world
+from isoloss.tools.dryrun.files import save_load_export
 from isoloss.tools.dryrun.phases import full_rows, take
 from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
@@ -50,8 +51,13 @@ def dry_run(
     gpus_per_node: int = 8,
     kernels: Kernels = "cuda",
     device: Device = "meta",
+    halves: bool = False,
+    files: Path | None = None,
 ) -> RankReport:
-    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets."""
+    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets.
+
+    halves: see `take`. files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
+    """
     recorder = join(rank, world_size, gpus_per_node, kernels, device)
     config = dataclasses.replace(
         config,
@@ -66,7 +72,9 @@ def dry_run(
             engine = Engine(config, source)
         recorder.name_groups(engine.mesh)
         resident = resident_bytes(engine, recorder.live_bytes)
-        micro_batches = take(engine, config, rows, recorder)
+        micro_batches = take(engine, config, rows, recorder, halves)
+        if files is not None:
+            save_load_export(engine, files, recorder)
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,

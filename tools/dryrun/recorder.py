@@ -1,15 +1,12 @@
 """What a device would do, op by op: memory, collectives, arithmetic, launches, and waits of the host."""
 
 import contextlib
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -17,26 +14,19 @@ from torch import Tensor
 from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-import isoloss.engine
-import isoloss.models
-import isoloss.parallel
 from isoloss.parallel import Mesh
+from isoloss.tools.dryrun.sites import site
 
 aten = torch.ops.aten
 ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to it
-# Folders whose frames are named, and what their files are called in a report.
-SOURCES = {
-    str(Path(module.__path__[0])): f"isoloss/{module.__name__.split('.')[-1]}"
-    for module in (isoloss.engine, isoloss.models, isoloss.parallel)
-} | {str(Path(megatron.core.__path__[0])): "megatron/core"}
-# They hand on what others ask for.
-TRANSPARENT = ("/cuda_stubs.py",)
 # Ops of torch that launch nothing: they make room, or say the same in another way.
 NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
              "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
+# Where a made-up number would end the run: by the file that asks. Here, whether a rank failed to write.
+ANSWERS = {"megatron/core/dist_checkpointing/strategies/state_dict_saver.py": False}
 LARGEST_HOST_COPY = 1 << 20  # bytes that a copy to the host really takes there
 GROUPS = ("expert_dp", "etp", "ep", "stage", "dp_context", "dp", "context", "ring", "ulysses", "pp", "tp")
 
@@ -65,6 +55,7 @@ class Phase:
 
     before, peak, after: live bytes. at_peak: of them by (phase, site) that allocated them. peak_site: file:line.
     flops, launches, traffic (bytes read and written by ops without FLOPs): by name of the op.
+    launch_sites: the launches, by site.
     waits: of the host for the device, and copies between them, by (kind, site).
     """
 
@@ -76,6 +67,7 @@ class Phase:
     at_peak: Mapping[tuple[str, str], int] = field(default_factory=dict)
     flops: Counter[str] = field(default_factory=Counter)
     launches: Counter[str] = field(default_factory=Counter)
+    launch_sites: Counter[str] = field(default_factory=Counter)
     traffic: Counter[str] = field(default_factory=Counter)
     waits: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[Collective] = field(default_factory=Counter)
@@ -93,6 +85,9 @@ class Recorder(TorchDispatchMode):
         self.phases: list[Phase] = []
         self.faults: Counter[tuple[str, str]] = Counter()  # what a device would refuse, by file:line
         self.share_selected = 1.0  # of a mask, by `masked_select`
+        self.fake: contextlib.AbstractContextManager = (
+            contextlib.nullcontext()
+        )  # in which the device's tensors are made
         self._device_type, self._gpus_per_node = device_type, gpus_per_node
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
         self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
@@ -131,40 +126,34 @@ class Recorder(TorchDispatchMode):
         if tensor is None or self._counted(tensor):
             self.phases[-1].waits[kind, site()] += 1
 
-    @contextlib.contextmanager
-    def faults_ignored(self) -> Iterator[None]:
-        before = self.faults.copy()
-        yield
-        self.faults = before
-
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _track(self, tensor: Tensor) -> None:
+    def _track(self, tensor: Tensor, where: str) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live:
             return
-        origin = self._origins.setdefault((self.phases[-1].name, site()), len(self._origins))
+        origin = self._origins.setdefault((self.phases[-1].name, where), len(self._origins))
         gone = weakref.ref(storage, lambda reference: self._forget(key, reference))
         self._live[key] = (gone, 0, origin)
-        self._resize(key, storage.nbytes())
+        self._resize(key, storage.nbytes(), where)
 
     def _forget(self, key: int, reference: weakref.ref) -> None:
         if key in self._live and self._live[key][0] is reference:
-            self._resize(key, 0)
+            self._resize(key, 0, "")
             del self._live[key]
 
-    def _resize(self, key: int, nbytes: int) -> None:
+    def _resize(self, key: int, nbytes: int, where: str) -> None:
         reference, before, origin = self._live[key]
         nbytes = -(-nbytes // ALLOCATION) * ALLOCATION
         self._live[key] = (reference, nbytes, origin)
         self._changes.append((origin, nbytes - before))
-        self._sites_of_changes.append(site() if nbytes > before else "")
+        self._sites_of_changes.append(where)
 
     def resized(self, storage: torch.UntypedStorage, nbytes: int) -> None:
         """A live storage gets another size: so Megatron frees what it recomputes."""
         if storage._cdata in self._live:
-            self._resize(storage._cdata, nbytes)
+            self._resize(storage._cdata, nbytes, site())
 
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
@@ -177,7 +166,8 @@ class Recorder(TorchDispatchMode):
             return self._collective(func, args, kwargs)
         if func is aten._local_scalar_dense.default and self._has_no_value(args[0]):
             self.wait("item", args[0])
-            return made_up(args[0].dtype)
+            file = site().partition(":")[0]
+            return ANSWERS[file] if file in ANSWERS else made_up(args[0].dtype)
         if func is aten.equal.default and self._has_no_value(args[0]):
             self.wait("equal", args[0])
             return True
@@ -186,16 +176,20 @@ class Recorder(TorchDispatchMode):
             return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
+        elif func is aten._to_copy.default and self._asks_for_device(args[0], kwargs):
+            with self.fake:
+                out = torch.empty_like(args[0], dtype=kwargs.get("dtype"), device=kwargs["device"])
         elif func is aten.nonzero.default and self._counted(args[0]):
             out = args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
         else:
             out = func(*args, **kwargs)
         counted = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor) and self._counted(t)]
         if counted:
-            self._count(func, args, kwargs, out, counted)
+            where = site()
+            self._count(func, args, kwargs, out, counted, where)
             for tensor in tree_leaves(out):
                 if isinstance(tensor, Tensor) and self._counted(tensor):
-                    self._track(tensor)
+                    self._track(tensor, where)
         return out
 
     def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -209,13 +203,23 @@ class Recorder(TorchDispatchMode):
         self._live[key] = (gone, 0, self._origins.setdefault((self.phases[-1].name, "host"), len(self._origins)))
         return copy
 
+    def _asks_for_device(self, tensor: Tensor, kwargs: Mapping) -> bool:
+        device = kwargs.get("device")
+        return device is not None and torch.device(device).type == self._device_type and not self._has_no_value(tensor)
+
+    def _of_device(self, tensor: Tensor) -> Tensor:
+        if self._counted(tensor):
+            return tensor
+        with self.fake:
+            return torch.empty_like(tensor, device=self._device_type)
+
     def _has_no_value(self, tensor: Tensor) -> bool:
         return self._counted(tensor) or isinstance(tensor, FakeTensor)
 
     def _counted(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device_type
 
-    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor]) -> None:
+    def _count(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor], where: str) -> None:
         phase, packet = self.phases[-1], func._overloadpacket
         name = str(packet)
         if func is aten._to_copy.default and not self._counted(args[0]):
@@ -227,21 +231,25 @@ class Recorder(TorchDispatchMode):
         if func.is_view or name in NO_LAUNCH or _is_own_copy(func, args):
             return
         phase.launches[name] += 1
+        phase.launch_sites[where] += 1
         if packet in flop_registry:
             flops = flop_registry[packet](*args, **kwargs, out_val=out)
             # The registry counts attention square; causal attention is half of it.
-            phase.flops[name] += flops // 2 if "attention" in name and any(a is True for a in args) else flops
+            phase.flops[name] += flops // 2 if _is_causal(func, args, kwargs) else flops
         else:
             phase.traffic[name] += _nbytes(counted)
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
         op = str(func._overloadpacket).removeprefix("c10d.")
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
+        if op == "barrier":  # torch makes its tensor, on the host where it does not know the backend
+            return func(*args, **kwargs)
         for tensor in tensors:
             if not self._counted(tensor):
                 self.faults[f"{op} of a tensor of the host", site()] += 1
             elif not tensor.is_contiguous():
                 self.faults[f"{op} of a tensor with gaps", site()] += 1
+        args = tree_map_only(Tensor, self._of_device, args)  # what is refused is told, and then goes on
         group = next((_unboxed(a) for a in args if isinstance(a, torch.ScriptObject)), None)
         if group is not None and tensors and self._counted(tensors[0]):
             key = Collective(
@@ -255,6 +263,11 @@ class Recorder(TorchDispatchMode):
         if "coalesced" in op:  # without a kernel for tensors without values
             return FakeWork().boxed()
         return func(*args, **kwargs)
+
+
+def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    return bool((dict(zip(names, args)) | dict(kwargs)).get("is_causal"))
 
 
 def _asks_for_host(kwargs: Mapping) -> bool:
@@ -286,16 +299,3 @@ def _is_own_copy(func: Any, args: Sequence[Any]) -> bool:
 def made_up(dtype: torch.dtype) -> float | int | bool:
     """A number that the host asks of a tensor without values."""
     return 2.0 if dtype.is_floating_point else True if dtype == torch.bool else 2
-
-
-def site() -> str:
-    """file:line of the innermost frame of isoloss or Megatron; in a backward also the node of autograd's graph."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        for folder, title in SOURCES.items():
-            if name.startswith(folder) and not name.endswith(TRANSPARENT):
-                node = torch._C._current_autograd_node()
-                return f"{title}{name.removeprefix(folder)}:{frame.f_lineno}" + (f" {node.name()}" if node else "")
-        frame = frame.f_back
-    return "torch"

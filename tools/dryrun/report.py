@@ -40,6 +40,7 @@ class PhaseReport:
     peak: largest number of live bytes; peak_site: file:line that allocates the last of them.
     peak_kinds: what they are. peak_sites: the largest of them by file:line.
     flops, launches, traffic: by op; traffic are bytes that ops without FLOPs read and write.
+    launch_sites: the launches by file:line.
     waits: (kind, file:line, how often) that the host waits for the device.
     """
 
@@ -51,6 +52,7 @@ class PhaseReport:
     peak_sites: Mapping[str, int]
     flops: Mapping[str, int]
     launches: Mapping[str, int]
+    launch_sites: Mapping[str, int]
     traffic: Mapping[str, int]
     waits: Sequence[tuple[str, str, int]]
     exchanges: Sequence[Exchange]
@@ -66,7 +68,7 @@ class PhaseReport:
         exchanges = [Exchange(**asdict(key), calls=phase.calls[key], nbytes=phase.sent[key]) for key in phase.calls]
         return cls(
             phase.name, phase.peak, phase.after, phase.peak_site, dict(kinds), dict(sites.most_common(TOLD_SITES)),
-            dict(phase.flops), dict(phase.launches), dict(phase.traffic),
+            dict(phase.flops), dict(phase.launches), dict(phase.launch_sites), dict(phase.traffic),
             [(*key, count) for key, count in phase.waits.most_common()], exchanges,
         )  # fmt: skip
 

@@ -9,8 +9,7 @@ that torch chooses on a GPU, or those of a CPU, which a real run on this machine
 
 import contextlib
 import os
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from isoloss.engine import engine, step
+from isoloss.engine import step
 from isoloss.engine.packing import PackedBatch
-from isoloss.engine.step import StepBatch
-from isoloss.parallel import cuda_stubs, mesh
+from isoloss.parallel import cuda_stubs, mesh, normalizer
+from isoloss.tools.dryrun import files
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
 # Tensors without values are meta tensors, or fake ones on a device of their own: with those, what mixes host and device
@@ -64,7 +63,9 @@ def join(rank: int, world_size: int, gpus_per_node: int, kernels: Kernels, devic
 @contextlib.contextmanager
 def without_values(recorder: Recorder) -> Iterator[None]:
     """Tensors are made without values, and their ops are recorded."""
-    with FakeTensorMode(allow_non_fake_inputs=True) if DEVICE.type == "gpu" else contextlib.nullcontext(), recorder:
+    if DEVICE.type == "gpu":
+        recorder.fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with recorder.fake, recorder:
         yield
 
 
@@ -83,12 +84,14 @@ def _install(kernels: Kernels, device: Device) -> None:
         _setup_privateuseone_for_python_backend("gpu")
         DEVICE, autograd = torch.device("gpu", 0), "AutogradPrivateUse1"
         FakeTensorMode.avoid_device_init = property(lambda self: True)
-        _pack_on_the_host()
-    _count_on_the_host()
     cuda_stubs.stand_in(DEVICE)
+    normalizer._device_of = lambda group: DEVICE  # on which tokens are counted
+    _pack_on_the_host()
     _exchange_objects()
     _answer_the_host()
+    files.stand_in()
     if kernels == "cuda":
+        torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device.type == device)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
@@ -97,29 +100,13 @@ def _install(kernels: Kernels, device: Device) -> None:
     _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], autograd)
 
 
-def _count_on_the_host() -> None:
-    """Tokens are counted with values. On a GPU the device does it, for the all-reduce."""
-    prepare = step.prepare_step
-
-    def prepare_with_values(*args: Any) -> StepBatch:
-        with unset_fake_temporarily(), _recorder.faults_ignored():
-            return prepare(*args)
-
-    step.prepare_step = engine.prepare_step = prepare_with_values
-
-
 def _pack_on_the_host() -> None:
-    """Packing is the host's work, and needs values."""
+    """Packing is the host's work, and needs values: of the weights, which the device has counted, made-up ones."""
     pack = step.pack
 
-    def pack_with_values(samples: Any, weights: Any, offsets: Any, mesh_: Any, device: Any, *more: Any) -> PackedBatch:
+    def pack_with_values(samples: Any, weights: Sequence[Tensor], *more: Any) -> PackedBatch:
         with unset_fake_temporarily():
-            packed = pack(samples, weights, offsets, mesh_, torch.device("cpu"), *more)
-        return replace(
-            packed,
-            **{name: value.to(device) for name, value in vars(packed).items() if isinstance(value, Tensor)},
-            fields={name: value.to(device) for name, value in packed.fields.items()},
-        )
+            return pack(samples, [torch.full(w.shape, made_up(w.dtype), dtype=w.dtype) for w in weights], *more)
 
     step.pack = pack_with_values
 
