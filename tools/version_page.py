@@ -20,9 +20,10 @@ was chosen to fit such servers."""
 ABOUT_IMAGES = """`recipes/containers/Dockerfile` builds a trainer, servers, and a node with both. Each has an
 environment of its own ([cluster](cluster.md#containers)). **It was not built.** A test compares its versions with this
 table."""
-ABOUT_EXTRAS = """- `isoloss[gpu]` adds Transformer Engine. Its torch part is built when it is installed, against the torch
-  that is there. So install torch first, and give pip `--no-build-isolation`. Without that, pip builds it for the newest
-  torch.
+ABOUT_EXTRAS = """\
+- `isoloss[gpu]` adds Transformer Engine. Its torch part is built when it is installed, against the torch
+  that is there. So install torch first, and give pip `--no-build-isolation`. Without that, pip builds it for the
+  newest torch.
 - `isoloss[sglang]` adds SGLang to the trainer's environment. The metadata of both allow it, for Python 3.11 to 3.13 and
   with the torch and transformers that SGLang pins. `constraints.txt` names another transformers, so leave it out. Not
   run: the tests run servers in an environment of their own.

@@ -221,8 +221,8 @@ class RLDataConfig(DataConfig, group="data"):
 
     duplicates: Literal["keep", "drop"] = key(
         "keep",
-        "Reinforcement learning: whether a row of data.train stays whose prompt and answer an earlier row has. data.eval "
-        "keeps all rows.",
+        "Reinforcement learning: whether a row of data.train stays whose prompt and answer an earlier row has. "
+        "data.eval keeps all rows.",
     )
 
 

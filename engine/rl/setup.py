@@ -41,8 +41,8 @@ class RLData:
         """What decides which prompts a batch takes, where completions end and what text rewards see."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
-            "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, the "
-            "tokenizer or its chat template"
+            "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
+            "the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
