@@ -41,6 +41,22 @@ class VersionSet:
 
 
 @dataclass(frozen=True)
+class Images:
+    """What recipes/containers/Dockerfile is made of.
+
+    set: the name of the versions.
+    cuda: of the base image, nvidia/cuda; with the nvcc that builds kernels for torch.
+    transformer_engine: that of the extra isoloss[gpu].
+    apex: the commit of NVIDIA's repository.
+    """
+
+    set: str
+    cuda: str
+    transformer_engine: str
+    apex: str
+
+
+@dataclass(frozen=True)
 class TorchWheel:
     """A torch of PyPI. nccl: the version of nvidia-nccl that it pins."""
 
@@ -83,6 +99,7 @@ SETS = (
         580, "not run, not even on a CPU. It has the torch that SGLang 0.5.23 pins, so both sides have one NCCL.",
     ),
 )  # fmt: skip
+IMAGES = Images("GPU, weights by NCCL", "13.0.3", "2.11.0", "6424da3b4faa6c8f062da4a48c424fff3f02d42d")
 TORCH_WHEELS = (
     TorchWheel("2.11.0", "13.0", "2.28.9"),
     TorchWheel("2.12.0", "13.0", "2.29.7"),
@@ -103,6 +120,10 @@ SUPPORTED_MEGATRON = MEGATRON_RELEASES[0].version
 def public(version: str) -> str:
     """Without the part that names a build: 2.13.0+cu130 is 2.13.0."""
     return version.partition("+")[0]
+
+
+def set_of_images() -> VersionSet:
+    return next(each for each in SETS if each.name == IMAGES.set)
 
 
 def nccl_of_torch(torch: str) -> str | None:

@@ -17,6 +17,18 @@ ABOUT_NCCL = """NCCL forms a group only between processes of one version ("Misma
 A server tells its release of SGLang, not its NCCL. What is compared is the NCCL of the torch wheel that the release
 pins; a container image may have exchanged it. A trainer whose NCCL is not that of its own torch wheel is let pass: it
 was chosen to fit such servers."""
+ABOUT_IMAGES = """`recipes/containers/Dockerfile` builds a trainer, servers, and a node with both. Each has an
+environment of its own ([cluster](cluster.md#containers)). **It was not built.** A test compares its versions with this
+table."""
+ABOUT_EXTRAS = """\
+- `isoloss[gpu]` adds Transformer Engine. Its torch part is built when it is installed, against the torch
+  that is there. So install torch first, and give pip `--no-build-isolation`. Without that, pip builds it for the
+  newest torch.
+- `isoloss[sglang]` adds SGLang to the trainer's environment. The metadata of both allow it, for Python 3.11 to 3.13 and
+  with the torch and transformers that SGLang pins. `constraints.txt` names another transformers, so leave it out. Not
+  run: the tests run servers in an environment of their own.
+- NVIDIA's apex is on no package index. `recipes/containers/apex_kernel.py` builds the one kernel of it that a run can
+  use. PyPI's apex is another project."""
 
 
 def page() -> str:
@@ -33,12 +45,25 @@ def page() -> str:
         HEAD,
         f"## Sets\n\nServers have an environment of their own.\n\n{sets}\n\n"
         f"With each, the values of `rollout.weight_sync` that servers can have, and what was run:\n\n{run}\n",
+        f"## Images\n\n{ABOUT_IMAGES}\n\n{_table(('part', 'version'), _image_rows())}\n",
+        f"## Extras\n\n{ABOUT_EXTRAS}\n",
         f"## NCCL\n\n{ABOUT_NCCL}\n\n{_table(('torch from PyPI', 'CUDA', 'NCCL'), wheels)}\n\n"
         f"{_table(('SGLang', 'Python', 'torch', 'NCCL'), servers)}\n",
         f"## Megatron-Core\n\n{_table(('release', 'Python', 'Transformer Engine', 'use'), megatron)}\n",
         f"## Driver\n\n{_table(('CUDA of torch', 'NVIDIA driver'), drivers)}",
     ]
     return "\n".join(parts)
+
+
+def _image_rows() -> list[tuple[str, str]]:
+    images, made = versions.IMAGES, versions.set_of_images()
+    return [
+        ("base image", f"`nvidia/cuda:{images.cuda}-cudnn-devel-ubuntu24.04`"),
+        ("torch, with NCCL", f"{made.torch}, {made.nccl}"),
+        ("Transformer Engine", images.transformer_engine),
+        ("apex, commit", f"`{images.apex}`"),
+        ("SGLang", made.sglang),
+    ]
 
 
 def _set_row(row: versions.VersionSet) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from isoloss.engine.config import Config
+from isoloss.engine.config import Config, DataConfig
 from isoloss.engine.rl.algorithms import ADVANTAGES, KL_ESTIMATORS, LOSSES, advantage_of, loss_of
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES
@@ -216,9 +216,21 @@ class AlgorithmConfig(Keys, group="algorithm"):
 
 
 @dataclass(frozen=True)
+class RLDataConfig(DataConfig, group="data"):
+    """The rows to train on and to evaluate."""
+
+    duplicates: Literal["keep", "drop"] = key(
+        "keep",
+        "Reinforcement learning: whether a row of data.train stays whose prompt and answer an earlier row has. "
+        "data.eval keeps all rows.",
+    )
+
+
+@dataclass(frozen=True)
 class RLConfig(Config):
     """A whole reinforcement learning run. batch.global_size counts prompts, and train.steps optimizer steps."""
 
+    data: RLDataConfig = field(default_factory=RLDataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -34,10 +34,11 @@ ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution"
 
 @dataclass(frozen=True)
 class PromptSet:
-    """dropped: rows that were left out for their length."""
+    """dropped: rows that were left out for their length. repeated: those left out because an earlier one is alike."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
+    repeated: int = 0
 
     def fingerprint(self) -> str:
         """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
@@ -55,12 +56,14 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     limit: str = "data.max_length",
+    duplicates: Literal["keep", "drop"] = "keep",
 ) -> PromptSet:
     """The rows of data.train or data.eval, in their order. The same on every rank; enters no collective.
 
     data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", and gives the chat
         template its variables; a row's `tools` reach it as well.
     limit: how messages name max_prompt_tokens.
+    duplicates: whether a row stays whose prompt and answer an earlier row has.
 
     A row's id is "file:line" with the name of its file, or with its path where two files have the same name.
     Raises UserError, one line, for every mistake in files, rows or options.
@@ -68,8 +71,14 @@ def load_prompts(
     paths: tuple[str, ...] = getattr(data, split)
     check_template_kwargs(data.template_kwargs, tokenizer)
     names = Counter(os.path.basename(path) for path in set(paths))
-    prompts, dropped = [], 0
+    prompts, dropped, repeated = [], 0, 0
+    known: set[bytes] = set()
     for row in read_rows(paths, f"data.{split}"):
+        if duplicates == "drop":
+            if (question := _digest(row)) in known:
+                repeated += 1
+                continue
+            known.add(question)
         path, _, line = row.place.rpartition(":")
         name = os.path.basename(path)
         file = name if names[name] == 1 else path
@@ -86,7 +95,13 @@ def load_prompts(
             )
     if not prompts:
         raise nothing_left(f"data.{split}", paths, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    return PromptSet(tuple(prompts), dropped)
+    return PromptSet(tuple(prompts), dropped, repeated)
+
+
+def _digest(row: Row) -> bytes:
+    """Of what a row asks: its prompt as it stands in the file, tools among it, and the answer."""
+    asked = [[row.values.get(name) for name in (*PROMPT_KEYS, "tools")], find_answer(row.values)]
+    return hashlib.sha256(json.dumps(asked, sort_keys=True, default=repr).encode()).digest()
 
 
 def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:

@@ -154,6 +154,7 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
     algorithm, rollout = config.algorithm, config.rollout
     batch = config.batch.global_size * rollout.num_generations
     dropped = f", {data.train.dropped:,} dropped for their length" if data.train.dropped else ""
+    dropped += f", {data.train.repeated:,} rows that repeat one dropped" if data.train.repeated else ""
     held_out = "no data.eval"
     if data.eval:
         held_out = f"evaluated on {len(data.eval.prompts):,} of {', '.join(config.data.eval)}"

@@ -41,8 +41,8 @@ class RLData:
         """What decides which prompts a batch takes, where completions end and what text rewards see."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
-            "a file of data.train or its name, data.max_length, data.overlong, data.template_kwargs, the tokenizer or "
-            "its chat template"
+            "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
+            "the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
@@ -74,7 +74,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
         )
     tokenizer = load_tokenizer(config.model.tokenizer or str(folder), arch.vocab_size)
     options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
-    train = load_prompts(config.data, "train", tokenizer, **options)
+    train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
     evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
     batches = steps_for_epochs(len(train.prompts), config.train.epochs, config.batch.global_size)
     return RLData(

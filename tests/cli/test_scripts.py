@@ -209,6 +209,13 @@ def test_an_sft_job(run):
     )
 
 
+def test_the_ranks_of_a_job_in_a_container(run):
+    job = {"SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7"}
+    options = "--container-image=/images/trainer.sqsh --container-mounts=/data:/data"
+    (srun,) = run("sft.slurm", "preset=tiny", **job, SRUN_OPTIONS=options).of("srun")
+    assert srun.arguments == [*options.split(), "recipes/scripts/multi_node.sh", "sft", "preset=tiny"]
+
+
 def test_a_job_has_the_status_of_its_training(run):
     job = {"SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7"}
     assert run("sft.slurm", **job, STATUS="1").status == 1
@@ -293,6 +300,16 @@ def test_one_node_trains_and_one_serves(run):
         "torchrun"
     )
     assert f" model.path=m rollout.servers=[{servers}] rollout.timeout=1800" in done.line("torchrun")
+
+
+def test_ranks_and_servers_in_containers_of_their_own(run):
+    job = {"SLURM_JOB_NODELIST": "a,b", "SLURM_JOB_ID": "1", "NODES_OF_JOB": "a b", "MODEL": "m", "SERVERS": "8"}
+    images = {"TRAIN_OPTIONS": "--container-image=t --container-writable", "SERVE_OPTIONS": "--container-image=s"}
+    done = run("rl.slurm", "grpo", **job, **images)
+    assert done.status == 0, done.said
+    words = {call.arguments[3]: call.arguments[4:7] for call in done.of("srun")}
+    assert words["a"] == ["--container-image=t", "--container-writable", "recipes/scripts/multi_node.sh"]
+    assert words["b"] == ["--container-image=s", "recipes/scripts/serve.sh", "m"]
 
 
 @pytest.mark.parametrize("variables", [{"TRAIN_NODES": "2"}, {"TP": "16"}])

@@ -7,6 +7,7 @@ says more:
     <!-- file: NAME -->         the block is a file that later blocks use
     <!-- exit status: N -->     that of its last command
     <!-- not run: REASON -->    it needs what this machine has not; a reader sees the reason in the page's source
+    <!-- dry run: REASON -->    the same, and test_cluster.py runs it with stand-ins for a cluster's commands
 
 Blocks of `make` lines install and train: `.ci/run` runs those.
 """
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parents[2]
 TINY = ROOT / "recipes" / "assets" / "tiny"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LANGUAGES = ("sh", "python", "text")
-MARKS = ("file", "exit status", "not run")
+MARKS = ("file", "exit status", "not run", "dry run")
 BLOCK = re.compile(
     r"(?:^<!-- (?P<mark>[a-z ]+): (?P<value>.+?) -->\n)?^```(?P<language>.*)\n(?P<text>(?:.*\n)*?)^```$", re.M
 )
@@ -59,7 +60,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.language in ("sh", "python") and self.mark != "not run" and not self.is_make
+        return self.language in ("sh", "python") and not self.mark.endswith(" run") and not self.is_make
 
 
 def blocks_of(text: str, page: str) -> list[Block]:
@@ -93,6 +94,10 @@ def test_every_block_is_found_and_has_a_language():
 
 def test_at_most_ten_blocks_are_not_run():
     assert len([block for block in ALL if block.mark == "not run"]) <= 10
+
+
+def test_dry_runs_are_on_the_page_that_is_checked():
+    assert {block.page for block in ALL if block.mark == "dry run"} == {"cluster.md"}
 
 
 def test_continuous_integration_runs_every_make_command():
