@@ -349,7 +349,7 @@ def test_what_the_shell_refuses(line, tmp_path):
         "srun --container-image=x.sqsh --container-mounts=/shared:/shared --container-workdir=/opt/isoloss --pty bash",
         "hf download Qwen/Qwen3-8 --local-dir /shared/models/Qwen3-8",
         "pip install torch==2.13.0 sglang==0.5.23",
-        "pip install -e '.[gpus]' torch==2.14.1",
+        "pip install --no-build-isolation -e '.[gpus]' torch==2.14.1",
         "python -m isoloss.tools.docter",
         "python -m isoloss.tools.doctor --output_dir x",
         "python -m isoloss.tools.doctor --servers http://n0:30000",
@@ -357,16 +357,17 @@ def test_what_the_shell_refuses(line, tmp_path):
         "{hf}; python -m isoloss.tools.plan sft preset=8b_h100 model.path=/shared/models/Qwen3-8B --gpu 8",
         "{hf}; python -m isoloss.tools.plan sft preset=8b_h100 model.path=/shared/models/Qwen3-8B --gpus 7",
         "{hf}; python -m isoloss.tools.plan sft model.path=/shared/models/Qwen3-8B parallel.ep=8 --gpus 8",
-        "{hf}; HEAD=h NODES=1 recipes/scripts/multi_node.sh sft model.path=/shared/models/Qwen3-8B data.trian=x",
-        "{hf}; HEAD=h NODES=1 recipes/scripts/multi_node.sh sft model.path=/shared/models/Qwen3-8B data.train=/x.jsonl",
-        "HEAD=h NODES=1 recipes/scripts/multi_node.sh stf model.path=/shared/models/Qwen3-8B",
+        "{hf}; {agent} sft model.path=/shared/models/Qwen3-8B data.trian=x",
+        "{hf}; {agent} sft model.path=/shared/models/Qwen3-8B output_dir=o data.train=x.jsonl",
+        "{hf}; {agent} stf model.path=/shared/models/Qwen3-8B",
         "tail -n 2 /shared/runs/sft/metrics.jsonl",
     ],
 )
 def test_what_the_checks_refuse(line, tmp_path):
     download = "hf download Qwen/Qwen3-8B --local-dir /shared/models/Qwen3-8B"
+    script = line.replace("{hf}", download).replace("{agent}", "HEAD=h NODES=1 recipes/scripts/multi_node.sh")
     cluster = Cluster(tmp_path)
     with pytest.raises((Exception, SystemExit)) as refused:
-        for call in calls_of(f"set -emuo pipefail\n{line.replace('{hf}', download)}", tmp_path):
+        for call in calls_of(f"set -emuo pipefail\n{script}", tmp_path):
             cluster.check(call)
     assert "after" not in str(refused.value) or "status" not in str(refused.value), "the shell refused it"
