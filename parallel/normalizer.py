@@ -68,7 +68,7 @@ def count_tokens(
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
     tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
-    tokens_S = tokens_S.to(_device_of(dp_group))
+    tokens_S = tokens_S.to(device_of(dp_group))
     if sp_group is not None:
         dist.all_reduce(tokens_S, group=sp_group)
     group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64, device=tokens_S.device)
@@ -187,6 +187,6 @@ class GlobalLossNormalizer:
         return token_weights(masks, counts, self.aggregation)
 
 
-def _device_of(group: dist.ProcessGroup) -> torch.device:
+def device_of(group: dist.ProcessGroup) -> torch.device:
     """Where tensors of a collective over `group` must live."""
     return torch.device(torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -7,6 +7,7 @@ tensor of the host and one of the device raises, as on a GPU.
 
 import pytest
 from support import device_lint, dry_runs
+from support.asked import asked_for
 from support.device_faults import FAULTS
 from support.device_lint import ROWS
 
@@ -33,8 +34,7 @@ RUN_OF = {fault: run for run, (_, *faults) in PLANTED.items() for fault in fault
 def outcomes(request, tmp_path_factory):
     """Of the rows and faults that the tests of this session ask for: each takes seconds."""
     folder = tmp_path_factory.mktemp("runs")
-    mine = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    names = {value for item in mine for value in item.callspec.params.values()}
+    names = asked_for(request)
     planted = [run for run, (_, *faults) in PLANTED.items() if not names.isdisjoint((run, *faults))]
     rows = {name: device_lint.row(folder, name) for name in ROWS if name in names}
     rows |= {run: device_lint.row(folder, *PLANTED[run]) for run in planted}

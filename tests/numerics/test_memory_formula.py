@@ -4,11 +4,13 @@ import json
 
 import pytest
 from support import dry_runs
+from support.asked import asked_for
 
 from isoloss.engine.config import Config
 from isoloss.engine.memory_formula import step_memory
 from isoloss.models.families.registry import read_architecture
 from isoloss.recipes.launch import compose_config
+from isoloss.tools.dryrun.report import RankReport
 
 # Published shapes; fewer layers, which the formula multiplies by.
 QWEN3 = {
@@ -52,23 +54,32 @@ ROWS = (
 )
 
 
+NAMES = {"-".join(map(str, row)): row for row in ROWS}
+
+
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory):
+def planned(request, tmp_path_factory) -> dict[str, tuple[dry_runs.Row, RankReport]]:
+    """By name, the rows that tests ask for and their dry runs."""
     folder = tmp_path_factory.mktemp("models")
     for name, config in MODELS.items():
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    rows = [dry_runs.Row("sft", overrides(folder, name, keys), world, rank) for name, world, rank, *keys in ROWS]
-    return rows, dry_runs.in_a_process(rows, folder / "rows.json")
+    asked = asked_for(request)
+    rows = {
+        name: dry_runs.Row("sft", overrides(folder, model, keys), world, rank)
+        for name, (model, world, rank, *keys) in NAMES.items()
+        if name in asked
+    }
+    return dict(zip(rows, zip(rows.values(), dry_runs.in_a_process([*rows.values()], folder / "rows.json"))))
 
 
 def overrides(folder, name, keys):
     return [f"model.path={folder / name}", "train.precision=bf16", "batch.max_tokens=8192", *keys]
 
 
-@pytest.mark.parametrize("index", range(len(ROWS)), ids=["-".join(map(str, row)) for row in ROWS])
-def test_it_gives_what_a_dry_run_counts(reports, index):
-    row, report = reports[0][index], reports[1][index]
+@pytest.mark.parametrize("name", NAMES)
+def test_it_gives_what_a_dry_run_counts(planned, name):
+    row, report = planned[name]
     config = compose_config("sft", Config, row.overrides)[0]
     layout = config.parallel.layout().with_world(row.world)
     stage = step_memory(config, read_architecture(config.model.path), layout)[report.stage]
