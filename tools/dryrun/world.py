@@ -89,6 +89,7 @@ def _install(kernels: Kernels, device: Device) -> None:
     _exchange_objects()
     _answer_the_host()
     if kernels == "cuda":
+        torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device.type == device)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
