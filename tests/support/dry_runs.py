@@ -16,7 +16,8 @@ from isoloss.tools.dryrun.report import RankReport
 
 @dataclass(frozen=True)
 class Row:
-    """device: of the tensors without values. plant: a fault, by its name in PLANTS."""
+    """device: of the tensors without values. plant: a fault, by its name in PLANTS. micro_batches: of a step on a rank;
+    None: as many as a plan takes, which is twice the pipeline's stages."""
 
     recipe: str
     overrides: Sequence[str]
@@ -24,6 +25,7 @@ class Row:
     rank: int
     device: str = "meta"
     plant: str | None = None
+    micro_batches: int | None = None
 
 
 def in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport]:
@@ -31,6 +33,13 @@ def in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport]:
     command = [sys.executable, "-m", "support.dry_runs", str(file)]
     done = subprocess.run(command, cwd=Path(__file__).parents[1], check=True, stdout=subprocess.PIPE, text=True)
     return [RankReport.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def _fewer(count: int):
+    from isoloss.tools.dryrun import rank
+
+    rows = rank.full_rows
+    return mock.patch.object(rank, "full_rows", lambda tokens, layout: rows(tokens, layout)[: count * layout.dp])
 
 
 def _host_tensor_into_a_collective():
@@ -98,6 +107,8 @@ def main() -> None:
         with contextlib.ExitStack() as planted:
             for patch in PLANTS[row.plant]() if row.plant else ():
                 planted.enter_context(patch)
+            if row.micro_batches is not None:
+                planted.enter_context(_fewer(row.micro_batches))
             print(dry_run(config, row.rank, row.world, device=row.device).dumps(), flush=True)
 
 

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
+
 GIB = 2**30
 
 
@@ -28,9 +31,15 @@ GPUS = {
     "b200": Gpu("B200 180GB", 178.3 * GIB, 2250e12, 7.7e12, 900e9, 50e9),
 }
 GPUS_PER_NODE = 8
+# Of a node's host, where the optimizer is offloaded: bytes a second that Adam streams (two sockets of eight channels,
+# half of the data sheet), and a GPU's link, bytes a second. An assumption: a rank needs its share of the cores.
+HOST_BANDWIDTH, HOST_LINK = 300e9, 50e9
 # What comes on top of the tensors: CUDA context and kernels, NCCL's buffers, cuBLAS's workspaces, and the allocator's
 # gaps. An allowance, not a measurement.
 MARGIN = 5.6 * GIB
+# What a server on the trainer's GPU keeps while it sleeps: its own CUDA context and NCCL buffers, CUDA graphs (2 GB in
+# sgl-project/sglang#10217) and workspaces. An allowance as well.
+SLEEPING_SERVER = 5 * GIB
 # Shares of the data sheet that a step is assumed to get.
 MATRIX_SHARE, ATTENTION_SHARE, MEMORY_SHARE, NETWORK_SHARE = 0.65, 0.35, 0.8, 0.8
 LAUNCH_SECONDS = 5e-6  # of the host, for each op
@@ -39,3 +48,9 @@ ASSUMPTIONS = (
     f"{NETWORK_SHARE:.0%} of the data sheet; {1e6 * LAUNCH_SECONDS:.0f} us of the host for each op; full rows; "
     "exchanges of gradients overlap with the backward if so configured, all others with nothing"
 )
+
+
+def room(config: Config, gpu: Gpu) -> float:
+    """Bytes that the tensors of training may take at their peak."""
+    beside_a_server = isinstance(config, RLConfig) and config.rollout.colocated
+    return gpu.memory - MARGIN - SLEEPING_SERVER * beside_a_server
