@@ -1,5 +1,8 @@
 """The presets for clusters fit their GPUs: on every pipeline stage, by dry runs, and as their first lines claim."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 from support import dry_runs
 from support.planned_presets import H100, MODELS, Plan, Preset, architecture, cluster_presets
@@ -65,6 +68,18 @@ def test_a_model_of_all_layers_peaks_where_few_layers_say(tmp_path):
     assert step.seconds == pytest.approx(claim.seconds, rel=0.05)
 
 
+def test_a_plan_knows_what_is_kept_in_cpu_memory(tmp_path):
+    """Half of 12 bytes a parameter, split over the ranks that share it, is not on the device; all else is as it was."""
+    plan = Plan(Preset("sft", "32b_offload_h100"), tmp_path / "32b")
+    row = next(plan.rows())
+    assert row.overrides[-1] == "memory.offload_optimizer=0"
+    offloaded = replace(row, overrides=[*row.overrides[:-1], "memory.offload_optimizer=0.5"])
+    on_device, half = dry_runs.in_a_process([row, offloaded], tmp_path / "rows.json")
+    assert on_device.parameters == half.parameters and half.peak.name == "forward and backward"
+    assert on_device.peak.peak - half.peak.peak == pytest.approx(6 * half.parameters, rel=0.001)
+    assert sum(half.peak.peak_kinds.values()) == pytest.approx(half.peak.peak, rel=0.001)
+
+
 @pytest.mark.parametrize("preset", [p for p in PLANNED if len(p.claims) > 1], ids=str)
 def test_more_gpus_never_take_more_memory(preset, tmp_path):
     """Data-parallel ranks share the optimizer: the fewest GPUs are those to dry-run."""
@@ -73,7 +88,7 @@ def test_more_gpus_never_take_more_memory(preset, tmp_path):
     for claim in preset.claims:
         stages = step_memory(config, arch, config.parallel.layout().with_world(claim.gpus))
         resident.append([stage.peak for stage in stages])
-    assert all(b <= a for fewer, more in zip(resident, resident[1:]) for a, b in zip(fewer, more, strict=True))
+    assert all(b <= a for fewer, more in pairwise(resident) for a, b in zip(fewer, more, strict=True))
 
 
 def test_every_preset_is_planned():

@@ -6,12 +6,10 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
-
-from support import dry_runs
 
 from isoloss.engine.config import Config
 from isoloss.engine.memory_formula import step_memory
@@ -24,6 +22,7 @@ from isoloss.recipes.launch import CONF, compose_config, presets
 from isoloss.tools.dryrun.hardware import GIB, GPUS
 from isoloss.tools.dryrun.report import RankReport
 from isoloss.tools.dryrun.search import Candidate, timed
+from support import dry_runs
 
 COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "head_dim": 128}
 LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
@@ -118,9 +117,9 @@ def cluster_presets(*recipes: str) -> list[Preset]:
 
 
 # Layers of a stage in dry runs: (computed again, kept).
-BOTH, MORE_AGAIN, MORE_KEPT = (2, 2), (4, 2), (2, 4)
-AGAIN, STILL_MORE_AGAIN = (2, 0), (4, 0)
-KEPT, STILL_MORE_KEPT = (0, 2), (0, 4)
+BOTH, MORE_AGAIN, MORE_KEPT = (1, 1), (2, 1), (1, 2)
+AGAIN, STILL_MORE_AGAIN = (1, 0), (2, 0)
+KEPT, STILL_MORE_KEPT = (0, 1), (0, 2)
 
 
 def layers_of_stage(config: Config, arch: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
@@ -141,21 +140,22 @@ def depths(again: int, kept: int) -> Sequence[tuple[int, int]]:
 class Plan:
     """Dry runs of a preset on the fewest GPUs that it claims, one rank of every pipeline stage.
 
-    Of models with few layers: all layers of a model are alike, so each adds the same.
+    Of models with few layers: all layers of a model are alike, so each adds the same. With the whole optimizer on the
+    device, for a copy to CPU memory needs values: the share that is kept there is taken off after.
     """
 
     preset: Preset
     folder: Path
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.config.parallel.layout().with_world(self.preset.claims[0].gpus)
 
-    @property
+    @cached_property
     def config(self) -> Config:
         return self.preset.config(self.folder)
 
-    @property
+    @cached_property
     def arch(self) -> Architecture:
         return architecture(self.folder)
 
@@ -170,13 +170,14 @@ class Plan:
             model = MODELS[self.preset.size] | {"num_hidden_layers": layout.pp * (again + kept)}
             keys = [f"parallel.stage_layers={[again + kept] * layout.pp}".replace(" ", "")] if layout.pp > 1 else []
             keys += [f"memory.recompute_layers={again}"] if again else []
+            keys += ["memory.offload_optimizer=0"]
             folder = self.folder.with_name(f"{self.folder.name}-{again}-{kept}-{layout.pp}")
             given = self.preset.overrides(folder, *keys, model=model)
             rank = stage * layout.world_size // layout.pp
             yield dry_runs.Row(self.preset.recipe, given, layout.world_size, rank, micro_batches=layout.pp)
 
     def peaks(self, reports: Sequence[RankReport]) -> list[float]:
-        """Bytes of each stage. reports: of `rows`."""
+        """Bytes of each stage, with the whole optimizer on the device. reports: of `rows`."""
         found: dict[int, dict[tuple[int, int], RankReport]] = {}
         for (stage, depth), report in zip(self.depths(), reports, strict=True):
             found.setdefault(stage, {})[depth] = report
@@ -186,12 +187,11 @@ class Plan:
         ]
 
     def on(self, gpus: int, peaks: Sequence[float]) -> list[float]:
-        """GiB of each stage on more GPUs: data-parallel ranks share the optimizer, and nothing else changes."""
-        first, more = (
-            step_memory(self.config, self.arch, layout)
-            for layout in (self.layout, self.config.parallel.layout().with_world(gpus))
-        )
-        return [(peak - a.optimizer + b.optimizer) / GIB for peak, a, b in zip(peaks, first, more)]
+        """GiB of each stage on so many GPUs: data-parallel ranks share the optimizer, and nothing else changes."""
+        on_device = replace(self.config, memory=replace(self.config.memory, offload_optimizer=0.0))
+        counted = step_memory(on_device, self.arch, self.layout)
+        wanted = step_memory(self.config, self.arch, self.config.parallel.layout().with_world(gpus))
+        return [(peak - a.optimizer + b.optimizer) / GIB for peak, a, b in zip(peaks, counted, wanted, strict=True)]
 
     def candidate(self, gpus: int) -> Candidate:
         """Time, and memory, by the formulas of the search."""
@@ -201,17 +201,30 @@ class Plan:
 
 
 def _at(layers: tuple[int, int], reports: Mapping[tuple[int, int], RankReport]) -> float:
-    """Peak of a stage with so many layers, by the line through what fewer take, phase by phase."""
-    base, *others = reports
+    """Peak of a stage with so many layers, by the line through what fewer take, phase by phase. What weights on their
+    way take besides does not grow: a bucket, and the largest tensor."""
     peaks = []
-    for phase in reports[base].phases:
-        peak = float(phase.peak)
-        for other in others:
-            kind = 0 if other[0] > base[0] else 1
-            slope = (reports[other].phase(phase.name).peak - phase.peak) / (other[kind] - base[kind])
-            peak += (layers[kind] - base[kind]) * slope
-        peaks.append(peak)
+    for phase in next(iter(reports.values())).phases:
+        counted = {depth: report.phase(phase.name).peak for depth, report in reports.items()}
+        if phase.name == "weight sync":
+            kept = {depth: resident(report) for depth, report in reports.items()}
+            peaks.append(_on_the_line(layers, kept) + max(counted[depth] - kept[depth] for depth in kept))
+        else:
+            peaks.append(_on_the_line(layers, counted))
     return max(peaks)
+
+
+def resident(report: RankReport) -> int:
+    return sum(report.peak.peak_kinds[kind] for kind in ("weights", "gradients", "optimizer"))
+
+
+def _on_the_line(layers: tuple[int, int], counted: Mapping[tuple[int, int], int]) -> float:
+    base, *others = counted
+    value = float(counted[base])
+    for other in others:
+        kind = 0 if other[0] > base[0] else 1
+        value += (layers[kind] - base[kind]) * (counted[other] - counted[base]) / (other[kind] - base[kind])
+    return value
 
 
 def written(plan: Plan, reports: Sequence[RankReport]) -> tuple[list[str], list[str]]:

@@ -1,5 +1,8 @@
 """The presets for clusters say of themselves what they are, and it is so."""
 
+import re
+from pathlib import Path
+
 import pytest
 from support.planned_presets import CLAIM, architecture, cluster_presets
 
@@ -46,3 +49,21 @@ def test_layers_are_computed_again_only_where_it_is_said(preset, tmp_path):
         assert "every layer is computed again" in words
     else:
         assert f"{memory.recompute_layers} of {architecture(tmp_path).num_layers} layers are computed again" in words
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
+ROW = re.compile(r"^\| `(\w+_h100)` \| (\d+) \| `(.+?)` \| ([\d./ ]+) \| ([\d.]+) \| [\d,]+ \|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("heading", "recipe"), (("## Supervised fine-tuning", "sft"), ("## GRPO and DAPO", "grpo")))
+def test_the_page_tells_what_presets_claim(heading, recipe):
+    part = PAGE.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    told = {
+        (name, int(gpus), layout, max(float(peak) for peak in peaks.split("/")), float(seconds))
+        for name, gpus, layout, peaks, seconds in ROW.findall(part)
+    }
+    assert told == {
+        (preset.name, claim.gpus, claim.layout, claim.peak, claim.seconds)
+        for preset in cluster_presets(recipe)
+        for claim in preset.claims
+    }

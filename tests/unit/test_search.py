@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import yaml
 from support.planned_presets import MODELS, SERVERS
 
 from isoloss.engine.config import Config, MemoryConfig
@@ -12,6 +13,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import compose_config
+from isoloss.tools import plan
 from isoloss.tools.dryrun import preset as presets
 from isoloss.tools.dryrun import search as searching
 from isoloss.tools.dryrun.estimate import host_seconds
@@ -131,13 +133,14 @@ def test_nothing_fits_where_weights_alone_do_not(of):
 
 
 def test_the_table_tells_what_a_run_would_be(of):
-    config, arch = of("8b")
-    best, *_ = search(config, arch, 8, H100)
+    config, arch = of("32b")
+    best, *_ = search(config, arch, 16, H100)
+    assert min(best.peaks) < max(best.peaks)
     head, line = search_table([best]).splitlines()
     for told in (str(best.layout), "8192", "nothing", f"{max(best.peaks) / GIB:.1f}", f"{best.seconds:.1f}"):
         assert told in line.split()
     assert f"{best.tokens_per_gpu_second:,.0f}" in line and f"{best.mfu:.0%}" in line and "tokens/s/GPU" in head
-    assert best.tokens_per_gpu_second == pytest.approx(128 * 8192 / best.seconds / 8)
+    assert best.tokens_per_gpu_second == pytest.approx(128 * 8192 / best.seconds / 16)
 
 
 # ---- presets that it writes ------------------------------------------------------------------------------------------
@@ -153,8 +156,6 @@ def test_a_written_preset_is_the_candidate(of, tmp_path, monkeypatch):
     assert text.startswith("# @package _global_\n")
     told = f"# 8 GPUs, {best.layout}: {max(best.peaks) / GIB:.1f} GiB, {best.seconds:.1f} s a step\n"
     assert told in text and "model" not in text.replace("models", "")
-    import yaml
-
     keys = [
         f"{group}.{key}={str(value).replace(' ', '').lower() if not isinstance(value, str) else value}"
         for group, values in yaml.safe_load(text).items()
@@ -162,5 +163,27 @@ def test_a_written_preset_is_the_candidate(of, tmp_path, monkeypatch):
     ]
     again = compose_config("sft", Config, [f"model.path={config.model.path}", *keys])[0]
     assert again == best.config
-    with pytest.raises(UserError, match="mine.yaml exists"):
+    with pytest.raises(UserError, match=r"mine\.yaml exists"):
         presets.write_preset("sft", "mine", best)
+
+
+def asked(of, size, *arguments):
+    config, _ = of(size)
+    return plan.main(["sft", "preset=plain", f"model.path={config.model.path}", *KEYS, "--gpus", "8", *arguments])
+
+
+def test_a_search_from_the_command_line(of, capsys):
+    assert asked(of, "8b", "--search") == 0
+    out = capsys.readouterr().out.splitlines()
+    config, arch = of("8b")
+    assert [line.split()[0] for line in out[2:]] == [str(c.layout) for c in search(config, arch, 8, H100)[:5]]
+
+
+def test_a_search_that_finds_nothing(of, capsys):
+    assert asked(of, "70b", "--search", "--write", "none") == 1
+    assert "no layout fits" in capsys.readouterr().out
+
+
+def test_only_a_search_writes(of, capsys):
+    assert asked(of, "8b", "--write", "mine") == 2
+    assert "add --search" in capsys.readouterr().err

@@ -49,9 +49,15 @@ def dry_run(
     kernels: Kernels = "cuda",
     device: Device = "meta",
 ) -> RankReport:
-    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets."""
+    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets.
+
+    The optimizer takes its step on the device, as a copy to the host needs values; what memory.offload_optimizer keeps
+    there is taken off after.
+    """
     recorder = join(rank, world_size, gpus_per_node, kernels, device)
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, from_scratch=True))
+    share = config.memory.offload_optimizer
+    model = dataclasses.replace(config.model, from_scratch=True)
+    config = dataclasses.replace(config, model=model, memory=dataclasses.replace(config.memory, offload_optimizer=0.0))
     source = dataclasses.replace(resolve(config), weights=NoWeights())
     answer_exchanges(source.arch, source.layout, config.batch.max_tokens, recorder)
     rows = full_rows(config.batch.max_tokens, source.layout)
@@ -61,6 +67,8 @@ def dry_run(
         recorder.name_groups(engine.mesh)
         resident = resident_bytes(engine, recorder.live_bytes)
         micro_batches = take(engine, config, rows, recorder)
+    on_host = round(share * resident["optimizer"])
+    resident["optimizer"] -= on_host
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,
@@ -68,7 +76,7 @@ def dry_run(
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
         config.batch.max_tokens,
-        [PhaseReport.of(phase, resident) for phase in last.values()],
+        [PhaseReport.of(phase, resident).less(on_host) for phase in last.values()],
         [(*fault, count) for fault, count in recorder.faults.most_common()],
     )
 
