@@ -6,13 +6,10 @@ from dataclasses import replace
 from isoloss.engine import compatibility
 from isoloss.engine.config import Config, MemoryConfig
 from isoloss.engine.memory_formula import StageMemory, step_memory
+from isoloss.engine.memory_limits import GIB, room
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout, UserError
 
-GIB = 2**30
-# What comes on top of the tensors: CUDA context and kernels, NCCL's buffers, cuBLAS's workspaces, and the allocator's
-# gaps. An allowance, not a measurement.
-MARGIN = 5.6 * GIB
 TOLERATED = 0.1  # how far the measured peak may exceed the planned one before it is told again
 
 
@@ -32,12 +29,13 @@ def check(config: Config, arch: Architecture, layout: Layout, device_bytes: floa
     stages = planned(config, arch, layout)
     worst = max(range(len(stages)), key=lambda rank: stages[rank].peak)
     stage = stages[worst]
-    if stage.peak + MARGIN <= device_bytes:
+    if stage.peak <= room(config, device_bytes):
         return
     parts = {"weights": stage.weights, "gradients": stage.gradients, "optimizer": stage.optimizer}
-    parts |= {"activations": stage.activations, "CUDA and NCCL": MARGIN}
+    set_aside = device_bytes - room(config, device_bytes)
+    parts |= {"activations": stage.activations, "CUDA, NCCL and servers": set_aside}
     raise UserError(
-        f"the plan needs {(stage.peak + MARGIN) / GIB:.1f} GiB on each GPU of pipeline rank {worst} ("
+        f"the plan needs {(stage.peak + set_aside) / GIB:.1f} GiB on each GPU of pipeline rank {worst} ("
         + ", ".join(f"{name} {nbytes / GIB:.1f}" for name, nbytes in parts.items())
         + f") and a GPU has {device_bytes / GIB:.1f}: {_remedy(config, arch, layout, device_bytes)}, or "
         "memory.check=false to go on as it is"
@@ -50,7 +48,7 @@ def _remedy(config: Config, arch: Architecture, layout: Layout, device_bytes: fl
             compatibility.check(changed, arch, layout)
         except UserError:
             continue
-        if max(stage.peak for stage in planned(changed, arch, layout)) + MARGIN <= device_bytes:
+        if max(stage.peak for stage in planned(changed, arch, layout)) <= room(config, device_bytes):
             return f"set {keys}"
     return "take more GPUs, or a layout that python -m isoloss.tools.plan finds with --search"
 

@@ -10,7 +10,7 @@ from support.runs import TINY, conversation, write_model, write_rows
 from transformers import AutoTokenizer
 
 from isoloss.engine.config import Config
-from isoloss.engine.device_memory import GIB
+from isoloss.engine.memory_limits import GIB
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout

@@ -8,8 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from unittest import mock
 
 from isoloss.recipes.launch import compose_config
+from isoloss.tools.dryrun import rank
 from isoloss.tools.dryrun.rank import RECIPES, dry_run
 from isoloss.tools.dryrun.report import RankReport
 from support.device_faults import FAULTS
@@ -17,7 +19,8 @@ from support.device_faults import FAULTS
 
 @dataclass(frozen=True)
 class Row:
-    """What a dry run is given, and faults to plant, by their names in `device_faults.FAULTS`."""
+    """What a dry run is given, and faults to plant, by their names in `device_faults.FAULTS`. micro_batches: of a step
+    on a rank; None: as many as a plan takes, which is twice the pipeline's stages."""
 
     recipe: str
     overrides: Sequence[str]
@@ -27,6 +30,7 @@ class Row:
     halves: bool = False
     files: str | None = None
     faults: Sequence[str] = ()
+    micro_batches: int | None = None
 
 
 def in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport]:
@@ -49,10 +53,17 @@ def outcomes_in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport | 
 MARK = "outcome: "  # of the lines that are one: Megatron prints too
 
 
+def _fewer(count: int) -> contextlib.AbstractContextManager:
+    rows = rank.full_rows
+    return mock.patch.object(rank, "full_rows", lambda tokens, layout: rows(tokens, layout)[: count * layout.dp])
+
+
 def _outcome(row: Row) -> str:
     config = compose_config(row.recipe, RECIPES[row.recipe], row.overrides)[0]
     files = Path(row.files) if row.files else None
     with contextlib.ExitStack() as planted:
+        if row.micro_batches is not None:
+            planted.enter_context(_fewer(row.micro_batches))
         for fault in row.faults:
             planted.enter_context(FAULTS[fault]())
         try:

@@ -219,6 +219,11 @@ QUICK = {
     "numerics/test_optimizer_choice.py": {
         "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
     },
+    "numerics/test_presets_fit.py": {
+        "test_a_model_of_all_layers_peaks_where_few_layers_say": "",
+        "test_a_plan_knows_what_is_kept_in_cpu_memory": "",
+        "test_every_stage_fits": "quick",
+    },
     "numerics/test_prove.py": {
         "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "expert-gradients-averaged "

@@ -9,7 +9,8 @@ from support import families
 
 from isoloss.engine import device_memory, model_source
 from isoloss.engine.config import Config
-from isoloss.engine.device_memory import GIB, MARGIN, PeakReport
+from isoloss.engine.device_memory import PeakReport
+from isoloss.engine.memory_limits import GIB, MARGIN
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError, device
 from isoloss.recipes.launch import compose_config

@@ -1,30 +1,69 @@
-"""The presets of supervised fine-tuning for clusters say of themselves what they are, and it is so."""
+"""The presets for clusters say of themselves what they are, and it is so."""
+
+import re
+from pathlib import Path
 
 import pytest
+from support.planned_presets import CLAIM, architecture, cluster_presets
 
-from isoloss.engine.config import Config
-from isoloss.recipes.launch import CONF, compose_config
+from isoloss.engine.rl.config import RLConfig
+from isoloss.models.weights.weight_map import num_parameters
 
-# What the first lines of a file promise: GPUs, how the ranks share the model and its rows, and the longest document.
-PROMISED = {
-    "8b_h100": (8, {"tp": 2, "dp": 4}, 8192, "one node of 8", "tp 2 x dp 4"),
-    "8b_128k_h100": (16, {"tp": 2, "ulysses": 4, "ring": 2}, 131072, "two nodes of 8", "tp 2 x Ulysses 4", "ring of 2"),
-    "32b_h100": (16, {"tp": 8, "pp": 2, "vpp": 2}, 8192, "two nodes of 8", "tp 8 inside a node x pp 2"),
-    "70b_h100": (32, {"tp": 8, "pp": 4, "vpp": 2}, 8192, "four nodes of 8", "tp 8 inside a node x pp 4", "interleaved"),
-    "30b_a3b_h100": (16, {"ep": 8, "dp": 16}, 8192, "two nodes of 8", "over the 8 GPUs"),
-}
-AXES = ("tp", "pp", "vpp", "ulysses", "ring", "ep", "dp")
+NAMES = {"8b": "Qwen3-8B", "32b": "Qwen3-32B", "70b": "Llama-3.1-70B", "30b_a3b": "Qwen3-30B-A3B"}
 
 
-@pytest.mark.parametrize("preset", PROMISED)
+@pytest.mark.parametrize("preset", cluster_presets(), ids=str)
 def test_a_preset_is_what_its_first_lines_say(preset, tmp_path):
-    gpus, axes, longest, *words = PROMISED[preset]
-    head = " ".join((CONF / "sft" / "preset" / f"{preset}.yaml").read_text().replace("\n#", "").split("\n")[0].split())
-    assert all(word in head for word in words), head
-    given = [f"preset={preset}", f"model.path={tmp_path}", "data.train=[rows.jsonl]"]
-    config, _, _ = compose_config("sft", Config, given)
-    layout = config.parallel.layout().with_world(gpus)
-    assert {axis: getattr(layout, axis) for axis in AXES} == dict.fromkeys(AXES, 1) | axes
-    assert config.data.max_length == longest <= config.batch.max_tokens  # no row runs alone for its length
+    head = CLAIM.sub("", preset.text.partition("\ndata:")[0])
+    words = " ".join(head.replace("\n#", " ").split())
+    config = preset.config(tmp_path)
+    longest = config.rollout.max_new_tokens if isinstance(config, RLConfig) else config.data.max_length
+    assert (f"{longest:,} tokens" in words) or (longest == 131072 and "128k tokens" in words)
+    assert config.data.max_length <= config.batch.max_tokens  # no row runs alone for its length
+    assert f"Planned for {NAMES[preset.size]}, not run on a GPU" in words
     assert config.train.precision == "bf16"
-    assert config.memory.recompute == {"8b_128k_h100": "full", "30b_a3b_h100": "selective"}.get(preset, "none")
+    assert ("on one node" in words) == ([claim.gpus for claim in preset.claims] == [8])
+    assert ("on one or two nodes" in words) == ([claim.gpus for claim in preset.claims] == [8, 16])
+    assert ("on the same GPUs" in words) == (isinstance(config, RLConfig) and config.rollout.colocated)
+
+
+@pytest.mark.parametrize("preset", cluster_presets(), ids=str)
+def test_a_preset_says_what_it_keeps_in_cpu_memory(preset, tmp_path):
+    """Of each parameter the weight, two moments and the gradient, in fp32."""
+    config = preset.config(tmp_path)
+    words = " ".join(preset.text.replace("\n#", " ").split())
+    share = config.memory.offload_optimizer
+    gigabytes = round(16 * share * num_parameters(architecture(tmp_path)) / 1e9, -1)
+    assert (f"stepped in CPU memory, {gigabytes:,.0f} GB" in words) == (share > 0)
+    assert ("half of the optimizer" in words) == (share == 0.5) and share in (0, 0.5, 1)
+
+
+@pytest.mark.parametrize("preset", cluster_presets(), ids=str)
+def test_layers_are_computed_again_only_where_it_is_said(preset, tmp_path):
+    memory = preset.config(tmp_path).memory
+    words = " ".join(preset.text.replace("\n#", " ").split())
+    assert memory.recompute in ("none", "full")
+    if memory.recompute == "none":
+        assert "computed again" not in words
+    elif memory.recompute_layers is None:
+        assert "every layer is computed again" in words
+    else:
+        assert f"{memory.recompute_layers} of {architecture(tmp_path).num_layers} layers are computed again" in words
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
+ROW = re.compile(r"^\| `(\w+_h100)` \| (\d+) \| `(.+?)` \| ([\d./ ]+) \| ([\d.]+) \| [\d,]+ \|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize(("heading", "recipe"), (("## Supervised fine-tuning", "sft"), ("## GRPO and DAPO", "grpo")))
+def test_the_page_tells_what_presets_claim(heading, recipe):
+    part = PAGE.read_text().partition(f"\n{heading}\n")[2].partition("\n## ")[0]
+    told = {
+        (name, int(gpus), layout, max(float(peak) for peak in peaks.split("/")), float(seconds))
+        for name, gpus, layout, peaks, seconds in ROW.findall(part)
+    }
+    assert told == {
+        (preset.name, claim.gpus, claim.layout, claim.peak, claim.seconds)
+        for preset in cluster_presets(recipe)
+        for claim in preset.claims
+    }

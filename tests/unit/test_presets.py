@@ -1,117 +1,138 @@
-"""The presets for clusters are legal for the models they are made for, on the nodes that they name."""
+"""The presets for clusters are legal for the models they are made for, on the GPUs that they name."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict
 
 import pytest
+from support.planned_presets import (
+    LLAMA_8B,
+    LLAMA_70B,
+    MODELS,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_32B,
+    Preset,
+    architecture,
+    cluster_presets,
+)
 
 from isoloss.engine import compatibility
-from isoloss.engine.config import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.recipes.launch import CONF, compose_config, presets
+from isoloss.recipes.launch import compose_config
 
-COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "head_dim": 128}
-LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
-QWEN3 = COMMON | {"vocab_size": 151936, "tie_word_embeddings": False}
-LLAMA_8B = LLAMA | {
-    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-LLAMA_70B = LLAMA_8B | {
-    "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64
-}  # fmt: skip
-QWEN3_32B = QWEN3 | {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 64, "hidden_size": 5120,
-    "intermediate_size": 25600, "num_attention_heads": 64, "num_key_value_heads": 8,
-}  # fmt: skip
-QWEN3_30B_A3B = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-}  # fmt: skip
-MADE_FOR = {
-    "8b_h100": (LLAMA_8B, 8),
-    "8b_128k_h100": (LLAMA_8B, 16),
-    "32b_h100": (QWEN3_32B, 16),
-    "70b_h100": (LLAMA_70B, 32),
-    "30b_a3b_h100": (QWEN3_30B_A3B, 16),
-}
+EVERY = cluster_presets()
+OF_RL = cluster_presets("grpo", "dapo")
 
 
-@pytest.mark.parametrize("preset", MADE_FOR)
+@pytest.mark.parametrize("preset", EVERY, ids=str)
 def test_a_preset_is_legal(preset, tmp_path):
-    model, gpus = MADE_FOR[preset]
-    (tmp_path / "config.json").write_text(json.dumps(model))
-    config, _, _ = compose_config(
-        "sft", Config, [f"preset={preset}", f"model.path={tmp_path}", "data.train=[rows.jsonl]"]
-    )
-    layout = config.parallel.layout().with_world(gpus)
-    compatibility.check(config, read_architecture(tmp_path), layout)
-    assert layout.world_size == gpus
+    """On every number of GPUs that it claims, with a whole number of sequences for every rank."""
+    config, arch = preset.config(tmp_path / "model"), architecture(tmp_path / "model")
+    assert preset.claims
+    for claim in preset.claims:
+        layout = config.parallel.layout().with_world(claim.gpus)
+        compatibility.check(config, arch, layout)
+        assert str(layout) == claim.layout
+        sequences = config.batch.global_size
+        if isinstance(config, RLConfig):
+            sequences = sequences * config.rollout.num_generations // config.algorithm.minibatches
+        assert sequences % layout.dp == 0 and sequences // layout.dp >= layout.pp
 
 
-# Of reinforcement learning: the model, GPUs that train, tp x pp x dp on them, SGLang servers and GPUs of each.
-RL_MADE_FOR = {
-    "8b_h100": (LLAMA_8B, 8, (2, 1, 4)),
-    "32b_h100": (QWEN3_32B, 64, (8, 2, 4)),
+@pytest.mark.parametrize("preset", [preset for preset in EVERY if preset.size == "8b"], ids=str)
+def test_an_8b_preset_is_legal_for_llama_too(preset, tmp_path):
+    config = preset.config(tmp_path, model=LLAMA_8B)
+    for claim in preset.claims:
+        compatibility.check(config, read_architecture(tmp_path), config.parallel.layout().with_world(claim.gpus))
+
+
+@pytest.mark.parametrize("preset", OF_RL, ids=str)
+def test_a_prompt_and_its_completion_fit_everywhere(preset, tmp_path):
+    config = preset.config(tmp_path)
+    assert isinstance(config, RLConfig) and config.rollout.backend == "sglang"
+    assert config.data.max_length - config.rollout.max_new_tokens >= 1024
+    assert config.data.max_length <= min(config.batch.max_tokens, architecture(tmp_path).max_positions)
+
+
+@pytest.mark.parametrize("preset", OF_RL, ids=str)
+def test_servers_on_the_same_gpus_get_the_weights_by_handles(preset, tmp_path):
+    """And they have one node: handles to memory reach no other."""
+    rollout = preset.config(tmp_path).rollout
+    assert rollout.colocated == ("_colocated_" in preset.name)
+    assert rollout.weight_sync == ("tensor" if rollout.colocated else "broadcast")
+    assert not rollout.colocated or [claim.gpus for claim in preset.claims] == [8]
+
+
+# ---- every size on every number of GPUs ------------------------------------------------------------------------------
+
+SIZES = tuple(MODELS)
+NODES = (8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("recipe", ("sft", "grpo", "dapo"))
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("gpus", NODES)
+def test_there_is_one_preset(recipe, size, gpus):
+    """Not counting those for 128k."""
+    found = [
+        str(preset)
+        for preset in cluster_presets(recipe)
+        if preset.size == size and "_128k_" not in preset.name and gpus in [claim.gpus for claim in preset.claims]
+    ]
+    assert len(found) == 1, found
+
+
+@pytest.mark.parametrize("size", ("8b", "32b"))
+@pytest.mark.parametrize("gpus", NODES)
+def test_there_is_one_preset_for_128k(size, gpus, tmp_path):
+    found = [
+        preset
+        for preset in cluster_presets("sft")
+        if preset.name.startswith(f"{size}_128k_") and gpus in [claim.gpus for claim in preset.claims]
+    ]
+    assert len(found) == 1 and found[0].config(tmp_path).data.max_length == 131072
+
+
+# ---- GRPO and DAPO ---------------------------------------------------------------------------------------------------
+
+# What the paper changes (arXiv 2503.14476, section 3): clip-higher, dynamic sampling, overlong filtering and shaping.
+PAPER = {
+    "algorithm.clip_high": (0.2, 0.28),
+    "algorithm.dynamic_sampling": (False, True),
+    "algorithm.mask_truncated": (False, True),
+    "algorithm.overlong_buffer": (0, None),  # a quarter of the longest completion, as the paper's 4096 of 16384
 }
-SERVERS = ["reward.function=[exact_match]", "rollout.servers=[http://node1:30000]"]
 
 
-def rl_preset(recipe: str, preset: str, model: dict, folder, *more: str) -> RLConfig:
-    (folder / "config.json").write_text(json.dumps(model))
-    given = [f"preset={preset}", f"model.path={folder}", "data.train=[rows.jsonl]", *SERVERS, *more]
-    return compose_config(recipe, RLConfig, given)[0]
+def flat(config) -> dict[str, object]:
+    groups = {group: values for group, values in asdict(config).items() if isinstance(values, dict)}
+    plain = {name: value for name, value in asdict(config).items() if name not in groups}
+    return plain | {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
 
 
-@pytest.mark.parametrize("recipe", ("grpo", "dapo"))
-@pytest.mark.parametrize("preset", RL_MADE_FOR)
-def test_a_preset_of_reinforcement_learning_is_legal(recipe, preset, tmp_path):
-    """The layout has the sizes that the file's first lines name, and a prompt and its completion fit everywhere."""
-    model, gpus, (tp, pp, dp) = RL_MADE_FOR[preset]
-    config = rl_preset(recipe, preset, model, tmp_path)
-    arch = read_architecture(tmp_path)
-    layout = config.parallel.layout().with_world(gpus)
-    compatibility.check(config, arch, layout)
-    assert (layout.tp, layout.pp, layout.dp, layout.world_size) == (tp, pp, dp, gpus)
-    assert config.train.precision == "bf16" and config.rollout.backend == "sglang"
-    room = config.data.max_length - config.rollout.max_new_tokens
-    assert room >= 1024 and config.data.max_length <= min(config.batch.max_tokens, arch.max_positions)
-    of_a_step = config.batch.global_size * config.rollout.num_generations // config.algorithm.minibatches
-    assert of_a_step % dp == 0 and of_a_step >= 16 * dp
-    text = (CONF / recipe / "preset" / f"{preset}.yaml").read_text()
-    assert f"tp {tp}" in text and f"dp {dp}" in text and (pp == 1 or f"pp {pp}" in text)
+@pytest.mark.parametrize("name", [preset.name for preset in cluster_presets("grpo")])
+def test_dapo_is_grpo_with_the_papers_changes(name, tmp_path):
+    grpo, dapo = (flat(Preset(recipe, name).config(tmp_path / "model")) for recipe in ("grpo", "dapo"))
+    buffer = dapo["rollout.max_new_tokens"] // 4
+    expected = PAPER | {"algorithm.overlong_buffer": (0, buffer)}
+    assert {key: (grpo[key], dapo[key]) for key in grpo if grpo[key] != dapo[key]} == expected
 
 
-@pytest.mark.parametrize("recipe", ("grpo", "dapo"))
-def test_the_32b_preset_does_with_two_nodes_that_train(recipe, tmp_path):
-    config = rl_preset(recipe, "32b_h100", QWEN3_32B, tmp_path)
-    layout = config.parallel.layout().with_world(16)
-    compatibility.check(config, read_architecture(tmp_path), layout)
-    assert layout.dp == 1
+@pytest.mark.parametrize("name", [preset.name for preset in cluster_presets("dapo")])
+def test_dapo_loses_nothing_of_the_paper(name, tmp_path):
+    """Of what the plain preset says; its numbers of tokens and mini-batches are the cluster's business."""
+    of_its_size = {"algorithm.minibatches", "algorithm.overlong_buffer", "algorithm.importance"}
+    cluster = flat(Preset("dapo", name).config(tmp_path / "model"))
+    plain = flat(compose_config("dapo", RLConfig, [f"model.path={tmp_path / 'model'}"])[0])
+    groups = ("algorithm.", "loss.")
+    different = {key for key in plain if key.startswith(groups) and plain[key] != cluster[key]}
+    assert different <= of_its_size
 
 
-@pytest.mark.parametrize("preset", RL_MADE_FOR)
-def test_dapo_is_grpo_with_the_papers_changes(preset, tmp_path):
-    """Clip-higher, dynamic sampling, a buffer for overlong completions, and their mask; arXiv 2503.14476, section 3."""
-    model = RL_MADE_FOR[preset][0]
-    grpo, dapo = (rl_preset(recipe, preset, model, tmp_path) for recipe in ("grpo", "dapo"))
-    buffer = dapo.algorithm.overlong_buffer
-    assert buffer * 4 == dapo.rollout.max_new_tokens  # the paper: 4096 of 16384
-    papers = replace(grpo.algorithm, clip_high=0.28, dynamic_sampling=True, overlong_buffer=buffer, mask_truncated=True)
-    assert replace(grpo, algorithm=papers) == dapo
-    assert (grpo.algorithm.clip_high, grpo.algorithm.dynamic_sampling, grpo.algorithm.overlong_buffer) == (
-        0.2,
-        False,
-        0,
-    )
-
-
-def test_every_preset_of_a_cluster_is_checked():
-    for recipe, checked in (("sft", MADE_FOR), ("grpo", RL_MADE_FOR), ("dapo", RL_MADE_FOR)):
-        assert {name for name in presets(recipe) if name.endswith("h100")} == checked.keys()
+def test_every_grpo_preset_has_a_twin():
+    assert [preset.name for preset in cluster_presets("grpo")] == [preset.name for preset in cluster_presets("dapo")]
 
 
 @pytest.mark.parametrize(
@@ -119,6 +140,7 @@ def test_every_preset_of_a_cluster_is_checked():
     (
         (LLAMA_8B, 8_030_261_248),
         (LLAMA_70B, 70_553_706_496),
+        (QWEN3_8B, 8_190_735_360),
         (QWEN3_32B, 32_762_123_264),
         (QWEN3_30B_A3B, 30_532_122_624),
     ),

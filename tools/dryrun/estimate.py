@@ -2,15 +2,19 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from isoloss.engine.config import Config
+from isoloss.engine.memory_formula import step_memory
 from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
 from isoloss.tools.dryrun.hardware import (
     ATTENTION_SHARE,
+    GPUS_PER_NODE,
+    HOST_BANDWIDTH,
+    HOST_LINK,
     LAUNCH_SECONDS,
     MATRIX_SHARE,
     MEMORY_SHARE,
@@ -89,6 +93,21 @@ def micro_batches(config: Config, layout: Layout) -> int:
     return math.ceil(count / layout.pp) * layout.pp if layout.vpp > 1 else count
 
 
+def host_seconds(config: Config, arch: Architecture, layout: Layout) -> float:
+    """Of the optimizer's part that is kept and stepped in CPU memory, by the rank that has most of it.
+
+    Adam streams 28 bytes a parameter (gradient, weight and two moments there, the last three back) for all GPUs of a
+    node; the gradient's 4 bytes go down a GPU's link before, the weight's 2 up after.
+    """
+    share = config.memory.offload_optimizer
+    if share == 0:
+        return 0.0
+    on_device = replace(config, memory=replace(config.memory, offload_optimizer=0.0))
+    stepped = share * max(stage.optimizer for stage in step_memory(on_device, arch, layout)) / 12
+    ranks = min(layout.world_size, GPUS_PER_NODE)
+    return stepped * (28 * ranks / HOST_BANDWIDTH + 6 / HOST_LINK)
+
+
 def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequence[RankReport], gpu: Gpu) -> Estimate:
     """Of an optimizer step whose rows all have data.max_length tokens.
 
@@ -107,6 +126,7 @@ def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequenc
         end = seconds_of(report.phase("optimizer"), gpu)
         ends = max(ends, end.compute + end.exchange + end.gradients)
     seconds = (count + (layout.pp - 1) / layout.vpp) * slowest + max(exposed, 0.0) + ends
+    seconds += host_seconds(config, arch, layout)
     tokens = sequences(config) * config.data.max_length
     model_flops = 3 * sequences(config) * float(CostModel.of(arch).cost(config.data.max_length))
     return Estimate(

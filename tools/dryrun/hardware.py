@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-GIB = 2**30
+from isoloss.engine.memory_limits import GIB
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,9 @@ GPUS = {
     "b200": Gpu("B200 180GB", 178.3 * GIB, 2250e12, 7.7e12, 900e9, 50e9),
 }
 GPUS_PER_NODE = 8
+# Of a node's host, where the optimizer is offloaded: bytes a second that Adam streams (two sockets of eight channels,
+# half of the data sheet), and a GPU's link, bytes a second. An assumption: a rank needs its share of the cores.
+HOST_BANDWIDTH, HOST_LINK = 300e9, 50e9
 # Shares of the data sheet that a step is assumed to get.
 MATRIX_SHARE, ATTENTION_SHARE, MEMORY_SHARE, NETWORK_SHARE = 0.65, 0.35, 0.8, 0.8
 LAUNCH_SECONDS = 5e-6  # of the host, for each op

@@ -3,50 +3,50 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from isoloss.engine.device_memory import GIB, MARGIN
+from isoloss.engine.memory_limits import GIB
 from isoloss.parallel import Layout
-from isoloss.tools.dryrun.hardware import GPUS_PER_NODE, Gpu
+from isoloss.tools.dryrun.hardware import GPUS_PER_NODE
 from isoloss.tools.dryrun.report import RankReport
 
 
-def draw(stages: Sequence[RankReport], layout: Layout, gpu: Gpu, file: Path) -> None:
-    """Raises OSError where the file cannot be written."""
+def draw(stages: Sequence[RankReport], layout: Layout, most: float, file: Path) -> None:
+    """most: bytes that tensors may take. Raises OSError where the file cannot be written."""
     from matplotlib.figure import Figure  # its import takes a second
 
     figure = Figure(figsize=(12, 8), layout="constrained")
     panels = figure.subplot_mosaic("MP;RR")
     memory, phases, ranks = (panels[name] for name in "MPR")
-    _memory(memory, stages, gpu)
-    _phases(phases, stages, gpu)
+    _memory(memory, stages, most)
+    _phases(phases, stages, most)
     _ranks(ranks, layout)
     figure.savefig(file, dpi=110)
 
 
-def _memory(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
+def _memory(panel, stages: Sequence[RankReport], most: float) -> None:
     names = [f"stage {report.stage}" for report in stages]
     bottom = [0.0] * len(stages)
     for kind in dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds):
         heights = [report.peak.peak_kinds.get(kind, 0) / GIB for report in stages]
         panel.bar(names, heights, bottom=bottom, label=kind)
         bottom = [low + height for low, height in zip(bottom, heights)]
-    _limit(panel, gpu)
+    _limit(panel, most)
     panel.set_title("memory at the peak")
     panel.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def _phases(panel, stages: Sequence[RankReport], gpu: Gpu) -> None:
+def _phases(panel, stages: Sequence[RankReport], most: float) -> None:
     for report in stages:
         panel.plot([phase.peak / GIB for phase in report.phases], marker="o", label=f"stage {report.stage}")
     names = [phase.name for phase in stages[0].phases]
     panel.set_xticks(range(len(names)), names, rotation=30, ha="right", fontsize="small")
-    _limit(panel, gpu)
+    _limit(panel, most)
     panel.set_title("peak of each phase")
     panel.legend(fontsize="small")
 
 
-def _limit(panel, gpu: Gpu) -> None:
-    panel.axhline((gpu.memory - MARGIN) / GIB, color="black", linestyle="--", linewidth=1)
-    panel.set_ylabel("GiB (dashed: GPU less margin)")
+def _limit(panel, most: float) -> None:
+    panel.axhline(most / GIB, color="black", linestyle="--", linewidth=1)
+    panel.set_ylabel("GiB (dashed: what fits)")
     panel.set_ylim(bottom=0)
 
 

@@ -5,7 +5,7 @@ import json
 from dataclasses import asdict
 
 from isoloss.engine.config import Config
-from isoloss.engine.device_memory import MARGIN
+from isoloss.engine.memory_limits import room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.tools.dryrun.data_file import plan_data
@@ -40,15 +40,15 @@ def plan(config: Config, arguments: argparse.Namespace) -> int:
     batch = None
     if isinstance(config, RLConfig):
         batch = estimate_batch(config, arch, layout, stages, step, gpu, arguments.server_gpus)
-    fitting = all(fits(report, gpu) for report in stages)
+    fitting = all(fits(report, config, gpu) for report in stages)
     if arguments.json is not None:
-        plan = {"gpu": asdict(gpu), "margin": MARGIN, "fits": fitting, "estimate": asdict(step)}
+        plan = {"gpu": asdict(gpu), "room": room(config, gpu.memory), "fits": fitting, "estimate": asdict(step)}
         plan |= {"batch": batch and asdict(batch), "data": data and asdict(data)}
         text = json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1)
         arguments.json.write_text(text + "\n")
     if arguments.picture is not None:
-        draw(stages, layout, gpu, arguments.picture)
-    print(f"layout {layout}\n{stage_table(stages, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
+        draw(stages, layout, room(config, gpu.memory), arguments.picture)
+    print(f"layout {layout}\n{stage_table(stages, config, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
     if data is not None:
         print(data_table(data, config, layout))
     print(verdict(step, config, fitting=fitting))

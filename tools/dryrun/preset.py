@@ -8,7 +8,7 @@ import yaml
 
 from isoloss.engine.config import Config
 from isoloss.engine.config_tree import defaults
-from isoloss.engine.device_memory import GIB
+from isoloss.engine.memory_limits import GIB
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import CONF
 from isoloss.tools.dryrun.search import Candidate
@@ -21,16 +21,17 @@ def write_preset(recipe: str, name: str, candidate: Candidate) -> Path:
     file = CONF / recipe / "preset" / f"{name}.yaml"
     if file.exists():
         raise UserError(f"--write {name}: {file} exists; choose another name, or delete it")
+    layout, peak = candidate.layout, max(candidate.peaks) / GIB
     head = (
-        f"# @package _global_\n# {candidate.layout.world_size} GPUs: {candidate.layout}. Planned peak "
-        f"{max(candidate.peaks) / GIB:.1f} GiB and {candidate.seconds:.1f} s a step (isoloss.tools.plan --search).\n"
+        "# @package _global_\n# Found by isoloss.tools.plan --search, by formulas of memory and time; not run:\n"
+        f"# {layout.world_size} GPUs, {layout}: {peak:.1f} GiB, {candidate.seconds:.1f} s a step\n"
     )
     file.write_text(head + yaml.safe_dump(_changed(candidate.config), sort_keys=False))
     return file
 
 
 def _changed(config: Config) -> dict[str, Any]:
-    plain = defaults(Config)
+    plain = defaults(type(config))
     changed: dict[str, Any] = {}
     for group, values in asdict(config).items():
         if group in OF_THE_RUN or not isinstance(values, dict):

@@ -57,12 +57,16 @@ def dry_run(
     """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets.
 
     halves: see `take`. files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
+    The optimizer takes its step on the device, as a copy to the host needs values; what memory.offload_optimizer keeps
+    there is taken off after.
     """
     recorder = join(rank, world_size, gpus_per_node, kernels, device)
+    share = config.memory.offload_optimizer
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, from_scratch=True),
-        memory=dataclasses.replace(config.memory, check=False),  # what does not fit is planned, too
+        # What does not fit is planned, too.
+        memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
     )
     source = dataclasses.replace(resolve(config), weights=NoWeights())
     answer_exchanges(source.arch, source.layout, config.batch.max_tokens, recorder)
@@ -75,6 +79,8 @@ def dry_run(
         micro_batches = take(engine, config, rows, recorder, halves)
         if files is not None:
             save_load_export(engine, files, recorder)
+    on_host = round(share * resident["optimizer"])
+    resident["optimizer"] -= on_host
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,
@@ -82,7 +88,7 @@ def dry_run(
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
         config.batch.max_tokens,
-        [PhaseReport.of(phase, resident) for phase in last.values()],
+        [PhaseReport.of(phase, resident).less(on_host) for phase in last.values()],
         [(*fault, count) for fault, count in recorder.faults.most_common()],
     )
 

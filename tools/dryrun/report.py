@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from isoloss.tools.dryrun.recorder import Phase
 
@@ -71,6 +71,10 @@ class PhaseReport:
             dict(phase.flops), dict(phase.launches), dict(phase.launch_sites), dict(phase.traffic),
             [(*key, count) for key, count in phase.waits.most_common()], exchanges,
         )  # fmt: skip
+
+    def less(self, nbytes: int) -> "PhaseReport":
+        """Where so many bytes are never on the device."""
+        return replace(self, peak=self.peak - nbytes, after=self.after - nbytes)
 
 
 @dataclass(frozen=True)

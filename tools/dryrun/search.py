@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from isoloss.engine import compatibility
-from isoloss.engine.config import Config, MemoryConfig
-from isoloss.engine.device_memory import MARGIN
+from isoloss.engine.config import Config, MemoryConfig, ParallelConfig
 from isoloss.engine.memory_formula import kept_by_layers, step_memory
+from isoloss.engine.memory_limits import room
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
-from isoloss.tools.dryrun.estimate import micro_batches, sequences
+from isoloss.tools.dryrun.estimate import host_seconds, micro_batches, sequences
 from isoloss.tools.dryrun.hardware import (
     ATTENTION_SHARE,
     GPUS_PER_NODE,
+    LAUNCH_SECONDS,
     MATRIX_SHARE,
     MEMORY_SHARE,
     NETWORK_SHARE,
@@ -33,6 +34,9 @@ ROWS = (1, 2, 4)  # sequences of the largest length in a micro-batch
 MOVED_PER_KEPT = 10.5
 # Share of a forward's matrix products that is computed again.
 AGAIN = {"layernorm": 0.0, "mlp": 0.65, "moe": 0.75, "full": 1.0}
+# Ops that the host launches, forward and backward: of a layer, of its router and exchange, and of each expert on a rank
+# (they are a loop); and the share of them that computing all of it again adds. What dry runs count.
+OPS_OF_LAYER, OPS_OF_ROUTER, OPS_OF_EXPERT, OPS_AGAIN = 78, 46, 21, 0.4
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Cand
     return sorted(found, key=lambda candidate: candidate.seconds)
 
 
-def layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[tuple[Layout, object]]:
+def layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[tuple[Layout, ParallelConfig]]:
     """Those that the model and the number of GPUs admit. Tensor and expert parallelism stay inside of a node."""
     context = DEGREES if config.data.max_length >= LONG else (1,)
     ep = DEGREES if arch.experts is not None else (1,)
@@ -85,8 +89,8 @@ def least_recomputed(config: Config, arch: Architecture, layout: Layout, gpu: Gp
     for memory in recomputations(config.memory, arch, layout):
         candidate = replace(config, memory=memory)
         peaks = tuple(stage.peak for stage in step_memory(candidate, arch, layout))
-        if max(peaks) + MARGIN <= gpu.memory:
-            return _timed(candidate, arch, layout, peaks, gpu)
+        if max(peaks) <= room(candidate, gpu.memory):
+            return timed(candidate, arch, layout, peaks, gpu)
     return None
 
 
@@ -106,21 +110,22 @@ def recomputations(memory: MemoryConfig, arch: Architecture, layout: Layout) -> 
 # ---- seconds ---------------------------------------------------------------------------------------------------------
 
 
-def _timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
+def timed(config: Config, arch: Architecture, layout: Layout, peaks: Sequence[float], gpu: Gpu) -> Candidate:
+    """peaks: of its pipeline ranks."""
     length, count = config.data.max_length, micro_batches(config, layout)
     split = stage_layers(arch, layout)
-    one = sum(_micro_batch(config, arch, layout, max(split), gpu)) * layout.vpp
+    one = _micro_batch(config, arch, layout, max(split), gpu) * layout.vpp
     seconds = (count + (layout.pp - 1) / layout.vpp) * one + _gradients(config, arch, layout, gpu, one)
+    seconds += host_seconds(config, arch, layout)
     tokens = sequences(config) * length
     flops = 3 * sequences(config) * (sum(layer_flops(arch, length)) + output_flops(arch, length))
     rate = tokens / seconds / layout.world_size
     return Candidate(config, layout, tuple(peaks), seconds, rate, flops / (seconds * layout.world_size * gpu.flops))
 
 
-def _micro_batch(
-    config: Config, arch: Architecture, layout: Layout, layers: int, gpu: Gpu
-) -> tuple[float, float, float]:
-    """Seconds of compute, of memory traffic and of exchange that so many layers take, forward and backward."""
+def _micro_batch(config: Config, arch: Architecture, layout: Layout, layers: int, gpu: Gpu) -> float:
+    """Seconds that so many layers take, forward and backward: of the device or the host, whichever is later, and of
+    exchange."""
     length, rows = config.data.max_length, config.batch.max_tokens // config.data.max_length
     share = layers / arch.num_layers / (layout.tp * layout.context)
     forward = rows * sum(layer_flops(arch, length)) * share
@@ -133,7 +138,16 @@ def _micro_batch(
     plain = replace(config, memory=MemoryConfig())
     kept = kept_by_layers(plain, arch, layout, range(arch.num_layers - layers, arch.num_layers))
     traffic = MOVED_PER_KEPT * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
-    return compute, traffic, _exchange(config, arch, layout, layers, again, gpu)
+    device = max(compute + traffic, LAUNCH_SECONDS * _launches(arch, layout, layers, again))
+    return device + _exchange(config, arch, layout, layers, again, gpu)
+
+
+def _launches(arch: Architecture, layout: Layout, layers: int, again: float) -> float:
+    """Ops of so many layers, forward and backward, and of what is computed again."""
+    ops = OPS_OF_LAYER
+    if arch.experts is not None:
+        ops += OPS_OF_ROUTER + OPS_OF_EXPERT * (arch.experts.count // layout.ep)
+    return layers * ops * (1 + OPS_AGAIN * again)
 
 
 def _computed_again(config: Config, layers: int) -> float:
@@ -157,7 +171,7 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
     seconds += layers * (3 + again) * pairs * (layout.ring - 1) / link
     if arch.experts is not None and layout.ep > 1:
         sent = row / (layout.tp if layout.sequence_parallel else 1) * arch.experts.top_k
-        link = inside if layout.tp * layout.context * layout.ep <= GPUS_PER_NODE * layout.context else outside
+        link = inside if layout.ep * layout.etp <= GPUS_PER_NODE else outside  # neighbors, whatever tp and context are
         seconds += layers * (4 + 2 * again) * sent * (layout.ep - 1) / layout.ep / link
     if layout.pp > 1:
         sequence = row / (layout.tp if layout.sequence_parallel else 1)

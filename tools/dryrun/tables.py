@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from isoloss.engine.config import Config
-from isoloss.engine.device_memory import GIB, MARGIN
+from isoloss.engine.memory_limits import GIB, room
 from isoloss.parallel import Layout
 from isoloss.tools.dryrun.data_file import DataPlan
 from isoloss.tools.dryrun.estimate import Estimate, seconds_of, sequences
@@ -17,18 +17,21 @@ EXCHANGES = 8  # kinds of exchange that are listed
 BAR = 40  # characters of the longest bar of a histogram
 
 
-def stage_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
+def stage_table(stages: Sequence[RankReport], config: Config, gpu: Gpu) -> str:
     """GiB of a rank of every stage at its peak, by kind, and where the peak stands."""
     rows = [["GiB", *(f"stage {report.stage}" for report in stages)]]
     kinds = dict.fromkeys(kind for report in stages for kind in report.peak.peak_kinds)
     rows += [[kind, *(gib(report.peak.peak_kinds.get(kind, 0)) for report in stages)] for kind in kinds]
     rows += [
         ["peak", *(gib(report.peak.peak) for report in stages)],
-        ["with the margin", *(gib(report.peak.peak + MARGIN) for report in stages)],
-        [f"of {gib(gpu.memory)}", *("fits" if fits(r, gpu) else "TOO MUCH" for r in stages)],
+        [f"of {gib(room(config, gpu.memory))}", *("fits" if fits(r, config, gpu) else "TOO MUCH" for r in stages)],
     ]
     lines = [f"{name:16}" + "".join(f"{value:>10}" for value in values) for name, *values in rows]
-    return "\n".join([*lines, *(f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages)])
+    lines += [f"peak of stage {r.stage}: {r.peak.name}, {r.peak.peak_site}" for r in stages]
+    set_aside = gib(gpu.memory - room(config, gpu.memory))
+    return "\n".join(
+        [*lines, f"set aside of {gib(gpu.memory)} GiB for CUDA, NCCL, gaps and a sleeping server: {set_aside}"]
+    )
 
 
 def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
@@ -48,8 +51,8 @@ def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
     return "\n".join(lines)
 
 
-def fits(report: RankReport, gpu: Gpu) -> bool:
-    return report.peak.peak + MARGIN <= gpu.memory
+def fits(report: RankReport, config: Config, gpu: Gpu) -> bool:
+    return report.peak.peak <= room(config, gpu.memory)
 
 
 def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
