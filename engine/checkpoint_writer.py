@@ -23,7 +23,7 @@ class SaveInProcess(TorchDistSaveShardedStrategy):
     """
 
     def __init__(self):
-        super().__init__("torch_dist", 1, thread_count=2)  # how many files a rank writes
+        super().__init__("torch_dist", 1)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, **strategy: str) -> AsyncRequest:
         patches.collect_results_in_process()
