@@ -25,7 +25,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-newer test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types docs clean
+.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -68,10 +68,13 @@ test-all: install
 	$(PYTEST) $(PARALLEL) $(ARGS)
 
 # The quick tests with a newer Python and Megatron-Core, beside .venv. PyTorch's build for the CPU comes as above.
+IS_312 = import sys; print("yes" if sys.version_info >= (3, 12) else "")
 test-newer:
-	@if $(PYTHON312) -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then $(MAKE) .venv312/.ready; \
-	else echo "$(PYTHON312) is no Python 3.12: nothing was run; give one with make test-newer PYTHON312=..."; exit 0; fi \
-	&& $(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
+	@$(if $(shell $(PYTHON312) -c '$(IS_312)' 2>/dev/null),$(MAKE) newer,\
+	echo "$(PYTHON312) is no Python 3.12: nothing was run; make test-newer PYTHON312=... names one")
+
+newer: .venv312/.ready
+	$(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
 
 .venv312/.ready: setup.py pyproject.toml constraints.txt
 	test -x .venv312/bin/python || $(PYTHON312) -m venv .venv312
