@@ -196,7 +196,7 @@ def build_chunks(
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
     config = transformer_config(arch, mesh.layout, dtype, stages, memory, te=te, cp_kernel=mesh.cp_kernel)
-    final_norm = TENorm if te else RMSNorm
+    final_norm = ModuleSpec(module=TENorm if te else RMSNorm)
     chunks = []
     for index in range(mesh.layout.vpp):
         stage = index if mesh.layout.vpp > 1 else None
