@@ -204,7 +204,7 @@ def test_each_usable_megatron_is(environment, of_this_machine):
     told = environment.doctor()
     assert set(told.problems) == of_this_machine
     (finding,) = told.of("Megatron-Core")
-    assert finding["level"] == "ok" and finding["value"].startswith("0.17.1: ")
+    assert finding["level"] == "ok" and finding["value"].startswith("0.17.1; ")
 
 
 def test_newer_than_what_was_tried_is_noted(environment, of_this_machine):

@@ -67,7 +67,8 @@ def check_megatron(installed: Installed) -> Finding:
         return problem(what, "not installed", INSTALL_MEGATRON)
     known = next((release for release in versions.MEGATRON_RELEASES if release.version == found), None)
     if known is not None and known.usable:
-        return ok(what, found if found == versions.SUPPORTED_MEGATRON else f"{found}: {known.use}")
+        supported = versions.SUPPORTED_MEGATRON
+        return ok(what, found if found == supported else f"{found}; most of what was run, was run with {supported}")
     return problem(what, f"{found}: {known.use if known else 'not known to isoloss'}", INSTALL_MEGATRON)
 
 
