@@ -7,6 +7,9 @@ TORCH ?= torch==2.13.0
 # Ranks of a local run: one a GPU, two on a CPU.
 NPROC ?= $(shell nvidia-smi -L 2>/dev/null | wc -l | sed 's/^0$$/2/')
 ARGS ?=
+# For `make test-newer`: what the newer Megatron-Core wants.
+PYTHON312 ?= python3.12
+NEWER := megatron-core==0.17.1
 # Processes that run the tests; those that need ranks, or share something expensive, stay together.
 WORKERS ?= 2
 
@@ -22,7 +25,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types docs clean
+.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants slowest test-docs test-sglang prove-all bench lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +34,7 @@ help:
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the quick CPU tests: every claim once, ten minutes at most on two cores"
 	@echo "make test-all   those and the others, thirty minutes at most;  make slowest: the slowest tests of the last run"
+	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
@@ -62,6 +66,22 @@ test: install
 
 test-all: install
 	$(PYTEST) $(PARALLEL) $(ARGS)
+
+# The quick tests with a newer Python and Megatron-Core, beside .venv. PyTorch's build for the CPU comes as above.
+IS_312 = import sys; print("yes" if sys.version_info >= (3, 12) else "")
+test-newer:
+	@$(if $(shell $(PYTHON312) -c '$(IS_312)' 2>/dev/null),$(MAKE) newer,\
+	echo "$(PYTHON312) is no Python 3.12: nothing was run; make test-newer PYTHON312=... names one")
+
+newer: .venv312/.ready
+	$(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
+
+.venv312/.ready: setup.py pyproject.toml constraints.txt
+	test -x .venv312/bin/python || $(PYTHON312) -m venv .venv312
+	sed 's/^megatron-core==.*/$(NEWER)/' constraints.txt > .venv312/constraints.txt
+	.venv312/bin/pip install --quiet $(TORCH) -c .venv312/constraints.txt
+	.venv312/bin/pip install --quiet -e '.[dev]' -c .venv312/constraints.txt
+	touch $@
 
 # Branches of what trains, ranks and subprocesses included.
 COVERED := $(CURDIR)/engine,$(CURDIR)/models,$(CURDIR)/parallel
@@ -117,4 +137,4 @@ docs: .venv/.docs
 	touch $@
 
 clean:
-	rm -rf .venv .sglang-venv .links build site *.egg-info
+	rm -rf .venv .venv312 .sglang-venv .links build site *.egg-info

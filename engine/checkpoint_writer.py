@@ -25,12 +25,15 @@ class SaveInProcess(TorchDistSaveShardedStrategy):
     def __init__(self):
         super().__init__("torch_dist", 1)
 
-    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
+    def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, **strategy: str) -> AsyncRequest:
         patches.collect_results_in_process()
-        return super().async_save(sharded_state_dict, checkpoint_dir)
+        patches.save_without_advice()
+        return super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
 
-    def _get_save_and_finalize_callbacks(self, writer: FileSystemWriterAsync, save_state_dict_ret: Any) -> AsyncRequest:
-        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret)
+    def _get_save_and_finalize_callbacks(
+        self, writer: FileSystemWriterAsync, save_state_dict_ret: Any, *strategy: str
+    ) -> AsyncRequest:
+        request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *strategy)
         return request._replace(async_fn=partial(_write, [writer.transforms]) if request.async_fn else None)
 
 

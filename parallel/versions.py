@@ -77,18 +77,24 @@ class ServerRelease:
 
 @dataclass(frozen=True)
 class MegatronRelease:
-    """A release of Megatron-Core. transformer_engine: the range of its metadata. use: what it is to isoloss."""
+    """A release of Megatron-Core.
+
+    transformer_engine: the range of its metadata.
+    usable: isoloss runs with it. use: what was run, or why nothing does.
+    """
 
     version: str
     python: str
     transformer_engine: str | None
+    usable: bool
     use: str
 
 
 SETS = (
     VersionSet(
         "CPU", ">=3.11", "2.13.0+cpu", None, None, "0.16.1", None, "0.5.23", WEIGHT_SYNCS, None,
-        "the tests, the recipes and a real SGLang server, with Python 3.11. Not run: other versions of Python.",
+        "the tests, the recipes and a real SGLang server, with Python 3.11. Not run: other versions of Python, but for "
+        "what is said of Megatron-Core 0.17.1 below.",
     ),
     VersionSet(
         "GPU", ">=3.11", "2.13.0", "13.0", "2.29.7", "0.16.1", ">=2.9,<2.12", "0.5.23", ("tensor", "disk"), 580,
@@ -108,13 +114,18 @@ TORCH_WHEELS = (
 )
 SERVER_RELEASES = (ServerRelease("0.5.23", ">=3.11,<3.14", "2.14.1", "2.30.7"),)
 MEGATRON_RELEASES = (
-    MegatronRelease("0.16.1", ">=3.10", ">=2.9,<2.12", "what isoloss is built on"),
-    MegatronRelease("0.17.1", ">=3.12", None, "not usable: its specs of modules differ"),
-    MegatronRelease("0.18.2", ">=3.12", None, "not usable: its specs of modules differ; it imports Triton"),
-    MegatronRelease("0.19.2", ">=3.12", None, "not usable: its specs and checkpoints differ; it imports Triton"),
-)
+    MegatronRelease("0.16.1", ">=3.10", ">=2.9,<2.12", True, "what isoloss is built on"),
+    MegatronRelease(
+        "0.17.1", ">=3.12", None, True,
+        "usable. Run with Python 3.12 on a CPU: of the quick tests, those of parity with transformers, experts on "
+        "layouts, recomputation, checkpoints, resuming, and tests/te. Not run: the others, and any GPU",
+    ),
+    MegatronRelease("0.18.2", ">=3.12", None, False, "not usable: its specs of modules differ; it imports Triton"),
+    MegatronRelease("0.19.2", ">=3.12", None, False, "not usable: its specs and checkpoints differ; it imports Triton"),
+)  # fmt: skip
 TESTED_TORCH = SETS[0].torch.removesuffix("+cpu")
 SUPPORTED_MEGATRON = MEGATRON_RELEASES[0].version
+NEWEST_MEGATRON = [release.version for release in MEGATRON_RELEASES if release.usable][-1]
 
 
 def public(version: str) -> str:

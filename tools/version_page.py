@@ -30,6 +30,31 @@ ABOUT_EXTRAS = """\
 - NVIDIA's apex is on no package index. `recipes/containers/apex_kernel.py` builds the one kernel of it that a run can
   use. PyPI's apex is another project."""
 
+MEGATRON_019 = """### What 0.19 takes
+
+A dense model trained with 0.19.2 in an experiment: losses and gradient norms were those of 0.16.1 bit by bit, and the
+proofs of its layouts passed. Nothing of that is in the code. Four things are to be done, in this order:
+
+1. **Triton.** `pipeline_parallel/schedules.py` imports `moe/paged_stash.py`, and that Triton, which PyTorch's builds
+   for the CPU do not bring. Require `triton` with 0.18 and later on Linux. There is none for macOS.
+2. **Layers.** `layers.mlp` is a function with arguments as well: `submodules_of` (`models/mcore/compat.py`) reads it,
+   and `layer_spec` (`models/mcore/build.py`) has to make one. `get_main_grads_for_grad_norm` is now
+   `get_grads_for_grad_norm` (`engine/optimizer.py`).
+3. **Checkpoints.** There is no `common.pt`. What stood in it is an object among the tensors: the key
+   `common_state/shard_0_1` of `.metadata`, a list of one dictionary as torch.save writes it, in a `.distcp` file of
+   rank 0. 0.19 still reads a folder with a `common.pt`; 0.17 and older do not read the new form. Of isoloss:
+   - `read_extra` (`engine/checkpoint.py`) compares the checksum of `common.pt` before it reads it: of the new form, it
+     is that of the `.distcp` file that `.metadata` names. Megatron's `load_common_state_dict` reads both forms.
+   - `models/weights/megatron_args.py` unpickles `common.pt` without running it: the same for the bytes at the place
+     that `.metadata` gives. `Folder` (`models/weights/distcp.py`) keeps the places of tensors only, so far.
+   - The converter (`models/conversion/distcp_write.py`) goes on writing `common.pt`, which every release reads.
+     `metadata.json` has two keys more than 0.19 writes; it passes over them.
+   - Tests: `test_converted_names.py` compares our files with Megatron's; `test_resume.py` damages every file by name;
+     `test_offload.py` and `test_megatron_runs.py` open `common.pt`. A test has to load, in each release, what the
+     other one saved.
+4. **Asynchronous saves** are NVIDIA's resiliency extension from then on. isoloss waits for its saves
+   (`engine/checkpoint_writer.py`), and uses no more than the classes of Megatron that are left."""
+
 
 def page() -> str:
     heads = "set", "Python", "torch", "CUDA", "NCCL", "Megatron-Core", "Transformer Engine", "SGLang", "driver"
@@ -49,7 +74,8 @@ def page() -> str:
         f"## Extras\n\n{ABOUT_EXTRAS}\n",
         f"## NCCL\n\n{ABOUT_NCCL}\n\n{_table(('torch from PyPI', 'CUDA', 'NCCL'), wheels)}\n\n"
         f"{_table(('SGLang', 'Python', 'torch', 'NCCL'), servers)}\n",
-        f"## Megatron-Core\n\n{_table(('release', 'Python', 'Transformer Engine', 'use'), megatron)}\n",
+        f"## Megatron-Core\n\n{_table(('release', 'Python', 'Transformer Engine', 'use'), megatron)}\n\n"
+        f"{MEGATRON_019}\n",
         f"## Driver\n\n{_table(('CUDA of torch', 'NVIDIA driver'), drivers)}",
     ]
     return "\n".join(parts)

@@ -29,12 +29,12 @@ from torch.nn.functional import silu
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+from isoloss.models.mcore.compat import ClampedSwiGLU, SwiGLU, submodules_of
 from isoloss.models.mcore.gpt import ExpertLayer, ExpertTransformerLayer, PackedGPT, unwrap
 from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
 from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
-from isoloss.models.mcore.patches import recompute_without_transformer_engine
+from isoloss.models.mcore.patches import recompute_by_copying, recompute_without_transformer_engine
 from isoloss.models.mcore.router import Router
 from isoloss.models.mcore.stages import pipeline_layout
 from isoloss.models.mcore.value_head import ValueHead
@@ -44,6 +44,7 @@ from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
 
 recompute_without_transformer_engine()
+recompute_by_copying()
 
 
 def transformer_config(
@@ -146,13 +147,14 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) 
         attention.core_attention = _core_attention(arch, mesh, layer)
         if arch.qk_norm and not te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    activation = clamped_swiglu if arch.clamped_swiglu else swiglu
+    activation = ClampedSwiGLU if arch.clamped_swiglu else SwiGLU
     mlp = layers.mlp.submodules
     if arch.experts and sparse:
         mlp.router = partial(Router, experts=arch.experts)
-        mlp.experts.submodules.activation_func = mlp.shared_experts.submodules.activation_func = activation
+        experts = submodules_of(mlp.experts)
+        experts.activation_func = submodules_of(mlp.shared_experts).activation_func = activation
         if arch.linear_bias and not te:
-            mlp.experts.submodules.linear_fc2 = _BiasedExpertOutput
+            experts.linear_fc2 = _BiasedExpertOutput
         spec.module = ExpertTransformerLayer
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
         layers.mlp = SimpleNamespace(module=ExpertLayer, submodules=mlp, params={"pg_collection": mesh.megatron})

@@ -16,10 +16,12 @@ import torch
 from megatron.core import optimizer
 from megatron.core.dist_checkpointing import state_dict_utils, validation
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
@@ -33,10 +35,28 @@ def recompute_without_transformer_engine() -> None:
     CheckpointWithoutOutput.__init__.__defaults__ = (None,)
 
 
+def recompute_by_copying() -> None:
+    """Let what `CheckpointWithoutOutput` computes again be copied into the memory of the first time, as 0.16.1 does;
+    0.17 has the two share memory by a C++ extension, which it compiles in the first backward: on every machine, with a
+    compiler and ninja."""
+    random._get_share_storage = lambda: _copy_storage
+
+
+def _copy_storage(output: Tensor, again: Tensor) -> None:
+    source, target = again.untyped_storage(), output.untyped_storage()
+    target.resize_(source.nbytes())
+    target.copy_(source)
+
+
 def collect_results_in_process() -> None:
     """Let the writers of a checkpoint's files put their results into a queue of this process, in place of one that a
     manager process holds."""
     filesystem_async._results_queue = queue.SimpleQueue()
+
+
+def save_without_advice() -> None:
+    """Let a save that is waited for not advise against asynchronous ones, as 0.17 does at the first of a process."""
+    torch_strategy._logged_mcore_async_deprecation = True
 
 
 # ---- a dry run, whose tensors have shapes and no values --------------------------------------------------------------

@@ -31,9 +31,9 @@ class Router(MegatronModule):
     expert_bias: Tensor | None
     load_E: Tensor
 
-    def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
+    def __init__(self, config: TransformerConfig, *, experts: Experts, **unused):
         super().__init__(config)
-        del pg_collection
+        del unused
         self.experts = experts
         self.layer = 0
         device = torch.cuda.current_device()

@@ -54,7 +54,8 @@ def test_files_are_those_of_megatrons_own_strategy(tmp_path, pool):
     pool.run(2, both_ways, folder, theirs, ours, VOCAB)
     files = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir()) == files
-    assert sum(name.endswith(".distcp") for name in files) == 4
+    # How many a rank writes depends on Megatron's release.
+    assert {name.split("_")[2] for name in files if name.endswith(".distcp")} == {"0", "1"}
     for name in files:
         if name != ".metadata":
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name

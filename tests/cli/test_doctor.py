@@ -199,6 +199,14 @@ def test_gpus_of_two_kinds_are_noted(environment, of_this_machine):
     assert finding["level"] == "note" and finding["value"] == "1 x NVIDIA H100, 1 x NVIDIA A100, 40GB"
 
 
+def test_each_usable_megatron_is(environment, of_this_machine):
+    environment.package("megatron-core", "0.17.1")
+    told = environment.doctor()
+    assert set(told.problems) == of_this_machine
+    (finding,) = told.of("Megatron-Core")
+    assert finding["level"] == "ok" and finding["value"].startswith("0.17.1; ")
+
+
 def test_newer_than_what_was_tried_is_noted(environment, of_this_machine):
     environment.torch("2.14.1+cu130", nccl="2.30.7")
     environment.package("nvidia-nccl-cu13", "2.30.8")

@@ -34,8 +34,8 @@ class _Module(nn.Module):
 
 
 class RMSNorm(_Module, ParametersOfRMSNorm):
-    def __init__(self, hidden_size, *, eps, sequence_parallel, **_):
-        super().__init__(hidden_size)
+    def __init__(self, *, eps, sequence_parallel, **size):
+        super().__init__(**size)
         self.eps = eps
         self.weight.sequence_parallel = sequence_parallel
 

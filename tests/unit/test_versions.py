@@ -32,9 +32,15 @@ def test_the_page_is_what_the_table_says(capsys):
 
 def test_it_agrees_with_what_isoloss_requires():
     assert NEEDS["torch"] == SpecifierSet(f">={versions.OLDEST_TORCH}")
-    assert NEEDS["megatron-core"] == SpecifierSet(f"=={versions.SUPPORTED_MEGATRON}")
+    usable = {each.version for each in versions.MEGATRON_RELEASES if each.usable}
+    released = {each.version for each in versions.MEGATRON_RELEASES} | {"0.16.0", "0.17.0", "0.18.0"}
+    assert set(NEEDS["megatron-core"].filter(released)) == usable
+    pinned = re.search(r"^megatron-core==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned and pinned[1] == versions.SUPPORTED_MEGATRON
     assert SpecifierSet(PROJECT["requires-python"]) == SpecifierSet(f">={'.'.join(map(str, versions.OLDEST_PYTHON))}")
-    assert f"TORCH ?= torch=={versions.TESTED_TORCH}\n" in (ROOT / "Makefile").read_text()
+    makefile = (ROOT / "Makefile").read_text()
+    assert f"TORCH ?= torch=={versions.TESTED_TORCH}\n" in makefile
+    assert f"NEWER := megatron-core=={versions.NEWEST_MEGATRON}\n" in makefile
     assert {each.sglang for each in versions.SETS} == set(
         re.findall(r"^sglang==(.*)$", (ROOT / "tests/sglang/requirements.txt").read_text(), re.M)
     )

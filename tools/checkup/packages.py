@@ -65,9 +65,10 @@ def check_megatron(installed: Installed) -> Finding:
     what, found = "Megatron-Core", installed.megatron_core
     if found is None:
         return problem(what, "not installed", INSTALL_MEGATRON)
-    if found == versions.SUPPORTED_MEGATRON:
-        return ok(what, found)
     known = next((release for release in versions.MEGATRON_RELEASES if release.version == found), None)
+    if known is not None and known.usable:
+        supported = versions.SUPPORTED_MEGATRON
+        return ok(what, found if found == supported else f"{found}; most of what was run, was run with {supported}")
     return problem(what, f"{found}: {known.use if known else 'not known to isoloss'}", INSTALL_MEGATRON)
 
 

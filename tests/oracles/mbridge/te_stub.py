@@ -22,9 +22,9 @@ def _unset(*shape: int) -> nn.Parameter:
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, hidden_size, **_):
+    def __init__(self, normalized_shape=None, *, hidden_size=None, **_):
         super().__init__()
-        self.weight = _unset(hidden_size)
+        self.weight = _unset(normalized_shape or hidden_size)
 
 
 class Linear(nn.Module):

@@ -1,0 +1,34 @@
+"""What newer releases of Megatron-Core have in another form than 0.16.1, for all that isoloss builds on it.
+
+The same code serves every release of `parallel/versions.py` that is usable; nothing here asks which one is installed.
+Patches of Megatron's own code are in `isoloss.models.mcore.patches`, as all are.
+"""
+
+from functools import partial
+from typing import Any
+
+from megatron.core.transformer.module import MegatronModule
+from torch import Tensor
+
+from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+
+
+def submodules_of(spec: Any) -> Any:
+    """The submodules of a module that is yet to be built: of a ModuleSpec, or of the function that has taken its place
+    from 0.17 on, where it is an argument."""
+    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+class SwiGLU(MegatronModule):
+    """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
+    parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return swiglu(wide)
+
+
+class ClampedSwiGLU(MegatronModule):
+    """`clamped_swiglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return clamped_swiglu(wide)

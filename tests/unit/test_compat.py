@@ -1,0 +1,51 @@
+"""What both releases of Megatron-Core are given, in the form of the newer one as well as of the older."""
+
+from functools import partial
+
+import pytest
+import torch
+from megatron.core.tensor_parallel import random
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import nn
+from torch.nn.functional import silu
+
+import isoloss.models.mcore.build  # noqa: F401  it applies the patches
+from isoloss.models.architecture import Experts
+from isoloss.models.mcore.compat import ClampedSwiGLU, SwiGLU, submodules_of
+from isoloss.models.mcore.router import Router
+
+CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+
+
+def test_submodules_of_what_is_yet_to_be_built():
+    submodules = MLPSubmodules(linear_fc1=nn.Linear, linear_fc2=nn.Linear)
+    for spec in (ModuleSpec(module=MLP, submodules=submodules), partial(MLP, submodules=submodules)):
+        assert submodules_of(spec) is submodules
+
+
+def test_activations_are_modules_that_add_nothing_to_a_checkpoint():
+    wide = torch.linspace(-20, 20, 24, dtype=torch.float64).view(2, 12)
+    gate, up = wide.chunk(2, dim=-1)
+    clamped = gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)) * (up.clamp(-7, 7) + 1)
+    for kind, expected in ((SwiGLU, silu(gate) * up), (ClampedSwiGLU, clamped)):
+        module = build_module(kind, config=CONFIG)
+        assert isinstance(module, nn.Module) and not module.state_dict() and callable(module.sharded_state_dict)
+        torch.testing.assert_close(module(wide), expected)
+
+
+def test_what_is_computed_again_fills_the_memory_of_the_first_time():
+    """0.17 asks for a function that has both share their memory."""
+    first = torch.arange(6.0)
+    view = first.view(2, 3)[:, 1:]
+    first.untyped_storage().resize_(0)
+    random._get_share_storage()(first, torch.arange(6.0) + 10)
+    assert first.tolist() == [10, 11, 12, 13, 14, 15] and view.tolist() == [[11, 12], [14, 15]]
+    assert first._version == 0  # autograd lets nothing through whose version is another than it saved
+
+
+@pytest.mark.parametrize("more", [{}, {"is_mtp_layer": False}])
+def test_a_router_takes_what_either_release_gives_it(more):
+    experts = Experts(count=4, top_k=2, intermediate_size=4, score="softmax", normalize=True)
+    assert Router(config=CONFIG, pg_collection=None, experts=experts, **more).weight.shape == (4, 8)
