@@ -193,7 +193,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Made up; a large one has no values either, and is not counted."""
+        """Made up; a large one has no values either, and is not counted. It stays where it was, so nobody sees when
+        it meets tensors of the device: the models of a lint are small."""
         if tensor.nbytes <= LARGEST_HOST_COPY:
             return torch.full(tensor.shape, made_up(dtype), dtype=dtype)
         copy = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
