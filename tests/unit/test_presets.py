@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from support.planned_presets import (
@@ -106,7 +107,7 @@ PAPER = {
 }
 
 
-def flat(config) -> dict[str, object]:
+def flat(config) -> dict[str, Any]:
     groups = {group: values for group, values in asdict(config).items() if isinstance(values, dict)}
     plain = {name: value for name, value in asdict(config).items() if name not in groups}
     return plain | {f"{group}.{key}": value for group, values in groups.items() for key, value in values.items()}
