@@ -115,14 +115,10 @@ TORCH_WHEELS = (
 SERVER_RELEASES = (ServerRelease("0.5.23", ">=3.11,<3.14", "2.14.1", "2.30.7"),)
 MEGATRON_RELEASES = (
     MegatronRelease("0.16.1", ">=3.10", ">=2.9,<2.12", True, "what isoloss is built on"),
-    MegatronRelease(
-        "0.17.1", ">=3.12", None, True,
-        "usable. Run with Python 3.12 on a CPU: of the quick tests, those of parity with transformers, experts on "
-        "layouts, recomputation, checkpoints, resuming, and tests/te. Not run: the others, and any GPU",
-    ),
+    MegatronRelease("0.17.1", ">=3.12", None, True, "usable; what was run with it is said below"),
     MegatronRelease("0.18.2", ">=3.12", None, False, "not usable: its specs of modules differ; it imports Triton"),
     MegatronRelease("0.19.2", ">=3.12", None, False, "not usable: its specs and checkpoints differ; it imports Triton"),
-)  # fmt: skip
+)
 TESTED_TORCH = SETS[0].torch.removesuffix("+cpu")
 SUPPORTED_MEGATRON = MEGATRON_RELEASES[0].version
 NEWEST_MEGATRON = [release.version for release in MEGATRON_RELEASES if release.usable][-1]

@@ -30,6 +30,14 @@ ABOUT_EXTRAS = """\
 - NVIDIA's apex is on no package index. `recipes/containers/apex_kernel.py` builds the one kernel of it that a run can
   use. PyPI's apex is another project."""
 
+MEGATRON_017 = """\
+With 0.17.1, Python 3.12.1 and PyTorch's build for CUDA on a machine without a GPU these of the quick tests were run,
+and pass: parity with transformers (`tests/numerics/test_transformers_parity.py`), experts on the layouts
+(`tests/numerics/test_moe_invariance.py`), recomputation (`tests/numerics/test_recompute.py`), saving, resuming and
+folders of Megatron runs (`tests/checkpoints/`: `test_checkpoint.py`, `test_converted_names.py`, `test_resume.py`,
+`test_megatron_runs.py`), the stand-in for Transformer Engine (`tests/te`), and a part of `tests/unit`. Not run: the
+other tests, real Transformer Engine, and any GPU. What is computed again in the backward is copied, where 0.17 would
+compile C++ to share its memory (`models/mcore/patches.py`)."""
 MEGATRON_019 = """### What 0.19 takes
 
 A dense model trained with 0.19.2 in an experiment: losses and gradient norms were those of 0.16.1 bit by bit, and the
@@ -75,7 +83,7 @@ def page() -> str:
         f"## NCCL\n\n{ABOUT_NCCL}\n\n{_table(('torch from PyPI', 'CUDA', 'NCCL'), wheels)}\n\n"
         f"{_table(('SGLang', 'Python', 'torch', 'NCCL'), servers)}\n",
         f"## Megatron-Core\n\n{_table(('release', 'Python', 'Transformer Engine', 'use'), megatron)}\n\n"
-        f"{MEGATRON_019}\n",
+        f"{MEGATRON_017}\n\n{MEGATRON_019}\n",
         f"## Driver\n\n{_table(('CUDA of torch', 'NVIDIA driver'), drivers)}",
     ]
     return "\n".join(parts)
