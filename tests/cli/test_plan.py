@@ -122,7 +122,7 @@ def test_seconds_of_a_batch_are_those_worked_out_by_hand(colocated, folder):
 
 
 def report(*exchanges: Exchange) -> RankReport:
-    phase = PhaseReport("step", GIB, 0, "", {"weights": GIB}, {}, {}, {}, {}, [], exchanges)
+    phase = PhaseReport("step", GIB, 0, "", {"weights": GIB}, {}, {}, {}, {}, {}, [], exchanges)
     return RankReport(0, 0, 1, 1, 8, [phase])
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from support import rl_runs
+from support.ports import free_port
 from support.runs import numbers, rows_of, write_rows
 from support.transformers_parity import make_engine
 from support.waiting import LONG, until
@@ -148,10 +148,7 @@ def test_reinforcement_learning_on_two_ranks(recipe, layout, inputs, tmp_path, o
 def test_two_agents_give_the_numbers_of_one(inputs, undisturbed, tmp_path):
     """One rank each, started by the script for nodes: bit for bit two ranks of one agent."""
     out = tmp_path / "out"
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = str(free.getsockname()[1])
-    node = {"HEAD": "localhost", "PORT": port, "NODES": "2", "GPUS": "1", "JOB": str(uuid.uuid4())}
+    node = {"HEAD": "localhost", "PORT": str(free_port()), "NODES": "2", "GPUS": "1", "JOB": str(uuid.uuid4())}
     (tmp_path / "torchrun").write_text(f'#!/bin/sh\nexec {shlex.join(TORCHRUN)} "$@"\n')  # of this environment
     (tmp_path / "torchrun").chmod(0o755)
     path = f"{tmp_path}:{os.environ['PATH']}"

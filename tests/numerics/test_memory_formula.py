@@ -51,6 +51,7 @@ ROWS = (
     ("30b-a3b", 16, 0, "parallel.ep=8", KEEP),
     ("30b-a3b", 16, 0, "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"),
     ("30b-a3b", 16, 0, "parallel.ep=8", "parallel.tp=2", FULL),
+    ("30b-a3b", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.etp=2", KEEP),
 )
 
 

@@ -3,7 +3,6 @@
 Both are started once a session, by the code under test, and killed at its end.
 """
 
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support import families
+from support.ports import free_port
 from support.servers import MODEL
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
@@ -115,9 +115,7 @@ def unused_url() -> str:
 
 
 def free_url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+    return f"http://127.0.0.1:{free_port()}"
 
 
 def answers(url: str) -> bool:

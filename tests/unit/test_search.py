@@ -114,6 +114,25 @@ def test_there_is_less_room_beside_a_server(of):
     assert max(max(found.peaks) for found in search(alone, arch, 8, H100)) > room(shared, H100.memory)
 
 
+def test_memory_of_the_host_is_taken_where_that_is_faster(of):
+    """Without it 32B fits on one node only where all layers are computed again. In fp32 it is illegal."""
+    config, arch = of("32b")
+    best = search(config, arch, 8, H100)[0]
+    assert best.config.memory.offload_optimizer > 0 and best.config.memory.recompute == "none"
+    alone = [c for c in search(config, arch, 8, H100) if not c.config.memory.offload_optimizer]
+    assert all(c.config.memory.recompute == "full" and c.seconds > best.seconds for c in alone)
+    config, arch = of("32b")
+    assert not search(config, arch, 16, H100)[0].config.memory.offload_optimizer  # it fits without
+    config, arch = of("8b", "train.precision=fp32")
+    assert all(not c.config.memory.offload_optimizer for c in search(config, arch, 64, H100))
+
+
+def test_experts_are_divided_too(of):
+    config, arch = of("30b_a3b")
+    found = {c.layout.etp: c for c in reversed(search(config, arch, 16, H100))}
+    assert {1, 2, 4} <= found.keys() and found[1].seconds < found[2].seconds  # tokens travel once more
+
+
 def test_candidates_are_legal_fit_and_come_fastest_first(of):
     config, arch = of("32b")
     found = search(config, arch, 16, H100)
@@ -130,7 +149,7 @@ def test_candidates_are_legal_fit_and_come_fastest_first(of):
 
 def test_nothing_fits_where_weights_alone_do_not(of):
     config, arch = of("70b")
-    assert search(config, arch, 8, H100) == []
+    assert search(config, arch, 4, H100) == []
 
 
 def test_the_table_tells_what_a_run_would_be(of):
@@ -181,7 +200,7 @@ def test_a_search_from_the_command_line(of, capsys):
 
 
 def test_a_search_that_finds_nothing(of, capsys):
-    assert asked(of, "70b", "--search", "--write", "none") == 1
+    assert asked(of, "70b", "--search", "--write", "none", "train.precision=fp32") == 1
     assert "no layout fits" in capsys.readouterr().out
 
 

@@ -126,7 +126,7 @@ def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Seque
     for stage in range(layout.pp):
         first = stage * layout.world_size // layout.pp
         for sharing in range(layout.ep):
-            of_all[first + sharing * layout.tp] = experts if sharing else mine
+            of_all[first + sharing * layout.etp] = experts if sharing else mine
     return of_all
 
 

@@ -30,6 +30,7 @@ from isoloss.tools.dryrun.hardware import (
 DEGREES = (1, 2, 4, 8)
 LONG = 16384  # tokens of a sequence from which on it is worth dividing
 ROWS = (1, 2, 4)  # sequences of the largest length in a micro-batch
+OFFLOADED = (0.5, 1.0)  # shares of the optimizer's state in CPU memory
 # Bytes that ops without FLOPs move, for each byte that is kept for the backward: what dry runs count.
 MOVED_PER_KEPT = 10.5
 # Share of a forward's matrix products that is computed again.
@@ -53,29 +54,41 @@ class Candidate:
 
 def search(config: Config, arch: Architecture, gpus: int, gpu: Gpu) -> list[Candidate]:
     """The legal ones that fit, fastest first: of each layout and size of a micro-batch the one that computes least
-    again."""
-    found = []
-    for layout, parallel in layouts(config, arch, gpus):
-        for rows in ROWS:
-            batch = replace(config.batch, max_tokens=rows * config.data.max_length)
-            if rows * layout.dp > sequences(config):
-                continue
-            candidate = replace(config, parallel=parallel, batch=batch)
-            fitting = least_recomputed(candidate, arch, layout, gpu)
-            if fitting is not None:
-                found.append(fitting)
+    again. More of the optimizer is put into CPU memory only where nothing fits without whole layers computed again."""
+    found = list(fitting([config], arch, gpus, gpu))
+    if all(candidate.config.memory.recompute == "full" for candidate in found):
+        found += fitting(offloaded(config), arch, gpus, gpu)
     return sorted(found, key=lambda candidate: candidate.seconds)
+
+
+def fitting(configs: Sequence[Config], arch: Architecture, gpus: int, gpu: Gpu) -> Iterator[Candidate]:
+    """In each layout, with each number of rows in a micro-batch."""
+    for config, rows in product(configs, ROWS):
+        batch = replace(config.batch, max_tokens=rows * config.data.max_length)
+        for layout, parallel in layouts(config, arch, gpus):
+            if rows * layout.dp <= sequences(config):
+                candidate = replace(config, parallel=parallel, batch=batch)
+                if found := least_recomputed(candidate, arch, layout, gpu):
+                    yield found
+
+
+def offloaded(config: Config) -> list[Config]:
+    """With more of the optimizer in CPU memory."""
+    shares = [share for share in OFFLOADED if share > config.memory.offload_optimizer]
+    return [replace(config, memory=replace(config.memory, offload_optimizer=share)) for share in shares]
 
 
 def layouts(config: Config, arch: Architecture, gpus: int) -> Iterator[tuple[Layout, ParallelConfig]]:
     """Those that the model and the number of GPUs admit. Tensor and expert parallelism stay inside of a node."""
     context = DEGREES if config.data.max_length >= LONG else (1,)
-    ep = DEGREES if arch.experts is not None else (1,)
-    for degrees in product(DEGREES, DEGREES, DEGREES, context, context, ep):
-        tp, pp, vpp, ulysses, ring, experts = degrees
-        if tp * ulysses > GPUS_PER_NODE or (vpp > 1 and pp == 1) or pp * vpp > arch.num_layers:
+    experts = DEGREES if arch.experts is not None else (1,)
+    for degrees in product(DEGREES, DEGREES, DEGREES, context, context, experts, experts):
+        axes = dict(zip(("tp", "pp", "vpp", "ulysses", "ring", "ep", "etp"), degrees))
+        tp, pp, vpp, ulysses, _, ep, etp = degrees
+        if max(tp * ulysses, ep * etp) > GPUS_PER_NODE or (vpp > 1 and pp == 1) or pp * vpp > arch.num_layers:
             continue
-        axes = {"tp": tp, "pp": pp, "vpp": vpp, "ulysses": ulysses, "ring": ring, "ep": experts, "etp": 1}
+        if etp not in (1, tp):
+            continue
         parallel = replace(config.parallel, **axes, stage_layers=(), sequence_parallel=None)
         try:
             layout = parallel.layout().with_world(gpus)
@@ -173,6 +186,9 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
         sent = row / (layout.tp if layout.sequence_parallel else 1) * arch.experts.top_k
         link = inside if layout.ep * layout.etp <= GPUS_PER_NODE else outside  # neighbors, whatever tp and context are
         seconds += layers * (4 + 2 * again) * sent * (layout.ep - 1) / layout.ep / link
+    if arch.experts is not None and layout.etp > 1:  # the tokens of all that share an expert, and the sum of its parts
+        sent = row / (layout.tp if layout.sequence_parallel else 1) * arch.experts.top_k
+        seconds += layers * (4 + 2 * again) * sent * (layout.etp - 1) / inside
     if layout.pp > 1:
         sequence = row / (layout.tp if layout.sequence_parallel else 1)
         seconds += 2 * sequence / (inside if layout.world_size <= GPUS_PER_NODE else outside)

@@ -80,10 +80,14 @@ def search_table(candidates: Sequence[Candidate]) -> str:
 
 
 def recomputed(config: Config) -> str:
+    """What is computed again, and how much of the optimizer is in CPU memory."""
     memory = config.memory
+    told = "nothing"
     if memory.recompute == "full":
-        return "all layers" if memory.recompute_layers is None else f"{memory.recompute_layers} layers a stage"
-    return "+".join(memory.recompute_modules) if memory.recompute == "selective" else "nothing"
+        told = "all layers" if memory.recompute_layers is None else f"{memory.recompute_layers} layers a stage"
+    if memory.recompute == "selective":
+        told = "+".join(memory.recompute_modules)
+    return told + (f"; offload {memory.offload_optimizer:g}" if memory.offload_optimizer else "")
 
 
 def gib(nbytes: float) -> str:
