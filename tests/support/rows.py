@@ -148,9 +148,10 @@ QUICK = {
     "cli/test_mistakes.py": {
         "test_two_ranks_say_it_once": "",
     },
-    "cli/test_plan.py": {},
-    "cli/test_rl_mistakes.py": {
+    "cli/test_plan.py": {
         "test_a_plan_from_the_command_line": "",
+    },
+    "cli/test_rl_mistakes.py": {
         "test_two_ranks_say_it_once": "",
     },
     "cli/test_sft.py": {
