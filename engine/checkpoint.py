@@ -42,11 +42,12 @@ def save(
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     dist.barrier()
-    dist_checkpointing.save(_state(model, optimizer, extra, is_loading=False), str(partial), SaveInProcess())
+    writer = SaveInProcess(model.mesh.dp_context)
+    dist_checkpointing.save(_state(model, optimizer, extra, is_loading=False), str(partial), writer)
     dist.barrier()
     if dist.get_rank() == 0:
         hf_checkpoint.copy_sidecars(huggingface, partial / HUGGINGFACE, model.arch)
-    records = _gather_records(partial)
+    records = _gather_records(partial, writer.records)
     if dist.get_rank() == 0:
         (partial / manifest.NAME).write_text(_describe(partial, model, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
@@ -135,12 +136,15 @@ def _is_extra_state(key: str) -> bool:
     return "._extra_state" in key
 
 
-def _gather_records(folder: Path) -> dict[str, manifest.FileRecord]:
-    """Size and checksum of every file; each rank reads those that it wrote. One all-gather over the world."""
-    rank = dist.get_rank()
-    paths = [path for path in folder.rglob("*") if path.is_file()]
-    mine = [p for p in paths if p.name.startswith(f"__{rank}_") or (rank == 0 and p.suffix != ".distcp")]
-    records = {p.relative_to(folder).as_posix(): manifest.FileRecord(p.stat().st_size, manifest.crc32(p)) for p in mine}
+def _gather_records(folder: Path, written: Mapping[str, manifest.FileRecord]) -> dict[str, manifest.FileRecord]:
+    """Size and checksum of every file: what each rank noted while it wrote tensors, and what rank 0 finds in the small
+    files beside them. One all-gather over the world."""
+    records = dict(written)
+    if dist.get_rank() == 0:
+        for path in folder.rglob("*"):
+            if path.is_file() and path.suffix != ".distcp":
+                name = path.relative_to(folder).as_posix()
+                records[name] = manifest.FileRecord(path.stat().st_size, manifest.crc32(path))
     return {name: record for rank_records in gather_objects(records) for name, record in rank_records.items()}
 
 

@@ -74,7 +74,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, pool):
     before, after = first[:renamed], first[renamed + 1 :]
     partial = str(folder.with_name(".checkpoint.partial"))
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    assert len(files) > 8
+    assert {"__0_0.distcp", "__1_0.distcp", ".metadata", "isoloss.json", "huggingface/config.json"} <= files.keys()
     for name, size in files.items():
         assert ("fsync", f"{partial}/{name}", size) in before, name
     synced = [path for _, path, _ in before]

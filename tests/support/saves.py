@@ -17,7 +17,7 @@ def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
     """theirs, ours: empty folders."""
     engine = make_engine(model, "fp32", tp=2)
     engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
-    for folder, strategy in ((ours, SaveInProcess()), (theirs, None)):
+    for folder, strategy in ((ours, SaveInProcess(engine.mesh.dp_context)), (theirs, None)):
         state = checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
         filesystem_async._results_queue = None
         dist_checkpointing.save(state, str(folder), strategy)
