@@ -70,8 +70,7 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLos
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
     document_Z, origin_Z = own(micro_batch.document_R), own(micro_batch.origin_R)
-    length_S = torch.tensor(micro_batch.real_lengths, device=document_Z.device)
-    return RoutedTokens(document_Z, origin_Z, length_S, mesh.megatron.tp_cp, router_losses)
+    return RoutedTokens(document_Z, origin_Z, micro_batch.length_S, mesh.megatron.tp_cp, router_losses)
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:

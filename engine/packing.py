@@ -12,6 +12,7 @@ from torch import Tensor
 from isoloss.engine.batch import Sample
 from isoloss.parallel import Mesh
 from isoloss.parallel.sequence import own_tokens, padded_document, padded_length
+from isoloss.parallel.upload import upload
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class PackedBatch:
         padding of the row last. real_lengths: the same without the padding behind documents, for losses.
     document_R: the document of the row that each token belongs to; origin_R: where the token stands in the
         concatenation of all samples of the step. -1 for padding and dummy tokens.
+    length_S: real_lengths on the device.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
     """
@@ -33,6 +35,7 @@ class PackedBatch:
     real_lengths: tuple[int, ...]
     document_R: Tensor
     origin_R: Tensor
+    length_S: Tensor
     labelled_N: Tensor
     targets_N: Tensor
     weights_AN: Tensor
@@ -97,15 +100,29 @@ def pack(
     own_R = own_tokens(all_lengths, mesh)
     labelled_N = label[own_R].nonzero().squeeze(1)
     at_N = own_R[labelled_N]
-    return PackedBatch(
-        tokens_R=tokens[own_R].to(device),
-        positions_R=positions[own_R].to(device),
-        lengths=all_lengths,
-        real_lengths=(*map(len, samples), *rest),
-        document_R=document[own_R].to(device),
-        origin_R=origin[own_R].to(device),
-        labelled_N=labelled_N.to(device),
-        targets_N=targets[at_N].to(device),
-        weights_AN=target_weights[:, at_N].to(device),
-        fields={name: row[at_N].to(device) for name, row in fields.items()},
+    real_lengths = (*map(len, samples), *rest)
+    tokens_R, positions_R, document_R, origin_R, length_S, labelled_N, targets_N, *floats = _upload(
+        [tokens[own_R], positions[own_R], document[own_R], origin[own_R], torch.tensor(real_lengths), labelled_N]
+        + [targets[at_N], target_weights[:, at_N], *(row[at_N] for row in fields.values())],
+        device,
     )
+    return PackedBatch(
+        tokens_R=tokens_R,
+        positions_R=positions_R,
+        lengths=all_lengths,
+        real_lengths=real_lengths,
+        document_R=document_R,
+        origin_R=origin_R,
+        length_S=length_S,
+        labelled_N=labelled_N,
+        targets_N=targets_N,
+        weights_AN=floats[0],
+        fields=dict(zip(fields, floats[1:])),
+    )
+
+
+def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Tensors of int64 and fp64 on the device, in one copy."""
+    words = upload(torch.cat([tensor.flatten().view(torch.int64) for tensor in tensors]), device)
+    parts = words.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.dtype).view_as(tensor) for part, tensor in zip(parts, tensors)]

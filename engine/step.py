@@ -24,6 +24,7 @@ from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts, count_tokens
 from isoloss.parallel.schedule import run_schedule
+from isoloss.parallel.sequence import row_length
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
 CANARY_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -55,11 +56,13 @@ class MicroBatches(Sequence[PackedBatch]):
 class StepBatch:
     """The micro-batches of this rank, and what the step holds over all ranks.
 
+    rows: tokens of each micro-batch's whole row, with padding.
     counts: for each aggregation of the loss.
     lengths: tokens of every sample of the step.
     """
 
     micro_batches: Sequence[PackedBatch]
+    rows: tuple[int, ...]
     counts: tuple[StepCounts, ...]
     lengths: tuple[int, ...]
 
@@ -121,7 +124,8 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
         row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
         return pack(*row, mesh, device, names, len(loss.aggregations))
 
-    return StepBatch(MicroBatches(len(mine), pack_one), tuple(counts for _, counts in weighed), lengths)
+    rows = tuple(row_length([lengths[i] for i in m], mesh) for m in mine)
+    return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths)
 
 
 def run_step(
@@ -155,11 +159,12 @@ def run_step(
 
     forward = partial(_forward, model, router_losses)
     consumed = run_schedule(
-        model.mesh, model.chunks, batch.micro_batches, forward, token_loss, forward_only=forward_only
+        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
     )
     sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
     totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh)
-    weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.split(sizes))
+    # The host waits for the device here, once a step.
+    weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.cpu().split(sizes))
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
@@ -206,7 +211,7 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
     forward = partial(_forward, model, None)
     for origin_N, values_N in run_schedule(
-        model.mesh, model.chunks, batch.micro_batches, forward, collect, forward_only=True
+        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
     ):
         flat[origin_N] = values_N.to(torch.float64)
     dist.all_reduce(flat, group=model.mesh.dp_context)

@@ -87,6 +87,10 @@ class Model:
     def device(self) -> torch.device:
         return next(self.chunks[0].parameters()).device
 
+    def tensors(self) -> list[Tensor]:
+        """Every parameter and buffer of this rank."""
+        return [tensor for module in self.modules for tensor in (*module.parameters(), *module.buffers())]
+
     # ---- heads: on ranks of the last stage, from its hidden states ---------------------------------------------------
 
     def logprobs(

@@ -1,6 +1,7 @@
 """Process groups, sharding and the loss normalizer. After its import Megatron-Core runs without a GPU."""
 
 import importlib
+import logging
 import sys
 import warnings
 from importlib.abc import MetaPathFinder
@@ -45,3 +46,5 @@ else:
 # Megatron-Core announces at import every optional package (Transformer Engine, apex, ...) that it does without.
 for _module in ("megatron", "torch.distributed"):
     warnings.filterwarnings("ignore", module=_module)
+# From 0.17 on it imports torch's compiler of extensions, which warns of a CUDA toolkit where there is no GPU.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

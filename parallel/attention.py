@@ -4,7 +4,7 @@ Shape suffixes: R tokens of this rank's slice of a packed row, W tokens of its r
 T of one document, H query heads, K key/value heads (both of this TP rank), D width of a query or a key, U of a value.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.parallel.collectives import all_to_all
+from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.ring import ring_attention
 
 
@@ -27,9 +28,11 @@ class PackedRow(PackedSeqParams):
     and Megatron's THD branch, which assumes its own zigzag sharding, is not taken.
 
     lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
+    uploads: what its layers have told the device of it.
     """
 
     lengths: tuple[int, ...] = ()
+    uploads: Uploads = field(default_factory=Uploads)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ def grid_attention(
     query_RHD: Tensor,
     key_RKD: Tensor,
     value_RKU: Tensor,
-    lengths: tuple[int, ...],
+    row: PackedRow,
     ulysses: dist.ProcessGroup,
     ring: dist.ProcessGroup,
     heads: Heads,
@@ -64,7 +67,7 @@ def grid_attention(
     """
     degree = ulysses.size()
     if degree == 1:
-        return _ring_or_whole(query_RHD, key_RKD, value_RKU, lengths, ring, heads)
+        return _ring_or_whole(query_RHD, key_RKD, value_RKU, row, ring, heads)
     repeats = kv_repeats(query_RHD.shape[1], key_RKD.shape[1], degree)
     if repeats > 1:
         key_RKD, value_RKU = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKU))
@@ -77,15 +80,16 @@ def grid_attention(
     )
     if heads.sinks_H is not None:
         heads = replace(heads, sinks_H=heads.sinks_H.chunk(degree)[ulysses.rank()])
-    out_WHU = _ring_or_whole(query, key, value, lengths, ring, heads)
+    out_WHU = _ring_or_whole(query, key, value, row, ring, heads)
     back = all_to_all(out_WHU.unflatten(0, (degree, -1)), ulysses)  # [degree, R, H/degree, U]
     return back.transpose(0, 1).flatten(1, 2)
 
 
-def _ring_or_whole(query_WHD, key_WKD, value_WKU, lengths: tuple[int, ...], ring, heads: Heads) -> Tensor:
+def _ring_or_whole(query_WHD, key_WKD, value_WKU, row: PackedRow, ring, heads: Heads) -> Tensor:
+    qkv = (query_WHD, key_WKD, value_WKU)
     if ring.size() == 1:
-        return document_attention(query_WHD, key_WKD, value_WKU, lengths, heads)
-    return ring_attention(query_WHD, key_WKD, value_WKU, lengths, ring, heads.scale, heads.window, heads.sinks_H)
+        return document_attention(*qkv, row.lengths, heads)
+    return ring_attention(*qkv, row.lengths, row.uploads, ring, heads.scale, heads.window, heads.sinks_H)
 
 
 def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
@@ -189,7 +193,7 @@ class PackedAttention(MegatronModule):
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         heads = Heads(self.scale, self.window, self.softmax_offset)
-        out = grid_attention(query, key, value, packed_seq_params.lengths, self.ulysses, self.ring, heads)
+        out = grid_attention(query, key, value, packed_seq_params, self.ulysses, self.ring, heads)
         return out.reshape(out.shape[0], 1, -1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:

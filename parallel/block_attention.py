@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.sequence import chunk_borders
 
 QUERY_BLOCK = 512  # queries whose scores exist at a time, where they have to exist
@@ -96,13 +97,15 @@ def attend(
     window: int | None,
     out_QHU: Tensor,
     lse_QH: Tensor,
+    uploads: Uploads,
 ) -> None:
     """Merge what these blocks give into the output and the log-sum-exp of the scores so far, in place.
 
     out_QHU, lse_QH: 0 and -inf where a query has seen nothing yet; both in at least fp32.
+    uploads: of the row.
     """
     if _fused_on_gpu(query_QHD, value_YKU, blocks):
-        _attend_varlen(query_QHD, key_YKD, value_YKU, blocks, scale, out_QHU, lse_QH)
+        _attend_varlen(query_QHD, key_YKD, value_YKU, blocks, scale, out_QHU, lse_QH, uploads)
         return
     kv_heads = key_YKD.shape[1]
     for block in blocks:
@@ -131,13 +134,15 @@ def attend_backward(
     blocks: Sequence[Block],
     scale: float,
     window: int | None,
+    uploads: Uploads,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What these blocks add to the gradients of queries, keys and values, in at least fp32.
 
     out_QHU, lse_QH: of all keys that the queries see, on whichever rank, not of these blocks alone.
     """
     if _fused_on_gpu(query_QHD, value_YKU, blocks):
-        return _attend_varlen_backward(grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH, blocks, scale)
+        tensors = (grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH)
+        return _attend_varlen_backward(*tensors, blocks, scale, uploads)
     kv_heads, dtype = key_YKD.shape[1], lse_QH.dtype
     grad_query, grad_key, grad_value = (torch.zeros_like(t, dtype=dtype) for t in (query_QHD, key_YKD, value_YKU))
     for block in blocks:
@@ -259,48 +264,34 @@ def _fused_on_gpu(query_QHD: Tensor, value_YKU: Tensor, blocks: Sequence[Block])
     )
 
 
-@dataclass(frozen=True)
-class _Ragged:
-    """Blocks as the kernel takes them: the rows that take part, where each document's begin, and the longest."""
-
-    rows: Tensor
-    starts: Tensor
-    longest: int
-
-    @classmethod
-    def of(cls, pieces: Sequence[slice], device: torch.device) -> "_Ragged":
-        sizes = [_size(piece) for piece in pieces]
-        rows = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(rows.to(device), starts.to(device), max(sizes))
-
-
-def _attend_varlen(query_QHD, key_YKD, value_YKU, blocks: Sequence[Block], scale: float, out_QHU, lse_QH) -> None:
-    queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
-    keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
+def _attend_varlen(
+    query_QHD, key_YKD, value_YKU, blocks: Sequence[Block], scale: float, out_QHU, lse_QH, uploads: Uploads
+) -> None:
+    queries = uploads.ragged([block.queries for block in blocks], query_QHD.device)
+    keys = uploads.ragged([block.keys for block in blocks], query_QHD.device)
     out, lse_Hq, *_ = torch.ops.aten._flash_attention_forward(
-        query_QHD[queries.rows], key_YKD[keys.rows], value_YKU[keys.rows], queries.starts, keys.starts,
+        query_QHD[queries.tokens], key_YKD[keys.tokens], value_YKU[keys.tokens], queries.starts, keys.starts,
         queries.longest, keys.longest, 0.0, blocks[0].causal, False, scale=scale,
     )  # fmt: skip
-    out_QHU[queries.rows], lse_QH[queries.rows] = _merge(
-        out_QHU[queries.rows], lse_QH[queries.rows], out, lse_Hq.T.contiguous()
+    out_QHU[queries.tokens], lse_QH[queries.tokens] = _merge(
+        out_QHU[queries.tokens], lse_QH[queries.tokens], out, lse_Hq.T.contiguous()
     )
 
 
 def _attend_varlen_backward(
-    grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH, blocks: Sequence[Block], scale: float
+    grad_QHU, query_QHD, key_YKD, value_YKU, out_QHU, lse_QH, blocks: Sequence[Block], scale: float, uploads: Uploads
 ) -> tuple[Tensor, Tensor, Tensor]:
-    queries = _Ragged.of([block.queries for block in blocks], query_QHD.device)
-    keys = _Ragged.of([block.keys for block in blocks], query_QHD.device)
+    queries = uploads.ragged([block.queries for block in blocks], query_QHD.device)
+    keys = uploads.ragged([block.keys for block in blocks], query_QHD.device)
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query_QHD.device)
     grads = torch.ops.aten._flash_attention_backward(
-        grad_QHU[queries.rows], query_QHD[queries.rows], key_YKD[keys.rows], value_YKU[keys.rows],
-        out_QHU[queries.rows], lse_QH[queries.rows].T.contiguous(), queries.starts, keys.starts,
+        grad_QHU[queries.tokens], query_QHD[queries.tokens], key_YKD[keys.tokens], value_YKU[keys.tokens],
+        out_QHU[queries.tokens], lse_QH[queries.tokens].T.contiguous(), queries.starts, keys.starts,
         queries.longest, keys.longest, 0.0, blocks[0].causal, no_dropout, no_dropout.new_zeros(()), scale=scale,
     )  # fmt: skip
-    rows = (queries.rows, keys.rows, keys.rows)
+    own = (queries.tokens, keys.tokens, keys.tokens)
     grad_query, grad_key, grad_value = (
-        torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, own, grad.to(lse_QH.dtype))
-        for whole, own, grad in zip((query_QHD, key_YKD, value_YKU), rows, grads)
+        torch.zeros_like(whole, dtype=lse_QH.dtype).index_copy(0, tokens, grad.to(lse_QH.dtype))
+        for whole, tokens, grad in zip((query_QHD, key_YKD, value_YKU), own, grads)
     )
     return grad_query, grad_key, grad_value

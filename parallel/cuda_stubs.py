@@ -142,7 +142,7 @@ def install() -> bool:
     cuda.set_device = lambda device: None
     cuda.device_count = lambda: 1
     cuda.synchronize = lambda *args, **kwargs: None
-    cuda.empty_cache = lambda: None
+    cuda.empty_cache = cuda.ipc_collect = lambda: None
     cuda.is_current_stream_capturing = lambda: False
     cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: _Stream()
     cuda.Stream = cuda.Event = _Stream

@@ -23,13 +23,14 @@ from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.errors import UserError
+from isoloss.parallel.upload import upload
 
 MASK_PLACEMENTS = ("replicated", "sharded")
 
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Integer counts of an optimizer step: all that any mode divides by.
+    """Integer counts of an optimizer step, on the host: all that any mode divides by.
 
     Of this rank's samples: tokens_S, valid tokens of each; group_S, its prompt. Over all ranks: tokens; sequences, and
     valid_sequences with a valid token; tokens_P, valid tokens of each prompt, and sequences_P, how many it has. What is
@@ -68,22 +69,24 @@ def count_tokens(
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
     tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
-    tokens_S = tokens_S.to(device_of(dp_group))
+    tokens_S = tokens_S.cpu()
     if sp_group is not None:
-        dist.all_reduce(tokens_S, group=sp_group)
-    group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64, device=tokens_S.device)
+        whole_S = upload(tokens_S, device_of(sp_group))
+        dist.all_reduce(whole_S, group=sp_group)
+        tokens_S = whole_S.cpu()
+    group_S = torch.as_tensor([] if group_ids is None else group_ids, dtype=torch.int64)
     # Valid tokens and sequences of each prompt.
-    of_prompts_2P = torch.zeros((2, 0 if group_ids is None else num_groups), dtype=torch.int64, device=tokens_S.device)
+    of_prompts_2P = torch.zeros((2, 0 if group_ids is None else num_groups), dtype=torch.int64)
     if group_ids is not None:
         outside = [group for group in group_ids if not 0 <= group < num_groups]
         if outside:
             raise ValueError(f"group_ids must be in 0..{num_groups - 1} (num_groups={num_groups}), not {outside[0]}")
         of_prompts_2P.index_add_(1, group_S, torch.stack([tokens_S, torch.ones_like(tokens_S)]))
-    totals = torch.tensor([0, len(masks), 0], device=tokens_S.device)
-    totals[0], totals[2] = tokens_S.sum(), (tokens_S > 0).sum()
-    counts = torch.cat([totals, of_prompts_2P.flatten()])
+    totals = torch.stack([tokens_S.sum(), torch.tensor(len(masks)), (tokens_S > 0).sum()])
+    counts = upload(torch.cat([totals, of_prompts_2P.flatten()]), device_of(dp_group))
     dist.all_reduce(counts, group=dp_group)
-    tokens, sequences, valid_sequences = (int(c) for c in counts[:3])
+    counts = counts.cpu()  # the host waits for the device here, once a step
+    tokens, sequences, valid_sequences = counts[:3].tolist()
     return TokenCounts(tokens_S, group_S, tokens, sequences, valid_sequences, *counts[3:].view_as(of_prompts_2P))
 
 
@@ -122,7 +125,7 @@ def token_weights(
         "prompt-mean-token-mean": lambda: tokens_P[counts.group_S] * prompts,
         "sum": lambda: torch.ones_like(tokens_S),
     }[aggregation.mode]()
-    weight_S = torch.where(divisor_S > 0, 1.0 / divisor_S.clamp(min=1).to(torch.float64), 0.0).cpu()
+    weight_S = torch.where(divisor_S > 0, 1.0 / divisor_S.clamp(min=1).to(torch.float64), 0.0)
     weight_sum = {
         "token-mean": float(tokens > 0),
         "seq-mean-token-mean": counts.valid_sequences / max(sequences, 1),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
 from isoloss.parallel.collectives import pass_on
+from isoloss.parallel.ragged import Uploads
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class _Ring:
     group: dist.ProcessGroup
     scale: float
     window: int | None
+    uploads: Uploads
 
     def blocks(self, step: int):
         """What is left to see after `step` passes; the keys at hand then began `step` ranks before this one."""
@@ -34,6 +36,7 @@ def ring_attention(
     key_YKD: Tensor,
     value_YKU: Tensor,
     lengths: tuple[int, ...],
+    uploads: Uploads,
     group: dist.ProcessGroup,
     scale: float,
     window: int | None = None,
@@ -41,13 +44,13 @@ def ring_attention(
 ) -> Tensor:
     """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, U].
 
-    lengths: of the documents of the *whole* row.
+    lengths: of the documents of the *whole* row; uploads: of that row.
     scale, window, sinks_H: see `attention.Heads`.
     The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
     and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
     """
-    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, _Ring(lengths, group, scale, window))
+    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, _Ring(lengths, group, scale, window, uploads))
 
 
 class _RingAttention(torch.autograd.Function):
@@ -61,7 +64,7 @@ class _RingAttention(torch.autograd.Function):
             last = step == ring.group.size() - 1
             arriving = None if last else pass_on(pair, ring.group)
             key, value = pair.split(widths, dim=2)
-            attend(query, key, value, ring.blocks(step), ring.scale, ring.window, out, lse)
+            attend(query, key, value, ring.blocks(step), ring.scale, ring.window, out, lse, ring.uploads)
             pair = pair if arriving is None else arriving()
         if sinks_H is not None:  # one more logit of each head, whose value is zero
             own_lse, lse = lse, torch.logaddexp(lse, sinks_H.to(dtype))
@@ -82,7 +85,7 @@ class _RingAttention(torch.autograd.Function):
             arriving = None if last else pass_on(pair, ring.group)
             key, value = pair.split(widths, dim=2)
             step_grad_query, grad_key, grad_value = attend_backward(
-                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.window
+                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.window, ring.uploads
             )
             grad_query = step_grad_query if grad_query is None else grad_query.add_(step_grad_query)
             grad_pair = _join(grad_key, grad_value)

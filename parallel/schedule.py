@@ -1,15 +1,20 @@
 """Run micro-batches through Megatron-Core's forward-backward schedules: no pipelining, 1F1B, interleaved."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import get_model_config
 from torch import Tensor, nn
 
 from isoloss.parallel.mesh import Mesh
 
 MicroBatch = TypeVar("MicroBatch")
+Item = TypeVar("Item")
 Output = TypeVar("Output")
 
 
@@ -17,6 +22,7 @@ def run_schedule(
     mesh: Mesh,
     chunks: Sequence[nn.Module],
     micro_batches: Sequence[MicroBatch],
+    rows: Sequence[int],
     forward: Callable[[nn.Module, MicroBatch], Tensor],
     loss: Callable[[MicroBatch, Tensor], tuple[Tensor, Output]],
     *,
@@ -24,6 +30,7 @@ def run_schedule(
 ) -> list[Output]:
     """Forward (and backward) of every micro-batch; gradients accumulate as plain sums.
 
+    rows: tokens of each micro-batch's whole row, with padding; from it every stage knows what it will be sent.
     forward(chunk, micro_batch): a model chunk's output; loss(micro_batch, output): on the last stage, a scalar to be
     differentiated as it is, and anything to return. Megatron's own divisions never happen: the loss goes back as a
     3-tuple under `calculate_per_token_loss=True`, whose token count our finalize hook ignores (see
@@ -47,13 +54,65 @@ def run_schedule(
         return forward(chunk, micro_batch), loss_func
 
     run = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
-    iterators = [iter(micro_batches) for _ in chunks]
+    iterators = shared_iterators(micro_batches, len(chunks))
+    messages = Messages(mesh, get_model_config(chunks[0]), rows)
     return run(
         forward_step_func=forward_step,
         data_iterator=iterators if layout.vpp > 1 else iterators[0],
         model=list(chunks),
         num_microbatches=len(micro_batches),
-        seq_length=mesh.row_multiple,  # placeholder: stages exchange the real shapes (variable_seq_lengths)
+        seq_length=mesh.row_multiple,  # placeholder: `messages` knows the real shapes
         micro_batch_size=1,
         forward_only=forward_only,
+        p2p_communicator=messages,
+        pg_collection=mesh.megatron,
     )
+
+
+def shared_iterators(items: Sequence[Item], count: int) -> list[Iterator[Item]]:
+    """Iterators over the same items, each of which is made once and kept until the last of them has taken it.
+    (`itertools.tee` would keep up to 57 that all have taken.)"""
+    unmade, waiting = iter(range(len(items))), [deque[Item]() for _ in range(count)]
+
+    def taken_from(own: deque[Item]) -> Iterator[Item]:
+        for _ in range(len(items)):
+            if not own:
+                item = items[next(unmade)]
+                for each in waiting:
+                    each.append(item)
+                del item
+            yield own.popleft()
+
+    return [taken_from(own) for own in waiting]
+
+
+class Messages(P2PCommunicator):
+    """Megatron's messages between pipeline stages, whose shapes follow from the plan.
+
+    With `variable_seq_lengths` stages tell each other the shape of every message in a message before it, and the host
+    waits for that. Here each stage counts along: on every channel micro-batches come in the order of Megatron's table
+    of the schedule. A stage that is about to send another shape than the next one makes room for fails an assertion.
+
+    rows: tokens of each micro-batch's whole row.
+    """
+
+    def __init__(self, mesh: Mesh, config: TransformerConfig, rows: Sequence[int]):
+        super().__init__(mesh.pp, config)
+        layout = mesh.layout
+        shards = layout.context * (layout.tp if layout.sequence_parallel else 1)
+        table = get_schedule_table(len(rows), layout.vpp, config.microbatch_group_size_per_vp_stage)
+
+        def shapes(*, at_end: bool) -> Iterator[list[int]]:
+            # The first stage gets nothing in its first chunk, and the last one sends nothing out of its last; in the
+            # backward it is the other way round. Every chunk sees the micro-batches of a group in one order, so it does
+            # not matter which chunk is left out.
+            return ([rows[index] // shards, 1, config.hidden_size] for index, chunk in table if chunk or not at_end)
+
+        first, last = mesh.pp.rank() == 0, mesh.pp.rank() == layout.pp - 1
+        self._from_prev, self._to_prev = shapes(at_end=first), shapes(at_end=first)
+        self._from_next, self._to_next = shapes(at_end=last), shapes(at_end=last)
+
+    def _communicate_shapes(self, tensor_send_next, tensor_send_prev, recv_prev, recv_next):
+        for sent, planned in ((tensor_send_next, self._to_next), (tensor_send_prev, self._to_prev)):
+            assert sent is None or list(sent.shape) == next(planned), f"{[*sent.shape]} is not what the plan says"
+        return next(self._from_prev) if recv_prev else None, next(self._from_next) if recv_next else None

@@ -6,6 +6,7 @@ padded: the tokens that 2P does not divide go to the ranks in turn, over the who
 number of tokens as soon as P divides the row.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
 
@@ -26,6 +27,11 @@ def padded_length(tokens: int, mesh: Mesh) -> int:
 def padded_document(tokens: int, mesh: Mesh) -> int:
     """The room that a document of `tokens` tokens takes in a packed row."""
     return -(-tokens // mesh.document_multiple) * mesh.document_multiple
+
+
+def row_length(lengths: Sequence[int], mesh: Mesh) -> int:
+    """Of a whole packed row of documents of these lengths, with all padding."""
+    return padded_length(sum(padded_document(length, mesh) for length in lengths), mesh)
 
 
 @lru_cache(maxsize=256)

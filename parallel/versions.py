@@ -117,7 +117,7 @@ MEGATRON_RELEASES = (
     MegatronRelease("0.16.1", ">=3.10", ">=2.9,<2.12", True, "what isoloss is built on"),
     MegatronRelease("0.17.1", ">=3.12", None, True, "usable; what was run with it is said below"),
     MegatronRelease("0.18.2", ">=3.12", None, False, "not usable: its specs of modules differ; it imports Triton"),
-    MegatronRelease("0.19.2", ">=3.12", None, False, "not usable: its specs and checkpoints differ; it imports Triton"),
+    MegatronRelease("0.19.2", ">=3.12", None, False, "not usable yet: its checkpoints differ; it imports Triton"),
 )
 TESTED_TORCH = SETS[0].torch.removesuffix("+cpu")
 SUPPORTED_MEGATRON = MEGATRON_RELEASES[0].version

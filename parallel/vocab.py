@@ -83,10 +83,12 @@ def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None) -> T
     return unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
 
 
-def _own_targets(targets_M: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Positions whose target this rank holds, and the target's column here."""
-    own = ((targets_M >= first) & (targets_M < first + columns)).nonzero().squeeze(1)
-    return own, targets_M[own] - first
+def _own_targets(targets_N: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
+    """The column of every target here, or some column where another rank holds it; and whether this rank does. A list
+    of those that it holds would make the host wait for its length."""
+    column_N = targets_N - first
+    here_N = column_N.clamp(0, columns - 1)
+    return here_N, here_N == column_N
 
 
 def _blocks(rows: slice, n: int, columns: int, tensor: Tensor) -> list[slice]:
@@ -107,12 +109,13 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         part = hidden_ND.new_zeros((3, n), dtype=dtype)
         part[0] = -torch.inf
         top_N = hidden_ND.new_zeros(n, dtype=dtype)  # the largest logit here
+        column_N, own_N = _own_targets(targets_N, first, columns)
         kept, buffer_MV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
             logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
-            own, column = _own_targets(targets_N[rows], first, columns)
-            part[1, start + own] = logits_MV[own, column] / temperature
+            target_logit_M = logits_MV.gather(1, column_N[rows, None]).squeeze(1) / temperature
+            part[1, rows] = target_logit_M.where(own_N[rows], 0.0)
             for block in _blocks(rows, n, columns, hidden_ND):
                 logits_IV = logits_MV[block.start - start : block.stop - start]
                 if temperature != 1.0:
@@ -135,21 +138,21 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # log of each rank's share of the probability; finite, since 0 * inf of a rank with padding only would be NaN.
         share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
-        ctx.save_for_backward(hidden_ND, weight_VD, targets_N, lse_N, entropy_N, top_N, kept)
-        ctx.first, ctx.columns, ctx.chunk, ctx.with_entropy = first, columns, chunk, with_entropy
-        ctx.temperature = temperature
+        ctx.save_for_backward(hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept)
+        ctx.columns, ctx.chunk, ctx.with_entropy, ctx.temperature = columns, chunk, with_entropy, temperature
         return parts[:, 1].sum(0) - lse_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprob_N, grad_entropy_N):
         # `kept` is overwritten: autograd's version counter refuses a second backward through the same graph.
-        hidden_ND, weight_VD, targets_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
+        hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
         # What follows is the gradient for the divided logits, which this makes that for the logits.
         grad_logprob_N, grad_entropy_N = grad_logprob_N / ctx.temperature, grad_entropy_N / ctx.temperature
         grad_hidden = torch.zeros_like(hidden_ND)
         grad_weight = torch.empty_like(weight_VD, dtype=lse_N.dtype)
         grad_weight[ctx.columns if n else 0 :] = 0  # the first chunk writes the rest
+        grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
         buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
@@ -167,8 +170,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                     x_IV.mul_(torch.exp(top_N[block] - lse_N[block])[:, None] * -grad_I)
                 else:
                     x_IV.sub_(lse_N[block, None]).exp_().mul_(-grad_I)
-            own, column = _own_targets(targets_N[rows], ctx.first, ctx.columns)
-            grad_MV[own, column] += grad_logprob_N[rows][own]
+            grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
             low_MV = grad_MV.to(hidden_ND.dtype)
             torch.mm(low_MV, weight, out=grad_hidden[rows])
             if grad_weight.dtype == low_MV.dtype:

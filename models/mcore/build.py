@@ -8,7 +8,6 @@ Megatron's own layers or Transformer Engine's (`te`), with our activation, atten
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch.nn.functional import silu
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.models.mcore.compat import ClampedSwiGLU, SwiGLU, submodules_of
+from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, submodules_of
 from isoloss.models.mcore.gpt import ExpertLayer, ExpertTransformerLayer, PackedGPT, unwrap
 from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.norm import RMSNorm
@@ -91,13 +90,17 @@ def transformer_config(
         use_cpu_initialization=not torch.cuda.is_available(),
         # Plain sums everywhere: the normalizer's weights hold the only division (docs/normalization.md).
         calculate_per_token_loss=True,
-        # Packed rows differ in length, so stages exchange shapes; that path refuses the default dispatcher.
+        # Packed rows differ in length, so stages ask for the shape of every message, which `parallel.schedule.Messages`
+        # knows; that path refuses the default dispatcher.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
         # With pp=2 and batched messages, interleaved stages confuse "previous" and "next" between the same two ranks,
         # silently; overlapped messages are exact.
         overlap_p2p_comm=layout.vpp > 1,
         batch_p2p_comm=layout.vpp == 1,
+        # The host need not wait as well. A batch's `wait()` lets the stream wait, since pytorch/pytorch#82450 for all
+        # its messages, and on that stream their tensors are made, used, freed and their memory used again.
+        batch_p2p_sync=False,
         # Megatron's fusions are off by default, and stay so.
         **_expert_settings(arch, layout, te),
         **memory.settings(),
@@ -148,7 +151,7 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) 
         if arch.qk_norm and not te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     activation = ClampedSwiGLU if arch.clamped_swiglu else SwiGLU
-    mlp = layers.mlp.submodules
+    mlp = submodules_of(layers.mlp)
     if arch.experts and sparse:
         mlp.router = partial(Router, experts=arch.experts)
         experts = submodules_of(mlp.experts)
@@ -157,7 +160,7 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) 
             experts.linear_fc2 = _BiasedExpertOutput
         spec.module = ExpertTransformerLayer
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
-        layers.mlp = SimpleNamespace(module=ExpertLayer, submodules=mlp, params={"pg_collection": mesh.megatron})
+        layers.mlp = AnyLayer(module=ExpertLayer, submodules=mlp, params={"pg_collection": mesh.megatron})
     else:
         mlp.activation_func = activation
     return spec

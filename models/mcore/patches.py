@@ -7,7 +7,7 @@ What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.
 # pyright: reportAttributeAccessIssue=false
 
 import queue
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-from torch import Tensor, nn
+from torch import Tensor
+
+from isoloss.models.mcore import optimizer_shards
 
 ParamGroup = dict[str, Any]
 
@@ -60,11 +61,6 @@ def save_without_advice() -> None:
 
 
 # ---- a dry run, whose tensors have shapes and no values --------------------------------------------------------------
-
-
-def answer_shapes(shape: tuple[int, int, int]) -> None:
-    """Tell pipeline stages that every message has this shape, in place of their asking each other."""
-    P2PCommunicator._communicate_shapes = lambda self, *args, **kwargs: (list(shape), list(shape))
 
 
 def trust_shards() -> None:
@@ -112,21 +108,24 @@ def use_torch_adamw() -> None:
     distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
 
 
-def restore_from_checkpoint(part: DistributedOptimizer) -> None:
-    """Let an optimizer load weights and moments: Megatron's own code looks for the step count, which it keeps
-    elsewhere, among the tensors of the checkpoint."""
-    part._set_main_param_and_optimizer_states = partial(_set_state, part)
+def save_own_part(part: DistributedOptimizer) -> None:
+    """Let every rank of an optimizer put its own part into a checkpoint of the format `fully_reshardable`, and read it
+    into place: Megatron's own code gathers the parts of all data-parallel ranks on each of them. Its loading looks for
+    the step count, which it keeps elsewhere, among the tensors."""
+    part.state_dict = partial(_groups, part)
+    part.sharded_param_state_fully_reshardable = partial(optimizer_shards.own_part, part)
+    part.load_parameter_state_from_fully_reshardable = lambda loaded: None
 
 
-@torch.no_grad()
-def _set_state(part: DistributedOptimizer, model_param: nn.Parameter, tensors: Mapping[str, Tensor]) -> None:
-    """Take this rank's piece of a parameter and of its moments from a checkpoint. tensors: `param` and the moments."""
-    group, index = part.model_param_group_index_map[model_param]
-    main_param = part.optimizer.param_groups[group]["params"][index]
-    state = part.optimizer.state[main_param]
-    state.get("master_param", main_param).copy_(tensors["param"])  # the former where a share of them is in CPU memory
-    for name in ("exp_avg", "exp_avg_sq"):
-        state[name].copy_(tensors[name])
+def _groups(part: DistributedOptimizer) -> dict[str, Any]:
+    """What Megatron's `state_dict` returns. All parameters have the same step count, so that of one is asked for: each
+    is a tensor of the device, which the host waits for."""
+    inner = part.optimizer.state_dict()
+    step = next(iter(inner["state"].values()))["step"].item()
+    groups = [{**group, "step": step} for group in inner["param_groups"]]
+    for group in groups:
+        del group["params"]
+    return {"optimizer": {"param_groups": groups}}
 
 
 # ---- HybridDeviceOptimizer: a share of the optimizer's state lives, and is stepped, in CPU memory ------------------

@@ -8,6 +8,8 @@ from packaging.version import Version
 
 # The oldest one that Megatron-Core 0.16.1 is released for.
 OLDEST = Version("2.9")
+# What Megatron-Core 0.17 calls the version where there is none.
+ABSENT = Version("0")
 # The release from which on a kernel of its attention takes packed rows that are split over ranks.
 SPLITS_PACKED_ROWS_SINCE = {
     "p2p": OLDEST,
@@ -19,7 +21,8 @@ SPLITS_PACKED_ROWS_SINCE = {
 
 def installed() -> Version | None:
     """The version that imports here, or None."""
-    return get_te_version()
+    version: Version | None = get_te_version()
+    return version if version and version > ABSENT else None
 
 
 def description(used: bool) -> str:

@@ -68,7 +68,26 @@ def test_an_interleaved_schedule_refuses_what_does_not_divide(count):
         raise AssertionError
 
     with pytest.raises(ValueError, match=rf"multiple of pp=2 micro-batches, not {count}"):
-        run_schedule(fake_mesh("pp2+vpp2"), [], list(range(count)), never, never)
+        run_schedule(fake_mesh("pp2+vpp2"), [], list(range(count)), [4] * count, never, never)
+
+
+@pytest.mark.parametrize(
+    ("text", "from_prev", "from_next"),
+    [
+        ("pp2", [[], [0, 1, 2, 3]], [[0, 1, 2, 3], []]),
+        ("tp2+pp2", [[], [], [0, 1, 2, 3], [0, 1, 2, 3]], [[0, 1, 2, 3], [0, 1, 2, 3], [], []]),
+        # Two micro-batches go through the first chunks, then through the second ones. The first stage has made what its
+        # first chunk gets, the last one what its last gives.
+        ("pp2+vpp2", [[0, 1, 2, 3], [0, 1, 0, 1, 2, 3, 2, 3]], [[0, 1, 0, 1, 2, 3, 2, 3], [0, 1, 2, 3]]),
+    ],
+)
+def test_stages_know_what_they_are_sent(pool, text, from_prev, from_next):
+    """Worked by hand, of four micro-batches of other lengths. A stage sends as often to a neighbour as it hears of it,
+    and what is not as long as planned is not sent."""
+    layout, rows = Layout.parse(text), [8, 24, 16, 4]
+    for rank, found in enumerate(pool.run(layout.world_size, groups.planned_messages, layout, rows)):
+        wanted = [[[rows[k] // layout.tp, 1, 5] for k in order[rank]] for order in (from_prev, from_next)]
+        assert found == ([wanted[0], wanted[0], wanted[1], wanted[1]], True), rank
 
 
 def test_shares_of_different_sizes_reach_their_ranks(pool):

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from isoloss.parallel import Layout, Mesh
-from isoloss.parallel.attention import Heads, grid_attention
+from isoloss.parallel.attention import Heads, PackedRow, grid_attention
 from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
+from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.sequence import own_tokens, tokens_of
 
 
@@ -54,14 +55,16 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
     whole = (case.query_WHD, case.key_WKD, case.value_WKU, case.grad_WHU)
     q, k, v, grad = (t[tokens_R].clone().requires_grad_() for t in whole)
     sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
-    out = grid_attention(q, k, v, case.lengths, mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks))
+    out = grid_attention(
+        q, k, v, PackedRow(lengths=case.lengths), mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks)
+    )
     (grad.detach() * out).sum().backward()
     return tokens_R, [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
 def round_the_ring(case: Case, ring: int) -> list[Tensor]:
     """Output and gradients as all ranks of a ring make them, in this process: rank by rank and owner by owner."""
-    tokens = [tokens_of(case.lengths, ring, rank) for rank in range(ring)]
+    tokens, uploads = [tokens_of(case.lengths, ring, rank) for rank in range(ring)], Uploads()
     whole = (case.query_WHD, case.key_WKD, case.value_WKU)
     dtype = torch.promote_types(case.grad_WHU.dtype, torch.float32)
     results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_WHU, *whole)]
@@ -74,10 +77,11 @@ def round_the_ring(case: Case, ring: int) -> list[Tensor]:
             for owner, theirs in enumerate(tokens)
         ]
         for key, value, blocks in owners:
-            attend(query, key, value, blocks, SCALE, case.window, out, lse)
+            attend(query, key, value, blocks, SCALE, case.window, out, lse, uploads)
         results[0][mine] = out
         for theirs, (key, value, blocks) in zip(tokens, owners):
-            parts = attend_backward(grad, query, key, value, out.to(query.dtype), lse, blocks, SCALE, case.window)
+            given = (grad, query, key, value, out.to(query.dtype), lse)
+            parts = attend_backward(*given, blocks, SCALE, case.window, uploads)
             for result, where, part in zip(results[1:], (mine, theirs, theirs), parts):
                 result[where] += part
     return results

@@ -46,10 +46,11 @@ def fault(name: str) -> Iterator[None]:
         found = pack(*arguments)
         return lost_target(found) if struck() else found
 
-    def scheduled(mesh, chunks, micro_batches, *rest, **options):
+    def scheduled(mesh, chunks, micro_batches, rows, *rest, **options):
         """The first micro-batch twice."""
-        again = [*micro_batches, micro_batches[0]] if struck() else micro_batches
-        return schedule(mesh, chunks, again, *rest, **options)
+        if struck():
+            micro_batches, rows = [*micro_batches, micro_batches[0]], [*rows, rows[0]]
+        return schedule(mesh, chunks, micro_batches, rows, *rest, **options)
 
     planted = {
         "counts": (step, "count_tokens", of_its_own),

@@ -1,11 +1,14 @@
-"""What ranks tell of their process groups, and what they exchange in shares of different sizes."""
+"""What ranks tell of their process groups, what stages plan to send, and shares of different sizes."""
 
 import time
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.schedule import Messages
 
 AXES = ("tp", "pp", "ulysses", "ring", "context", "dp", "dp_context", "stage", "ep", "etp", "expert_dp")
 
@@ -33,3 +36,38 @@ def last_rank_first() -> int:
     rank, behind = dist.get_rank(), dist.get_world_size() - 1 - dist.get_rank()
     time.sleep(0.2 * behind)
     return rank
+
+
+def planned_messages(layout: Layout, rows: list[int]) -> tuple[list[list[list[int]]], bool]:
+    """The shapes that this rank makes room for and sends, of a model of width 5: from the stage before it, to it, from
+    the one behind it, to it. And whether all these channels refuse to send another shape."""
+    mesh = Mesh.create(layout)
+    config: Any = SimpleNamespace(
+        hidden_size=5, virtual_pipeline_model_parallel_size=None, microbatch_group_size_per_vp_stage=layout.pp
+    )
+
+    def communicate(messages: Messages, shape: list[int] | None, *, prev: bool, receive: bool) -> list[int] | None:
+        """The shape that is made room for, or that was sent; None where there are no more messages."""
+        tensor = None if receive or shape is None else torch.empty(shape)
+        send_next, send_prev = (None, tensor) if prev else (tensor, None)
+        try:
+            received = messages._communicate_shapes(send_next, send_prev, receive and prev, receive and not prev)
+        except StopIteration:
+            return None
+        return received[not prev] if receive else shape
+
+    channels, refused = [], True
+    for prev in (True, False):
+        messages, expected = Messages(mesh, config, rows), []
+        while (shape := communicate(messages, None, prev=prev, receive=True)) is not None:
+            expected.append(shape)
+        sent = [communicate(messages, shape, prev=prev, receive=False) for shape in expected]
+        more = communicate(messages, [1, 1, 5], prev=prev, receive=False)
+        channels += [expected, [shape for shape in (*sent, more) if shape is not None]]
+        if expected:
+            try:
+                communicate(Messages(mesh, config, rows), [7, 1, 5], prev=prev, receive=False)
+                refused = False
+            except AssertionError:
+                pass
+    return channels, refused

@@ -59,6 +59,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         real_lengths=shards[0].real_lengths,
         document_R=whole([shard.document_R for shard in shards]),
         origin_R=whole([shard.origin_R for shard in shards]),
+        length_S=shards[0].length_S,
         labelled_N=labelled[label_order],
         targets_N=of_labels([shard.targets_N for shard in shards]),
         weights_AN=of_labels([shard.weights_AN.T for shard in shards]).T,
@@ -84,7 +85,7 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.tokens_R.tolist() == tokens + [0] * padding
     assert row.positions_R.tolist() == positions + list(range(padding))
     assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
-    assert row.real_lengths == row.lengths
+    assert row.real_lengths == row.lengths == tuple(row.length_S.tolist())
     assert row.labelled_N.tolist() == labelled
     assert row.targets_N.tolist() == targets
     assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list

@@ -85,9 +85,9 @@ def _fully_masked_sequence_counted(token_weights):
 def _attention_sees_its_own_shard(grid_attention):
     del grid_attention
 
-    def attention_of_shard(query, key, value, lengths, ulysses, ring, heads):
-        tokens = tokens_of(lengths, ring.size(), ring.rank(), ulysses.size(), ulysses.rank())
-        ends = torch.tensor(lengths).cumsum(0)
+    def attention_of_shard(query, key, value, row, ulysses, ring, heads):
+        tokens = tokens_of(row.lengths, ring.size(), ring.rank(), ulysses.size(), ulysses.rank())
+        ends = torch.tensor(row.lengths).cumsum(0)
         documents = torch.searchsorted(ends, tokens, right=True)  # the part of each that lies in this rank's slice
         own = tuple(documents.unique_consecutive(return_counts=True)[1].tolist())
         return document_attention(query, key, value, own, heads)
