@@ -1,7 +1,8 @@
 """Does a run fit its GPUs? By the formula of memory, before anything starts; after steps, beside what was measured."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 
 from isoloss.engine import compatibility
 from isoloss.engine.config import Config, MemoryConfig
@@ -80,21 +81,22 @@ class PeakReport:
     """Planned and measured peak of a rank side by side: after its first step, and once more where a later step exceeds
     the plan by more than a tenth.
 
-    planned: bytes.
+    planned: gives the bytes; called once, and never on a CPU.
     """
 
-    def __init__(self, planned: float):
-        self._planned, self._told, self._exceeded = planned, False, False
+    def __init__(self, planned: Callable[[], float]):
+        self._planned, self._told, self._exceeded = cache(planned), False, False
 
     def after_step(self, measured: float | None) -> str | None:
         """What there is to tell. measured: bytes that the device's allocator gave out at most; None on a CPU."""
         if measured is None:
             return None
-        exceeded = measured > (1 + TOLERATED) * self._planned
+        planned = self._planned()
+        exceeded = measured > (1 + TOLERATED) * planned
         if self._told and (self._exceeded or not exceeded):
             return None
         first, self._told, self._exceeded = not self._told, True, exceeded
-        line = f"device memory of rank 0: planned peak {self._planned / GIB:.1f} GiB, measured {measured / GIB:.1f} GiB"
+        line = f"device memory of rank 0: planned peak {planned / GIB:.1f} GiB, measured {measured / GIB:.1f} GiB"
         if exceeded:
             return f"{line}: more than planned; if it runs out, lower batch.max_tokens"
         return f"{line} in the first step" if first else line

@@ -18,9 +18,18 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.model_source import ModelSource, resolve
-from isoloss.engine.optimizer import build_optimizer, clip_gradients, global_grad_norm, set_hyperparameters, wrap_ddp
+from isoloss.engine.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    global_grad_norm,
+    gradient_buffers,
+    set_hyperparameters,
+    state_tensors,
+    wrap_ddp,
+)
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import CostModel, Plan, make_plan
+from isoloss.engine.residents import Residents
 from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
@@ -97,6 +106,10 @@ class Engine:
         model_config.finalize_model_grads_func = None
         self.cost_model = CostModel.of(self.arch)
         self.load_balancing = load_balancing.configured(config.moe, self.arch)
+        self._weights = Residents(self.device, self.model.tensors)
+        self._training = Residents(
+            self.device, lambda: state_tensors(self.optimizer, self.model), lambda: gradient_buffers(self.chunks)
+        )
         self.zero_grad()
 
     # ---- the two verbs ----------------------------------------------------------------------------------------------
@@ -189,6 +202,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and the experts' loads: a new step begins."""
+        self.return_to_device()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -200,6 +214,7 @@ class Engine:
         """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
         if self._reduced:
             return
+        self.return_to_device()
         # num_tokens would make Megatron divide: the weights already hold the only division.
         finalize_model_grads([*self.chunks], num_tokens=None, pg_collection=self.mesh.megatron)
         self._reduced = True
@@ -220,29 +235,56 @@ class Engine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
-        return self.model.weights()
+        self._weights.come_back()
+        yield from self.model.weights()
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
         """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
-        return self.model.weight_stream(bucket_bytes, receives)
+        self._weights.come_back()
+        yield from self.model.weight_stream(bucket_bytes, receives)
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
+        self.return_to_device()
         checkpoint.save(Path(folder), self.model, self.optimizer, self.source.folder, extra or {})
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
+        self.return_to_device()
         return checkpoint.load(Path(folder), self.model, self.optimizer)
 
     def export_hf(self, folder: str | Path) -> None:
         """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
+        self._weights.come_back()
         checkpoint.export_hf(Path(folder), self.model)
         if dist.get_rank() == 0:
             copy_sidecars(self.source.folder, folder, self.arch)
         dist.barrier()
+
+    # ---- memory of the device, for others ---------------------------------------------------------------------------
+
+    def leave_device(self, *, weights: bool = True) -> None:
+        """Give the memory of the gradients, of the optimizer's state and of the weights to others, between two steps.
+
+        State and weights wait in pinned host memory, numbers unchanged. Every method brings back what it needs. An
+        exception before that loses nothing. No collectives: ranks that must all have left have to meet.
+
+        weights: False: they stay.
+        Raises ValueError amid a step, whose gradients would be lost.
+        """
+        if self._modes:
+            raise ValueError("leave_device() after forward_backward: call optim_step() or zero_grad() first")
+        self._training.leave()
+        if weights:
+            self._weights.leave()
+
+    def return_to_device(self) -> None:
+        """Take the memory back, where `leave_device` gave it away."""
+        self._weights.come_back()
+        self._training.come_back()
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
@@ -254,6 +296,7 @@ class Engine:
         )
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
+        self.return_to_device()
         return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:

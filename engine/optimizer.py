@@ -15,11 +15,13 @@ from megatron.core.optimizer import (
 )
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from torch import nn
+from torch import Tensor, nn
 
 from isoloss.engine.config import Config, OptimConfig
 from isoloss.models.mcore import patches
+from isoloss.models.mcore.compat import gradients_for_norm
 from isoloss.models.mcore.gpt import unwrap
+from isoloss.models.model import Model
 from isoloss.parallel import Mesh
 
 OPTIMIZER = "torch.optim.AdamW, fused"  # what run.json calls it
@@ -70,7 +72,7 @@ def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, d
         patches.complete_offload(part)
     complete_state(optimizer)
     for part in parts:
-        patches.restore_from_checkpoint(part)
+        patches.save_own_part(part)
     return optimizer
 
 
@@ -110,6 +112,25 @@ def complete_state(optimizer: ChainedOptimizer) -> None:
         hybrid._sync_sub_optimizers_state_to_hdo()
 
 
+def state_tensors(optimizer: ChainedOptimizer, model: Model) -> list[Tensor]:
+    """Main weights and moments, wherever they are; not the weights that the optimizer steps where they stand."""
+    weights = {tensor.untyped_storage()._cdata for tensor in model.tensors()}
+    found: list[Any] = []
+    for part in optimizer.chained_optimizers:
+        inner = getattr(part, "optimizer", None)  # a pipeline stage without experts has none for them
+        hybrid = isinstance(inner, HybridDeviceOptimizer)
+        for adam in (*inner.sub_optimizers, inner) if hybrid else (inner,) if inner else ():
+            found += [parameter for group in adam.param_groups for parameter in group["params"]]
+            found += [value for state in adam.state.values() for value in state.values()]
+    return [each for each in found if isinstance(each, Tensor) and each.untyped_storage()._cdata not in weights]
+
+
+def gradient_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
+    """What every gradient of this rank is a view of."""
+    wrapped: Sequence[Any] = chunks  # whose buffers are not those of torch's method of that name
+    return [buffer.grad_data for chunk in wrapped for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+
+
 def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     """Learning rate of optimizer step `step` (0-based): linear warm-up, then the schedule down to min_lr."""
     if step < optim.warmup_steps:
@@ -142,7 +163,7 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     total = 0.0
     for part in optimizer.chained_optimizers:
         square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-        for grad in part.get_main_grads_for_grad_norm():
+        for grad in gradients_for_norm(part):
             square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
         dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
         total += square.item()

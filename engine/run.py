@@ -75,8 +75,7 @@ class Run:
         self.done = 0 if state is None else int(state["step"])
         self._guard = BadStepGuard(config.train.max_bad_steps)
         self._peak = peak_flops(engine.device)
-        stage = device_memory.planned(config, engine.arch, engine.mesh.layout)[engine.mesh.pp.rank()]
-        self._memory = device_memory.PeakReport(stage.peak)
+        self._memory = device_memory.PeakReport(self._planned_peak)
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
@@ -170,6 +169,10 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left]
+
+    def _planned_peak(self) -> float:
+        mesh = self._engine.mesh
+        return device_memory.planned(self._config, self._engine.arch, mesh.layout)[mesh.pp.rank()].peak
 
     def _due(self, every: int) -> bool:
         return self.done == self.total_steps or (every > 0 and self.done % every == 0)

@@ -63,7 +63,9 @@ class RolloutConfig(Keys, group="rollout"):
         'sglang: command that starts, and restarts, each of the servers on this machine, such as "python -m '
         'sglang.launch_server --model-path {model} --host {host} --port {port}"; null: you start the servers yourself.',
     )
-    colocated: bool = key(False, "sglang: servers share the trainer's GPUs, and release their memory while it trains.")
+    colocated: bool = key(
+        False, "sglang: servers share the trainer's GPUs: each side gives its memory back while the other works."
+    )
 
     def __post_init__(self):
         super().__post_init__()

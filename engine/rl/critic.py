@@ -44,6 +44,10 @@ class Critic:
             "critic_seconds": metrics.seconds + result.seconds,
         }
 
+    def leave_device(self) -> None:
+        """As `Engine.leave_device`."""
+        self._engine.leave_device()
+
     def save(self, output_dir: Path, step: int) -> None:
         """Before the policy's checkpoint of the same step: one that is there already was left by a run that was killed
         between the two, and is replaced. Collective over the world."""

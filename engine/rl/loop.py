@@ -41,7 +41,8 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
             reference = Reference(policy, offload=config.algorithm.reference_offload)
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = stack.enter_context(open_folder(config, run_name))
-        rollout = stack.enter_context(open_rollout(config, policy, data, score, folder))
+        beside = [each for each in (reference, critic) if each is not None]
+        rollout = stack.enter_context(open_rollout(config, policy, data, score, folder, beside))
         run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
         log = stack.enter_context(RolloutLog(folder, run.metrics, enabled=is_main(), start_step=run.done))
         return _train(config, data, policy, reference, critic, rollout, run, log)

@@ -54,5 +54,9 @@ class RankZero:
             raise UserError(message) if is_user_error else RuntimeError(f"rank 0 failed: {message}")
         return results[0]
 
+    def meet(self) -> None:
+        """Wait until every rank is here. Collective over the world."""
+        dist.barrier(group=self.group)
+
     def close(self) -> None:
         dist.destroy_process_group(self.group)

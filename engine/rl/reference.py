@@ -12,6 +12,7 @@ from torch import Tensor
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import ModelSource
+from isoloss.engine.residents import Residents
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.collectives import gather_objects
@@ -27,16 +28,18 @@ class Reference:
 
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
-        self._live = [
-            t.data
-            for module in engine.model.modules
-            for t in chain(module.parameters(), module.buffers())
-            if t.is_floating_point()
-        ]
+        self._live = [tensor.data for tensor in engine.model.tensors() if tensor.is_floating_point()]
         self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
+        self._residents = Residents(engine.device, lambda: () if offload else self._kept)
+
+    def leave_device(self) -> None:
+        """As `Engine.leave_device`, of the reference's own weights."""
+        self._residents.leave()
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """As `Engine.logprobs`, of the initial policy."""
+        self._engine.return_to_device()
+        self._residents.come_back()
         self._exchange()
         try:
             return self._engine.logprobs(samples, temperature)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
@@ -20,11 +21,19 @@ MAX_SYNCS = 3  # the same for an update of the weights
 Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 
 
+class Tenant(Protocol):
+    """Something of the trainer that is on the device."""
+
+    def leave_device(self) -> None: ...
+
+
 class Rollout:
     """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
 
     score: prompts and completions -> rewards and texts; called on rank 0.
     prompts: to train on.
+    beside: what else the trainer has on the device; with rollout.colocated it leaves, as the engine does, before the
+        backend needs the memory, and comes back when it is next used.
     calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
     """
 
@@ -36,11 +45,13 @@ class Rollout:
         config: RLConfig,
         prompts: Sequence[Prompt],
         stop_token_ids: tuple[int, ...],
+        beside: Sequence[Tenant] = (),
     ):
         self.engine, self.backend, self._score, self._prompts = engine, backend, score, prompts
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
         self._rank0 = RankZero()
+        self._beside, self._colocated = beside, config.rollout.colocated
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(
             config.rollout.max_new_tokens,
@@ -69,6 +80,7 @@ class Rollout:
         for left in reversed(range(MAX_SYNCS)):
             if self.backend.weight_version() == version:
                 break
+            self._leave_device(weights=False)
             try:
                 weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
                 self.backend.update_weights(weights, version)
@@ -77,6 +89,15 @@ class Rollout:
                     raise
                 self.backend.check_health()  # brings lost servers back, or says what is to be done
         self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def _leave_device(self, *, weights: bool = True) -> None:
+        """With rollout.colocated: the trainer leaves the device, on every rank. weights: False: but for the policy's
+        weights, which the backend is about to be sent. Collective over the world."""
+        if self._colocated:
+            self.engine.leave_device(weights=weights)
+            for tenant in self._beside:
+                tenant.leave_device()
+            self._rank0.meet()
 
     def take_seconds(self) -> dict[str, float]:
         """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
@@ -130,12 +151,13 @@ class Rollout:
         completions: dict[str, Completion] = {}
         pending = list(requests)
         for _ in range(MAX_ATTEMPTS):
+            self._leave_device()
             answers = self.backend.generate(pending, sampling)
             completions |= {answer.id: answer for answer in answers if answer is not None}
             pending = [request for request in pending if request.id not in completions]
             if not pending:
                 return [completions[request.id] for request in requests]
-            self.backend.check_health()
+            self.backend.check_health()  # with the device to themselves, as servers take memory when they start
             self.sync_weights(self.version)
         raise UserError(
             f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "

@@ -3,10 +3,12 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from isoloss.engine import compatibility
 from isoloss.engine.chat import load_tokenizer
@@ -20,7 +22,7 @@ from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
-from isoloss.engine.rl.rollout import Rollout, Score
+from isoloss.engine.rl.rollout import Rollout, Score, Tenant
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -121,12 +123,18 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
 
 
 @contextlib.contextmanager
-def open_rollout(config: RLConfig, engine: Engine, data: RLData, score: Score, output_dir: Path) -> Iterator[Rollout]:
-    """The rollout with the configured backend. Collective over the world."""
+def open_rollout(
+    config: RLConfig, engine: Engine, data: RLData, score: Score, output_dir: Path, beside: Sequence[Tenant] = ()
+) -> Iterator[Rollout]:
+    """The rollout with the configured backend. beside: see `Rollout`. Collective over the world."""
+    if config.rollout.colocated:  # servers that are started here find the device empty
+        for tenant in (engine, *beside):
+            tenant.leave_device()
+        dist.barrier()
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        rollout = Rollout(engine, backend, score, config, data.train.prompts, data.stop_token_ids)
+        rollout = Rollout(engine, backend, score, config, data.train.prompts, data.stop_token_ids, beside)
         with contextlib.closing(rollout):
             yield rollout
     finally:

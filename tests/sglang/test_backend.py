@@ -87,12 +87,12 @@ def test_a_stop_token_ends_the_completion_and_is_in_it(backend):
 
 
 def test_only_our_stop_tokens_stop(backend, service):
-    """The model's config.json names an end-of-sequence token, at which the server would stop; here it is as likely as
-    the likeliest one."""
+    """The model's config.json names an end-of-sequence token, at which the server would stop; here it is likelier
+    than the likeliest one."""
     rollout, model, asked = backend(), policy(1), requests(16)
     eos, ours = model.config.eos_token_id, VOCAB - 1
     with torch.no_grad():
-        model.lm_head.weight[eos] = model.lm_head.weight[greedy(model, asked[0], 1)[0]]
+        model.lm_head.weight[eos] = 4 * model.lm_head.weight[greedy(model, asked[0], 1)[0]]
     rollout.update_weights(buckets(model), 1)
     for stops in ((), (ours,)):
         completions = rollout.generate(asked, Sampling(48, 1.0, stop_token_ids=stops))

@@ -10,6 +10,7 @@ from support.servers import buckets, on_two_ranks, policy, requests, worst
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
+from isoloss.engine.rl.backends.sglang.weights import TensorSync
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError, versions
 
@@ -248,6 +249,40 @@ def test_colocated_servers_sleep_between_generations(backend, second, keeps_weig
             check(rollout, model)
             assert second.calls(path) == before + 1
     rollout.update_weights(buckets(model), 3)
+    rollout.wake(["weights", "kv_cache"])
+
+
+@pytest.mark.parametrize("keeps_weights", [False, True])
+def test_colocated_servers_have_their_weights_alone_while_they_are_sent(backend, second, keeps_weights):
+    """From the start on, whatever they had; then all of their memory, and of the weights what survives none."""
+    second.options(memory_saver=True, keeps_weights=keeps_weights)
+    rollout, model = backend(servers=(second.server.url,), colocated=True), policy(1)
+    server = rollout._servers[0]
+    asleep = {"kv_cache", "weights"} if keeps_weights else {"kv_cache"}
+    seen: list[set[str]] = []
+
+    def noting():
+        for bucket in buckets(model):
+            seen.append(set(server.asleep))
+            yield bucket
+
+    assert server.asleep == asleep
+    rollout.wake(["weights", "kv_cache"])  # as a server that came up anew
+    rollout.update_weights(noting(), 1)
+    assert seen and all(each == {"kv_cache"} for each in seen)
+    assert isinstance(rollout._sync, TensorSync) and rollout._sync._held is None  # no rank keeps the last bucket
+    check(rollout, model)
+    assert server.asleep == asleep
+    rollout.wake(["weights", "kv_cache"])
+
+
+def test_a_colocated_server_that_is_gone_needs_no_sleep(backend, first, second, unused_url):
+    second.options(memory_saver=True, keeps_weights=False)
+    rollout, model = backend(servers=(second.server.url,), colocated=True), policy(1)
+    rollout.update_weights(buckets(model), 1)
+    rollout._servers.append(SGLangServer(unused_url, 5.0))
+    check(rollout, model)
+    rollout._servers.pop().close()
     rollout.wake(["weights", "kv_cache"])
 
 

@@ -89,10 +89,20 @@ def test_two_ranks_share_a_server(sorter, tmp_path):
     check_run(out, 6)
 
 
-def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_path):
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    (
+        (DOUBLE, ()),
+        (f"{DOUBLE} --memory-saver --keeps-weights", ("rollout.colocated=true",)),  # dies of tokens made in its sleep
+    ),
+    ids=("apart", "colocated"),
+)
+def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_path, command, keys):
     out = tmp_path / "run"
     training = subprocess.Popen(
-        arguments(sorter, out, DOUBLE, "broadcast", "train.steps=6"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        arguments(sorter, out, command, "broadcast", "train.steps=6", *keys),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     until(lambda: len(rows(out / "metrics.jsonl")) >= 2, "two steps were done", lambda: training.poll() is None)
     victims = [p for p in left_over(sorter) if p.cmdline()[1].endswith("/sglang_server.py")]

@@ -20,6 +20,7 @@ from isoloss.engine.rl.backends.servers.health import (
     passes,
     serves_ours,
     try_resume,
+    try_sleep,
     wait_until,
 )
 from isoloss.engine.rl.backends.servers.process import ServerProcess
@@ -95,7 +96,7 @@ class ServerBackend:
         if None in completions:
             self._insist_on_one(fleet.losses)
         else:
-            self.sleep()
+            self.sleep(MEMORY)
         return completions
 
     def pause(self) -> None:
@@ -118,9 +119,11 @@ class ServerBackend:
 
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `RolloutBackend`. Requests under way stop for it and go on with the new weights; with rollout.colocated
-        the servers take back the memory of their weights first, and that of their caches when they next generate."""
+        none may be, and the servers take back the memory of their weights first, and that of their caches when they
+        next generate."""
         last, self._version = self._version, None
         failure = self._rank0.attempt(lambda: self._begin_update(last))
+        self._rank0.meet()  # before a rank takes memory for a bucket, the servers have given theirs
         for bucket in buckets:  # to its end in any case: the other ranks take part in making it
             payload = self._sync.prepare(bucket)
             if failure is None:
@@ -134,13 +137,17 @@ class ServerBackend:
             if failure is not None:
                 raise failure
 
-        self._rank0.run(outcome)
+        try:
+            self._rank0.run(outcome)
+        finally:
+            self._sync.release()
         self._version = version
 
     def _begin_update(self, last: int | None) -> None:
         self._come_up(lambda server: server.check_alive())
         # A server that was restarted, or that an update failed on, is no member of what the last update set up.
         rebuild = last is None or set(self._served_versions().values()) != {last}
+        self.sleep(["kv_cache"])  # a server that has just come up has all of its memory
         self.wake(["weights"])
         on_all(self._servers, lambda server: server.pause())
         on_all(self._servers, lambda server: server.flush_cache())
@@ -176,12 +183,12 @@ class ServerBackend:
 
     # ---- memory of colocated servers --------------------------------------------------------------------------------
 
-    def sleep(self) -> None:
-        """On rank 0, with rollout.colocated: the servers give back the memory of their caches, and of their weights if
-        those survive it (--enable-weights-cpu-backup). Nothing may be under way."""
+    def sleep(self, tags: Sequence[str]) -> None:
+        """On rank 0, with rollout.colocated: the servers give back the memory of `tags`, but weights only if those
+        survive it (--enable-weights-cpu-backup). Nothing may be under way. A server that is gone has no memory."""
         if self._config.colocated:
-            tags = MEMORY if self._keeps_weights else ("kv_cache",)
-            on_all(self._servers, lambda server: server.sleep(tags))
+            given = [tag for tag in tags if tag == "kv_cache" or self._keeps_weights]
+            on_all(self._servers, lambda server: try_sleep(server, given))
 
     def wake(self, tags: Sequence[str]) -> None:
         """On rank 0: the servers take back what of `tags` ("weights", "kv_cache") they have given away."""
@@ -216,6 +223,7 @@ class ServerBackend:
                     f"{server.memory_options}"
                 )
         self._keeps_weights = all(info.keeps_weights for info in infos)
+        self.sleep(MEMORY)
 
     def _close(self) -> None:
         self._sync.close(self._servers)
@@ -240,6 +248,7 @@ class ServerBackend:
         ]
         for server in dead:
             self._processes[server].start()
+            server.asleep.clear()
         for server in dead:
             try:
                 self._processes[server].wait_ready(partial(is_healthy, server), self._config.timeout)
@@ -252,11 +261,12 @@ class ServerBackend:
 
         def of(server: Server) -> int | None:
             try:
-                version = server.weight_version()
+                version, lost = server.weight_version(), False
             except ServerLost:
-                version = None
-            if version is None:
+                version, lost = None, True
+            if lost or (version is None and server.had_ours):
                 server.asleep.clear()  # whatever comes up there has all of its memory
+            server.had_ours = version is not None
             return version
 
         return dict(zip(self._servers, on_all(self._servers, of)))

@@ -71,6 +71,11 @@ def try_resume(server: Server) -> None:
         server.resume()
 
 
+def try_sleep(server: Server, tags: Sequence[str]) -> None:
+    with contextlib.suppress(ServerLost):
+        server.sleep(tags)
+
+
 def serves_ours(server: Server) -> bool:
     try:
         return server.weight_version() is not None

@@ -67,6 +67,7 @@ class Server(ABC):
         self.url = url.rstrip("/")
         self._timeout = timeout
         self.asleep: set[str] = set()  # what memory it has given back: "weights", "kv_cache"
+        self.had_ours = False  # whether it has served weights of this run since it came up
         # Proxies of the environment are for the internet. No limit on connections: the caller has its own.
         self._http = httpx2.Client(
             base_url=self.url, trust_env=False, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
@@ -187,7 +188,7 @@ class Server(ABC):
 
 class WeightSync:
     """One way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
-    bucket. Of its methods only `prepare` is called on every rank.
+    bucket. Of its methods only `prepare` and `release` are called on every rank.
 
     receives: which ranks `prepare` needs the tensors on.
     """
@@ -206,6 +207,9 @@ class WeightSync:
 
     def end(self, servers: Sequence[Server]) -> None:
         """After the last bucket."""
+
+    def release(self) -> None:
+        """Let go of the last bucket, which the servers have read, or will not."""
 
     def close(self, servers: Sequence[Server]) -> None:
         """Let go of everything. The servers may be gone."""

@@ -196,10 +196,7 @@ class TensorSync(WeightSync):
 
         on_all(servers, post)
 
-    def end(self, servers: Sequence[Server]) -> None:
-        self._held = None
-
-    def close(self, servers: Sequence[Server]) -> None:
+    def release(self) -> None:
         self._held = None
 
 
