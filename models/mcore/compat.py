@@ -4,7 +4,9 @@ The same code serves every release of `parallel/versions.py` that is usable; not
 Patches of Megatron's own code are in `isoloss.models.mcore.patches`, as all are.
 """
 
+from collections.abc import Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
@@ -17,6 +19,18 @@ def submodules_of(spec: Any) -> Any:
     """The submodules of a module that is yet to be built: of a ModuleSpec, or of the function that has taken its place
     from 0.17 on, where it is an argument."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+class AnyLayer(SimpleNamespace):
+    """The MLP of a layer, where it is a class of ours: what ModuleSpec holds, and from 0.19 on also a function."""
+
+    def __call__(self, **settings: Any) -> Any:
+        return self.module(submodules=self.submodules, **{**settings, **self.params})
+
+
+def gradients_for_norm(part: Any) -> Sequence[Tensor]:
+    """Of an optimizer's parameters, each once; 0.19 has another name for them."""
+    return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()
 
 
 class SwiGLU(MegatronModule):

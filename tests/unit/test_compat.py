@@ -1,6 +1,7 @@
-"""What both releases of Megatron-Core are given, in the form of the newer one as well as of the older."""
+"""What releases of Megatron-Core are given, in the form of the newer ones as well as of the older."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from megatron.core.tensor_parallel import random
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
+from packaging.version import Version
 from torch import nn
 from torch.nn.functional import silu
 
 import isoloss.models.mcore.build  # noqa: F401  it applies the patches
 from isoloss.models.architecture import Experts
-from isoloss.models.mcore.compat import ClampedSwiGLU, SwiGLU, submodules_of
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, gradients_for_norm, submodules_of
 from isoloss.models.mcore.router import Router
 
 CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
@@ -49,3 +52,23 @@ def test_what_is_computed_again_fills_the_memory_of_the_first_time():
 def test_a_router_takes_what_either_release_gives_it(more):
     experts = Experts(count=4, top_k=2, intermediate_size=4, score="softmax", normalize=True)
     assert Router(config=CONFIG, pg_collection=None, experts=experts, **more).weight.shape == (4, 8)
+
+
+def test_a_layer_is_built_like_a_spec_and_like_a_function():
+    """0.16 and 0.17 read a spec; 0.19 calls it, with groups of its own choice among the arguments."""
+    layer = AnyLayer(module=lambda **given: given, submodules="parts", params={"pg_collection": "ours"})
+    assert (layer.submodules, layer.params) == ("parts", {"pg_collection": "ours"})
+    built = layer(config=CONFIG, pg_collection="theirs", name=None)
+    assert built == {"submodules": "parts", "config": CONFIG, "pg_collection": "ours", "name": None}
+
+
+@pytest.mark.parametrize("name", ["get_main_grads_for_grad_norm", "get_grads_for_grad_norm"])
+def test_gradients_of_a_norm_have_either_name(name):
+    assert gradients_for_norm(SimpleNamespace(**{name: lambda: ["gradient"]})) == ["gradient"]
+
+
+@pytest.mark.parametrize(("told", "version"), [(None, None), (Version("0.0.0"), None), (Version("2.9"),) * 2])
+def test_where_there_is_no_transformer_engine_it_has_no_version(told, version, monkeypatch):
+    """0.17 calls that version 0.0.0."""
+    monkeypatch.setattr(transformer_engine, "get_te_version", lambda: told)
+    assert transformer_engine.installed() == version
