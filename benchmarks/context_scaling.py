@@ -156,7 +156,7 @@ def in_a_world(folder: str, text: str, tokens: int) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--tokens", type=int, default=32768, help="tokens of the row, a multiple of 64")
     parser.add_argument("--layers", type=int, default=4)

@@ -216,7 +216,7 @@ def measure(folder: Path, layers: int, repeats: int, warm: bool) -> Iterator[Row
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--layers", type=int, default=5, help="0.44 GB each, and 0.27 GB for the embedding")
     parser.add_argument("--repeats", type=int, default=5)

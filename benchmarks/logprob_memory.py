@@ -87,7 +87,7 @@ def in_a_process(*arguments: str | int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument(
         "--budget", type=int, default=8192, help="batch.max_tokens, and the tokens of the smallest batch"

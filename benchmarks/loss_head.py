@@ -126,7 +126,7 @@ def in_a_process(name: str, *numbers: float) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--tokens", type=int, default=32768, help="of the micro-batch")
     parser.add_argument("--vocab", type=int, default=151936)

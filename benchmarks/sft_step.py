@@ -196,7 +196,7 @@ def versions() -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the figures as JSON here")
     parser.add_argument("--passes", type=int, default=3, help="timed steps of each; the least counts")
     parser.add_argument("--sequences", type=int, default=16)

@@ -19,8 +19,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.key_help import terminal_help
+from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError, environment
 
 CONF = Path(__file__).parent / "conf"
@@ -29,6 +31,8 @@ ASSETS = Path(__file__).parent / "assets"
 # demonstration's random weights, schedule and evaluation set would have nothing to do with it).
 DEMONSTRATION, PLAIN = "tiny", "plain"
 ConfigT = TypeVar("ConfigT")
+# What a recipe is configured by.
+CONFIGS = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
 

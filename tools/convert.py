@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isoloss.parallel import UserError
-from isoloss.tools.command_line import Parser
+from isoloss.tools.command_line import Parser, tell_mistake
 
 DTYPES = ("bf16", "fp16", "fp32")
 
@@ -35,12 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Unverified as error:
         print(f"isoloss: not verified: {error}; do not use {arguments.out}", file=sys.stderr)
         return 1
-    except UserError as error:
-        print(f"isoloss: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"isoloss: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    except (UserError, OSError) as error:
+        return tell_mistake(error)
     except KeyboardInterrupt:
         print(f"isoloss: interrupted; {AGAIN}", file=sys.stderr)
         return 130

@@ -17,14 +17,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from isoloss.engine.config import Config
-from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
-from isoloss.recipes.launch import compose_config, print_error_once
+from isoloss.recipes.launch import CONFIGS, compose_config, print_error_once
 from isoloss.tools import command_line
 from isoloss.tools.dryrun.hardware import GPUS
-
-RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)
-        config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)
+        config, _, preset = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)
         from isoloss.tools.dryrun import plans  # its import takes seconds: help and a mistake do not wait for it
 
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {GPUS[arguments.gpu].name}")
@@ -45,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> command_line.Parser:
     parser = command_line.parser("plan", __doc__)
-    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("recipe", choices=CONFIGS)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
     server = "GPUs of one rollout server; default: the fewest that hold the weights with room for a cache"

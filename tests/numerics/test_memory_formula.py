@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support import dry_runs
+from support import dry_runs, published
 from support.asked import asked_for
 
 from isoloss.engine.config import Config
@@ -12,28 +12,14 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.dryrun.report import RankReport
 
-# Published shapes; fewer layers, which the formula multiplies by.
-QWEN3 = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "attention_bias": False, "hidden_act": "silu",
-    "max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False,
-    "vocab_size": 151936, "head_dim": 128, "num_key_value_heads": 8, "num_hidden_layers": 8,
-}  # fmt: skip
+# Fewer layers than are published, which the formula multiplies by.
+FEWER = {"num_hidden_layers": 8, "max_position_embeddings": 262144}
 MODELS = {
-    "8b": QWEN3 | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32},
-    "32b": QWEN3 | {"hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64},
-    "30b-a3b": QWEN3 | {
-        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
-        "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-        "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True, "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    },
-    "70b": {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "attention_bias": False, "mlp_bias": False,
-        "hidden_act": "silu", "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64,
-        "num_key_value_heads": 8, "num_hidden_layers": 16, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5,
-        "rope_theta": 5e5, "tie_word_embeddings": False, "vocab_size": 128256,
-    },
-}  # fmt: skip
+    "8b": published.QWEN3_8B | FEWER,
+    "32b": published.QWEN3_32B | FEWER,
+    "30b-a3b": published.QWEN3_30B_A3B | FEWER,
+    "70b": published.LLAMA_70B | {"num_hidden_layers": 16},
+}
 KEEP, FULL = "memory.recompute=none", "memory.recompute=full"
 ROWS = (
     ("8b", 8, 0, "parallel.tp=2", KEEP),

@@ -9,10 +9,12 @@ from support.planned_presets import H100, MODELS, Plan, Preset, architecture, cl
 
 from isoloss.engine.memory_formula import step_memory
 from isoloss.engine.memory_limits import GIB, room
+from isoloss.engine.rl.config import RLConfig
 from isoloss.tools.dryrun.estimate import estimate
 
 MOST = 74  # GiB of an H100's 79.6: the rest is for the CUDA context, NCCL, workspaces and the allocator's gaps
 BESIDE_A_SERVER = 69  # a server that sleeps keeps five
+LEFT_TO_THE_TRAINER = 2  # GiB that it may keep while servers on its GPUs generate
 PLANNED = cluster_presets("sft", "grpo")  # DAPO's presets are GRPO's: tests/unit/test_presets.py
 # Presets whose dry runs share a process.
 QUICK = ("sft/8b_h100", "grpo/32b_colocated_h100")
@@ -34,11 +36,14 @@ def test_every_stage_fits(group, tmp_path):
     plans = [Plan(preset, tmp_path / preset.size) for preset in presets]
     reports = iter(dry_runs.in_a_process([row for plan in plans for row in plan.rows()], tmp_path / "rows.json"))
     for plan in plans:
-        peaks = plan.peaks([next(reports) for _ in plan.depths()])
+        of_plan = [next(reports) for _ in plan.depths()]
+        peaks = plan.peaks(of_plan)
         for claim in plan.preset.claims:
             stages = plan.on(claim.gpus, peaks)
             assert max(stages) == pytest.approx(claim.peak, abs=0.06), (plan.preset, stages)
             assert max(stages) <= most(plan.preset), (plan.preset, stages)
+        if isinstance(plan.config, RLConfig) and plan.config.rollout.colocated:
+            assert 0 < max(plan.while_servers_generate(of_plan)) <= LEFT_TO_THE_TRAINER
 
 
 def most(preset: Preset) -> float:

@@ -14,8 +14,10 @@ import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
+from isoloss.parallel.versions import SUPPORTED_MEGATRON
 from isoloss.tools.dryrun.phases import HALF
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
 from isoloss.tools.dryrun.sites import SOURCES
@@ -121,7 +123,8 @@ def pinned() -> dict[str, Counts]:
 
 
 def differences(expected: Counts, report: RankReport) -> list[str]:
-    """A line for every number that is not the pinned one."""
+    """A line for every number that is not the pinned one. The numbers are those of one release of Megatron-Core; in
+    another one fewer are right as well."""
     found, lines = counts(report), []
     for phase in dict.fromkeys([*expected, *found]):
         was, now = expected.get(phase, {}), found.get(phase, {})
@@ -129,7 +132,7 @@ def differences(expected: Counts, report: RankReport) -> list[str]:
             before, after = was.get(key, 0), now.get(key, 0)
             if after > before:
                 lines.append(f"{phase}: {key}: {after}, more than the pinned {before}: {_told(report, phase, key)}")
-            elif after < before:
+            elif after < before and version("megatron-core") == SUPPORTED_MEGATRON:
                 lines.append(f"{phase}: {key}: {after}, fewer than the pinned {before}: lower the number: {LOWER}")
     return lines
 

@@ -10,10 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from unittest import mock
 
-from isoloss.recipes.launch import compose_config
+import torch
+
+from isoloss.recipes.launch import CONFIGS, compose_config
 from isoloss.tools.dryrun import rank
-from isoloss.tools.dryrun.rank import RECIPES, dry_run
+from isoloss.tools.dryrun.rank import dry_run
 from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.world import Device, Kernels
 from support.device_faults import FAULTS
 
 
@@ -26,11 +29,12 @@ class Row:
     overrides: Sequence[str]
     world: int
     rank: int
-    device: str = "meta"
+    device: Device = "meta"
     halves: bool = False
     files: str | None = None
     faults: Sequence[str] = ()
     micro_batches: int | None = None
+    kernels: Kernels = "cuda"
 
 
 def in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport]:
@@ -59,7 +63,7 @@ def _fewer(count: int) -> contextlib.AbstractContextManager:
 
 
 def _outcome(row: Row) -> str:
-    config = compose_config(row.recipe, RECIPES[row.recipe], row.overrides)[0]
+    config = compose_config(row.recipe, CONFIGS[row.recipe], row.overrides)[0]
     files = Path(row.files) if row.files else None
     with contextlib.ExitStack() as planted:
         if row.micro_batches is not None:
@@ -67,13 +71,17 @@ def _outcome(row: Row) -> str:
         for fault in row.faults:
             planted.enter_context(FAULTS[fault]())
         try:
-            report = dry_run(config, row.rank, row.world, device=row.device, halves=row.halves, files=files)
+            report = dry_run(
+                config, row.rank, row.world, kernels=row.kernels, device=row.device, halves=row.halves, files=files
+            )
         except RuntimeError as error:
             return json.dumps(f"{type(error).__name__}: {error}")
     return report.dumps()
 
 
 def main() -> None:
+    # As with a torch that is built for CUDA, also where it is not.
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cuda")
     for values in json.loads(Path(sys.argv[1]).read_text()):
         print(MARK + _outcome(Row(**values)), flush=True)
 

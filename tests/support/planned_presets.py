@@ -14,44 +14,25 @@ from pathlib import Path
 from isoloss.engine.config import Config
 from isoloss.engine.memory_formula import step_memory
 from isoloss.engine.memory_limits import GIB
-from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout
-from isoloss.recipes.launch import CONF, compose_config, presets
+from isoloss.recipes.launch import CONF, CONFIGS, compose_config, presets
 from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.dryrun.phases import GENERATION
+from isoloss.tools.dryrun.report import PhaseReport, RankReport
 from isoloss.tools.dryrun.search import Candidate, timed
-from support import dry_runs
+from support import dry_runs, published
 
-COMMON = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 131072, "head_dim": 128}
-LLAMA = COMMON | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256}
-QWEN3 = COMMON | {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 151936, "tie_word_embeddings": False,
-}  # fmt: skip
-LLAMA_8B = LLAMA | {
-    "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-LLAMA_70B = LLAMA_8B | {
-    "num_hidden_layers": 80, "hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64
-}  # fmt: skip
-QWEN3_8B = QWEN3 | {
-    "num_hidden_layers": 36, "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-QWEN3_32B = QWEN3 | {
-    "num_hidden_layers": 64, "hidden_size": 5120, "intermediate_size": 25600, "num_attention_heads": 64,
-    "num_key_value_heads": 8,
-}  # fmt: skip
-QWEN3_30B_A3B = QWEN3 | {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_hidden_layers": 48, "hidden_size": 2048,
-    "intermediate_size": 6144, "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-    "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
-}  # fmt: skip
+LONG = {"max_position_embeddings": 131072}  # what the presets of 128k take
 # What a preset is planned for, by the beginning of its name.
-MODELS = {"8b": QWEN3_8B, "32b": QWEN3_32B, "70b": LLAMA_70B, "30b_a3b": QWEN3_30B_A3B}
+MODELS = {
+    "8b": published.QWEN3_8B | LONG,
+    "32b": published.QWEN3_32B | LONG,
+    "70b": published.LLAMA_70B,
+    "30b_a3b": published.QWEN3_30B_A3B | LONG,
+}
 SERVERS = ["reward.function=[exact_match]", "rollout.servers=[http://node1:30000]"]
 CLAIM = re.compile(r"^# (\d+) GPUs, ([a-z0-9+]+): (\d+\.\d) GiB, (\d+\.\d) s a step$", re.MULTILINE)
 H100 = GPUS["h100"]
@@ -96,8 +77,7 @@ class Preset:
         return [f"preset={self.name}", f"model.path={folder}", "data.train=[rows.jsonl]", *servers, *more]
 
     def config(self, folder: Path, *more: str, model: dict | None = None) -> Config:
-        kind = Config if self.recipe == "sft" else RLConfig
-        return compose_config(self.recipe, kind, self.overrides(folder, *more, model=model))[0]
+        return compose_config(self.recipe, CONFIGS[self.recipe], self.overrides(folder, *more, model=model))[0]
 
     def __str__(self) -> str:
         return f"{self.recipe}/{self.name}"
@@ -179,13 +159,22 @@ class Plan:
 
     def peaks(self, reports: Sequence[RankReport]) -> list[float]:
         """Bytes of each stage, with the whole optimizer on the device. reports: of `rows`."""
+        return [_at(layers, of_stage) for layers, of_stage in self._stages(reports)]
+
+    def while_servers_generate(self, reports: Sequence[RankReport]) -> list[float]:
+        """GiB that the trainer has on the device of each stage then. reports: of `rows`."""
+        return [
+            _on_the_line(layers, {depth: report.phase(GENERATION).peak for depth, report in of_stage.items()}) / GIB
+            for layers, of_stage in self._stages(reports)
+        ]
+
+    def _stages(self, reports: Sequence[RankReport]) -> Iterator[tuple[tuple[int, int], dict]]:
+        """The layers of every stage, and its reports by depth."""
         found: dict[int, dict[tuple[int, int], RankReport]] = {}
         for (stage, depth), report in zip(self.depths(), reports, strict=True):
             found.setdefault(stage, {})[depth] = report
-        return [
-            _at(layers_of_stage(self.config, self.arch, self.layout, stage), of_stage)
-            for stage, of_stage in found.items()
-        ]
+        for stage, of_stage in found.items():
+            yield layers_of_stage(self.config, self.arch, self.layout, stage), of_stage
 
     def on(self, gpus: int, peaks: Sequence[float]) -> list[float]:
         """GiB of each stage on so many GPUs: data-parallel ranks share the optimizer, and nothing else changes."""
@@ -208,15 +197,15 @@ def _at(layers: tuple[int, int], reports: Mapping[tuple[int, int], RankReport]) 
     for phase in next(iter(reports.values())).phases:
         counted = {depth: report.phase(phase.name).peak for depth, report in reports.items()}
         if phase.name == "weight sync":
-            kept = {depth: resident(report) for depth, report in reports.items()}
+            kept = {depth: resident(report.phase(phase.name)) for depth, report in reports.items()}
             peaks.append(_on_the_line(layers, kept) + max(counted[depth] - kept[depth] for depth in kept))
         else:
             peaks.append(_on_the_line(layers, counted))
     return max(peaks)
 
 
-def resident(report: RankReport) -> int:
-    return sum(report.peak.peak_kinds[kind] for kind in ("weights", "gradients", "optimizer"))
+def resident(phase: PhaseReport) -> int:
+    return sum(phase.peak_kinds.get(kind, 0) for kind in ("weights", "gradients", "optimizer"))
 
 
 def _on_the_line(layers: tuple[int, int], counted: Mapping[tuple[int, int], int]) -> float:

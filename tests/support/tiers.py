@@ -14,7 +14,7 @@ TESTS = Path(__file__).parents[1]
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
 # What is made once a file: ranks, whose references are kept a file, and whole runs and conversions.
-ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports"}
+ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports", "planned"}
 
 
 def group_of(item: pytest.Item) -> str | None:

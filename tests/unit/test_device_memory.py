@@ -125,7 +125,7 @@ def test_a_run_asks_its_gpu(model, monkeypatch):
 
 
 def test_plan_and_measurement_are_told_side_by_side():
-    report = PeakReport(10 * GIB)
+    report = PeakReport(lambda: 10 * GIB)
     assert report.after_step(None) is None
     first = report.after_step(9 * GIB)
     assert first == "device memory of rank 0: planned peak 10.0 GiB, measured 9.0 GiB in the first step"
@@ -133,4 +133,4 @@ def test_plan_and_measurement_are_told_side_by_side():
     again = report.after_step(11.1 * GIB)
     assert again is not None and "planned peak 10.0 GiB, measured 11.1 GiB: more than planned" in again
     assert report.after_step(12 * GIB) is None
-    assert "more than planned" in (PeakReport(10 * GIB).after_step(11.1 * GIB) or "")
+    assert "more than planned" in (PeakReport(lambda: 10 * GIB).after_step(11.1 * GIB) or "")

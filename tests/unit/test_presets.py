@@ -5,17 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from support.planned_presets import (
-    LLAMA_8B,
-    LLAMA_70B,
-    MODELS,
-    QWEN3_8B,
-    QWEN3_30B_A3B,
-    QWEN3_32B,
-    Preset,
-    architecture,
-    cluster_presets,
-)
+from support import published
+from support.planned_presets import MODELS, Preset, architecture, cluster_presets
 
 from isoloss.engine import compatibility
 from isoloss.engine.rl.config import RLConfig
@@ -44,7 +35,7 @@ def test_a_preset_is_legal(preset, tmp_path):
 
 @pytest.mark.parametrize("preset", [preset for preset in EVERY if preset.size == "8b"], ids=str)
 def test_an_8b_preset_is_legal_for_llama_too(preset, tmp_path):
-    config = preset.config(tmp_path, model=LLAMA_8B)
+    config = preset.config(tmp_path, model=published.LLAMA_8B)
     for claim in preset.claims:
         compatibility.check(config, read_architecture(tmp_path), config.parallel.layout().with_world(claim.gpus))
 
@@ -139,11 +130,11 @@ def test_every_grpo_preset_has_a_twin():
 @pytest.mark.parametrize(
     ("model", "parameters"),
     (
-        (LLAMA_8B, 8_030_261_248),
-        (LLAMA_70B, 70_553_706_496),
-        (QWEN3_8B, 8_190_735_360),
-        (QWEN3_32B, 32_762_123_264),
-        (QWEN3_30B_A3B, 30_532_122_624),
+        (published.LLAMA_8B, 8_030_261_248),
+        (published.LLAMA_70B, 70_553_706_496),
+        (published.QWEN3_8B, 8_190_735_360),
+        (published.QWEN3_32B, 32_762_123_264),
+        (published.QWEN3_30B_A3B, 30_532_122_624),
     ),
 )
 def test_the_models_have_the_published_sizes(model, parameters, tmp_path):

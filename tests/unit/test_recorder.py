@@ -7,6 +7,7 @@ from torch import nn
 
 from isoloss.engine.step import run_step
 from isoloss.parallel import sequence
+from isoloss.parallel.versions import SUPPORTED_MEGATRON
 from isoloss.tools.dryrun.phases import HALF
 from isoloss.tools.dryrun.recorder import Recorder
 from isoloss.tools.dryrun.report import Exchange, PhaseReport, RankReport, kind_of
@@ -86,6 +87,20 @@ def test_the_host_waits_for_numbers_of_the_device_alone(recorder):
     assert {kind: count for (kind, _), count in phase.waits.items()} == kinds
 
 
+def test_the_host_does_not_wait_for_a_copy_from_pinned_memory(recorder):
+    with recorder.phase("only") as phase:
+        pinned, pageable = torch.ones(6), torch.ones(6)
+        recorder.pin(pinned)
+        pinned.to("meta", non_blocking=True)
+    assert not phase.waits and phase.launches == {"aten._to_copy": 1}
+    with recorder.phase("that wait") as phase:
+        pageable.to("meta", non_blocking=True)
+        pinned.to("meta")
+        del pinned
+        [torch.ones(6).to("meta", non_blocking=True) for _ in range(4)]  # one of them where the pinned one was
+    assert sum(phase.waits.values()) == 6
+
+
 def test_a_site_is_the_innermost_line_of_ours(recorder):
     class Group:
         size = staticmethod(lambda: 1)
@@ -160,13 +175,16 @@ def test_what_a_micro_batch_does_is_told_from_what_a_step_does_once(two_micro_ba
     assert device_lint.differences(COUNTED, two_micro_batches) == []
 
 
-def test_a_number_that_is_not_the_pinned_one_is_told_by_its_lines(two_micro_batches):
+def test_a_number_that_is_not_the_pinned_one_is_told_by_its_lines(two_micro_batches, monkeypatch):
+    monkeypatch.setattr(device_lint, "version", lambda package: SUPPORTED_MEGATRON)
     fell, rose = COUNTED["pass, a micro-batch"] | {ITEM: 3}, {ITEM: 1, "launches: isoloss/parallel/ring.py": 12}
     pinned = {"pass, a micro-batch": fell, "pass, once": rose, "gone": {"launches: torch": 1}}
     lower, higher, gone = device_lint.differences(pinned, two_micro_batches)
     assert lower.startswith(f"pass, a micro-batch: {ITEM}: 2, fewer than the pinned 3: lower the number")
     assert "14, more than the pinned 12: 10 at isoloss/parallel/ring.py:1, 4 at isoloss/parallel/ring.py:9" in higher
     assert gone.startswith("gone: launches: torch: 0, fewer than the pinned 1")
+    monkeypatch.setattr(device_lint, "version", lambda package: "0.17.1")
+    assert device_lint.differences(pinned, two_micro_batches) == [higher]
     table = device_lint.lowered({"row": pinned}, {"row": two_micro_batches})
     assert table["row"] == COUNTED | {"pass, once": rose}
     assert device_lint.lowered({}, {"row": two_micro_batches}) == {"row": COUNTED}

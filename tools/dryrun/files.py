@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.utils._pytree import tree_map_only
 
-from isoloss.engine import checkpoint
+from isoloss.engine import checkpoint, checkpoint_writer
 from isoloss.engine.engine import Engine
 from isoloss.models.mcore import patches
 from isoloss.models.weights import hf_checkpoint
@@ -43,6 +43,7 @@ def stand_in() -> None:
     torch.save = _with_values(torch.save)
     hf_checkpoint.save_file = _with_values(hf_checkpoint.save_file)
     checkpoint.gather_objects = lambda mine, group=None: [mine]
+    checkpoint_writer.share_writing = lambda state, replicas: None
     _DistWrapper.__init__ = functools.partialmethod(_alone, _DistWrapper.__init__)
     patches.trust_shards()
 

@@ -19,6 +19,7 @@ from isoloss.parallel import Layout
 from isoloss.tools.dryrun.recorder import Recorder
 
 STEPS = 2  # the second has what the first leaves behind
+GENERATION = "generation"  # by servers on the same device, while the trainer waits
 HALF = " of half the rows"  # of the name of a phase
 # Of every sample in reinforcement learning. A policy that takes one step a batch asks for no old log-probabilities.
 FIELDS = ("advantages", "rollout_logprobs", "ref_logprobs", "train_logprobs", "old_values", "returns")
@@ -42,10 +43,21 @@ def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recor
     if algorithm.uses_critic:
         with recorder.phase("build critic"):
             critic = Engine(config, engine.source, critic_of=engine)
+    leaving = [each for each in (reference, critic) if each is not None] if config.rollout.colocated else []
     for _ in range(1 if halves else STEPS):
+        if config.rollout.colocated:
+            with recorder.phase("leave device"):
+                engine.leave_device(weights=False)
+                for tenant in leaving:
+                    tenant.leave_device()
         if config.rollout.backend == "sglang":
             with recorder.phase("weight sync"):
                 _stream(engine, config)
+                if config.rollout.colocated:
+                    engine.leave_device()
+        if config.rollout.colocated:
+            with recorder.phase(GENERATION):
+                pass
         with recorder.phase("log-probabilities"):
             engine.logprobs(rows, temperature)
         if reference is not None:
@@ -57,6 +69,11 @@ def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recor
             _train(critic, samples, value_loss(algorithm, config.loss), recorder, "critic ", steps=1, halves=halves)
         count = _train(engine, samples, policy_loss(config), recorder, steps=1, halves=halves)
     return count
+
+
+def colocated(config: Config) -> bool:
+    """Whether the trainer leaves its device while servers generate."""
+    return isinstance(config, RLConfig) and config.rollout.colocated
 
 
 def _train(

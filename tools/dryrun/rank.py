@@ -9,7 +9,7 @@ FILE: of the report, JSON.
 import argparse
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,21 +19,21 @@ from torch import Tensor
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
-from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import patches, weight_stream
 from isoloss.models.mcore.weight_stream import Label
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
-from isoloss.recipes.launch import compose_config
+from isoloss.recipes.launch import CONFIGS, compose_config
 from isoloss.tools.dryrun import world
 from isoloss.tools.dryrun.files import save_load_export
-from isoloss.tools.dryrun.phases import full_rows, take
-from isoloss.tools.dryrun.recorder import Recorder
+from isoloss.tools.dryrun.phases import GENERATION, colocated, full_rows, take
+from isoloss.tools.dryrun.recorder import Phase, Recorder
 from isoloss.tools.dryrun.report import PhaseReport, RankReport
 from isoloss.tools.dryrun.world import Device, Kernels, join, wait, without_values
 
-RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
+# What has left the device before a phase, beside servers.
+AWAY = {"weight sync": ("gradients", "optimizer"), GENERATION: ("weights", "gradients", "optimizer")}
 
 
 class NoWeights:
@@ -69,7 +69,7 @@ def dry_run(
         memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
     )
     source = dataclasses.replace(resolve(config), weights=NoWeights())
-    answer_exchanges(source.arch, source.layout, config.batch.max_tokens, recorder)
+    answer_exchanges(source.arch, source.layout, recorder)
     rows = full_rows(config.batch.max_tokens, source.layout)
     with without_values(recorder):
         with recorder.phase("build"):
@@ -80,7 +80,6 @@ def dry_run(
         if files is not None:
             save_load_export(engine, files, recorder)
     on_host = round(share * resident["optimizer"])
-    resident["optimizer"] -= on_host
     last = {phase.name: phase for phase in recorder.phases}
     return RankReport(
         rank,
@@ -88,9 +87,17 @@ def dry_run(
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
         config.batch.max_tokens,
-        [PhaseReport.of(phase, resident).less(on_host) for phase in last.values()],
+        [reported(phase, resident, on_host, leaves=colocated(config)) for phase in last.values()],
         [(*fault, count) for fault, count in recorder.faults.most_common()],
     )
+
+
+def reported(phase: Phase, resident: Mapping[str, int], on_host: int, *, leaves: bool) -> PhaseReport:
+    """on_host: bytes of the optimizer that are never on the device. leaves: as the trainer does beside servers."""
+    left = AWAY.get(phase.name, ()) if leaves else ()
+    if "optimizer" in left:
+        return PhaseReport.of(phase, {kind: nbytes for kind, nbytes in resident.items() if kind not in left})
+    return PhaseReport.of(phase, {**resident, "optimizer": resident["optimizer"] - on_host}).less(on_host)
 
 
 def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
@@ -106,10 +113,8 @@ def storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def answer_exchanges(arch: Architecture, layout: Layout, tokens: int, recorder: Recorder) -> None:
-    """Tell the ranks of a pipeline, and those that share experts, what they would ask each other."""
-    rows = tokens // (layout.context * (layout.tp if layout.sequence_parallel else 1))
-    patches.answer_shapes((rows, 1, arch.hidden_size))
+def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> None:
+    """Tell the ranks that share experts, and those that stream weights, what they would ask each other."""
     if arch.experts is not None:
         patches.answer_split_sizes(arch.experts.top_k, wait)
         recorder.share_selected = arch.experts.top_k / arch.experts.count
@@ -132,14 +137,14 @@ def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Seque
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", choices=RECIPES)
+    parser.add_argument("recipe", choices=CONFIGS)
     parser.add_argument("world_size", type=int)
     parser.add_argument("rank", type=int)
     parser.add_argument("file", type=Path)
     parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
-    config = compose_config(arguments.recipe, RECIPES[arguments.recipe], arguments.overrides)[0]
+    config = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)[0]
     report = dry_run(config, arguments.rank, arguments.world_size, kernels=arguments.kernels)
     arguments.file.write_text(report.dumps())
     return 0

@@ -94,6 +94,7 @@ class Recorder(TorchDispatchMode):
         self._changes: list[tuple[int, int]] = []  # (origin, bytes more or fewer), in order
         self._sites_of_changes: list[str] = []
         self._groups: dict[str, str] = {}
+        self._pinned: dict[int, weakref.ref] = {}  # storages of the host that the device reads by itself
 
     # ---- phases ------------------------------------------------------------------------------------------------------
 
@@ -155,6 +156,12 @@ class Recorder(TorchDispatchMode):
         if storage._cdata in self._live:
             self._resize(storage._cdata, nbytes, site())
 
+    def pin(self, tensor: Tensor) -> None:
+        """A tensor of the host is put into memory from which copies to the device go on alone."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._pinned[key] = weakref.ref(storage, lambda _: self._pinned.pop(key))
+
     # ---- ops ---------------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping | None = None):
@@ -174,6 +181,9 @@ class Recorder(TorchDispatchMode):
         if func is aten._to_copy.default and self._counted(args[0]) and _asks_for_host(kwargs):
             self.wait("to the host")
             return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and self._counted(args[1]) and not self._has_no_value(args[0]):
+            self.wait("to the host")
+            return args[0]  # with what was there before
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
         elif func is aten._to_copy.default and self._asks_for_device(args[0], kwargs):
@@ -224,7 +234,8 @@ class Recorder(TorchDispatchMode):
         phase, packet = self.phases[-1], func._overloadpacket
         name = str(packet)
         if func is aten._to_copy.default and not self._counted(args[0]):
-            self.wait("to the device")
+            if not (kwargs.get("non_blocking") and args[0].untyped_storage()._cdata in self._pinned):
+                self.wait("to the device")
         elif func is aten.copy_.default and args[0].device.type != args[1].device.type:
             self.wait("to the device" if self._counted(args[0]) else "to the host")
         elif name in ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount"):

@@ -122,7 +122,7 @@ def _exchange_objects() -> None:
 
 
 def _answer_the_host() -> None:
-    """Numbers that the host asks of a tensor, and sizes that depend on them."""
+    """Numbers that the host asks of a tensor, and sizes that depend on them; memory that copies are made from."""
     tolist, resize = Tensor.tolist, torch.UntypedStorage.resize_
 
     def made_up_list(self: Tensor) -> Any:
@@ -136,9 +136,16 @@ def _answer_the_host() -> None:
         _recorder.resized(self, size)
         return resize(self, size)
 
+    def pinned(self: Tensor) -> Tensor:
+        _recorder.pin(self)
+        return self
+
     Tensor.tolist = made_up_list
+    Tensor.pin_memory = pinned
     torch.UntypedStorage.resize_ = recorded_resize
     torch.cuda.is_available = lambda: True  # else Megatron makes weights on the host
+    # With a torch that is built for CUDA its optimizers would ask the driver, which need not be here, for a stream.
+    torch.accelerator.current_accelerator = lambda check_available=False: None
     step.check_canary = lambda *args, **kwargs: None  # the weights that were consumed have no values
 
 

@@ -14,7 +14,6 @@ Exit status: 0 every key is accounted for, 1 some are unknown, 2 a mistake in th
 combination that we refuse; told in one line, before anything is written.
 """
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,12 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             arguments.write.write_text(preset(result, path.name if path else "a command line"))
         print(report(result, str(arguments.write) if arguments.write else None), end="")
         return result.status
-    except UserError as error:
-        print(f"isoloss: error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"isoloss: error: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+    except (UserError, OSError) as error:
+        return command_line.tell_mistake(error)
 
 
 def parser() -> command_line.Parser:

@@ -5,10 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.engine.config import Config
 from isoloss.engine.config_tree import defaults, known_keys
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes.launch import compose_config
+from isoloss.recipes.launch import CONFIGS, compose_config
 from isoloss.tools.migrate.denominator import Denominator, example
 from isoloss.tools.migrate.table import Account, Recipe, Settings, Source, account, translate
 
@@ -49,7 +47,7 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migr
     settings = Settings(source.trainer, given, source.rows)
     account(source, settings, {})  # is it one of that trainer's at all?
     recipe = source.recipe(settings)
-    kind = Config if recipe == "sft" else RLConfig
+    kind = CONFIGS[recipe]
     theirs = translate(source, settings)
     values = flat(defaults(kind)) | {key: value for key, value in theirs.items() if key in known_keys(kind)}
     plain = flat(compose_config(recipe, kind, ["preset=plain", "model.path=MODEL"])[1]) | {"model.path": ""}
