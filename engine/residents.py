@@ -43,12 +43,11 @@ class Residents:
     def leave(self) -> None:
         """Give the memory back to the device, and what PyTorch keeps of it in reserve.
 
-        If it fails on the way nothing is lost: what has left can come back, and what has not is where it was.
+        If it fails on the way nothing is lost: what has left can come back, and what has not is where it was. What came
+        back in part leaves a second time, and its first place in host memory, which is whole, is read last.
         """
-        leaving, end = [], 0
-        if self._absent:
-            end = self._absent[-1].stop
-            self._absent[-1].bytes_.untyped_storage().resize_(0)  # of a return that failed; the host has its values
+        leaving = []
+        end = self._absent[-1].stop if self._absent else 0
         for bytes_ in self._storages(self._kept()):
             start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + bytes_.nbytes

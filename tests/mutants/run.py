@@ -34,7 +34,7 @@ PACKAGES = ("engine", "models", "parallel", "recipes", "tools")
 # What `make test` runs, and what only `make test-all` does. No mutant needs a GPU, a real server or a page of docs.
 QUICK, ALL = (f"{tier}not slow and not sglang and not docs and not gpu" for tier in ("not full and ", ""))
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's statuses
-SECONDS = 900
+SECONDS, SECONDS_UNTOUCHED = 900, 3600  # of one mutant's tests; of all tests on the untouched copy
 
 
 @dataclass(frozen=True)
@@ -116,18 +116,18 @@ class Copy:
     def remove(self, mutant: Mutant, root: Path) -> None:
         self._write(mutant.file, (root / mutant.file).read_text())
 
-    def test(self, tests: Sequence[str], tier: str) -> tuple[int, str]:
-        """pytest's status on `tests`, and its last lines."""
+    def test(self, tests: Sequence[str], tier: str, seconds: int = SECONDS) -> tuple[int, str]:
+        """pytest's status on `tests`, which end within `seconds`, and its last lines."""
         output = self.folder / ".output"
         output.unlink(missing_ok=True)
         arguments = ["-q", "-x", "-n", "0", "-m", tier, *tests]
-        asked = json.dumps({"arguments": arguments, "output": str(output), "seconds": SECONDS})
+        asked = json.dumps({"arguments": arguments, "output": str(output), "seconds": seconds})
         print(asked, file=self._warm.stdin, flush=True)
         answer = self._warm.stdout.readline()
         if not answer:
             raise RuntimeError(f"{WARM} ended; see above")
         if (status := json.loads(answer)) is None:
-            return FAILED, f"no end in {SECONDS} s"
+            return FAILED, f"no end in {seconds} s"
         return status, "\n".join(output.read_text(errors="replace").rstrip().splitlines()[-15:])
 
     def close(self) -> None:
@@ -184,7 +184,11 @@ def judge_all(
         try:
             tests = sorted({test for mutant in mutants for test in mutant.tests})
             shares = [share for job in range(jobs) if (share := tests[job::jobs])]
-            for status, told in threads.map(lambda share: take(lambda copy: copy.test(share, ALL)), shares):
+
+            def untouched(tests: list[str]) -> tuple[int, str]:
+                return take(lambda copy: copy.test(tests, ALL, SECONDS_UNTOUCHED))
+
+            for status, told in threads.map(untouched, shares):
                 if status != PASSED:
                     raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
             verdicts = threads.map(lambda mutant: take(lambda copy: judge(copy, mutant, root)), mutants)

@@ -106,14 +106,18 @@ def every_verb(config: Config, frozen: bytes, folder: str) -> None:
 
 def interrupted(config: Config, frozen: bytes, fails_at: int, comes_back: bool) -> tuple[bool, list[float], Arrays]:
     """Three steps; after the first it fails to leave, or to come back, amid its copies and changes of size, is asked
-    again, and then steps. Whether it failed; losses; weights."""
+    again, and then steps. A copy that fails leaves garbage, as half a copy does: fresh memory may hold the right bytes
+    by luck. Whether it failed; losses; weights."""
     engine, samples = Engine(config), thaw(frozen)
     calls, failed = [], False
+    copy = torch.Tensor.copy_
 
     def or_fail(method: Callable) -> Callable:
         def call(*args: object, **kwargs: object):
             calls.append(method)
             if len(calls) == fails_at:
+                if method is copy:
+                    args[0].fill_(255)
                 raise MemoryError
             return method(*args, **kwargs)
 
@@ -124,7 +128,7 @@ def interrupted(config: Config, frozen: bytes, fails_at: int, comes_back: bool) 
         engine.leave_device()
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", or_fail(torch.UntypedStorage.resize_)),
-        mock.patch.object(torch.Tensor, "copy_", or_fail(torch.Tensor.copy_)),
+        mock.patch.object(torch.Tensor, "copy_", or_fail(copy)),
     ):
         try:
             engine.return_to_device() if comes_back else engine.leave_device()
