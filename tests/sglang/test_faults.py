@@ -242,6 +242,7 @@ def test_colocated_servers_sleep_between_generations(backend, second, keeps_weig
     second.options(memory_saver=True, keeps_weights=keeps_weights)
     rollout, model = backend(servers=(second.server.url,), colocated=True), policy(1)
     path = "/release_memory_occupation"
+    assert rollout.weight_version() is None  # of weights that nobody sent yet: the servers sleep on
     for version in (1, 2):
         rollout.update_weights(buckets(model), version)
         for _ in range(2):
