@@ -61,7 +61,8 @@ def test_the_peak_is_that_of_a_real_run(planned, pool, name):
     given, reports = planned[name]
     world = Layout.parse(NAMES[name][1]).world_size
     true = pool.run(world, true_peak.peaks, compose_config("sft", Config, given)[0])
+    rel = 0.05 if NAMES[name][0] == "qwen3-moe" else 0.01  # which experts tokens choose decides what is kept of them
     for rank, report in reports.items():
-        assert report.peak.peak == pytest.approx(true[rank][0], rel=0.05)
+        assert report.peak.peak == pytest.approx(true[rank][0], rel=rel)
         if world == 1:
             assert report.peak.peak == pytest.approx(true[rank][1], rel=0.01)
