@@ -101,11 +101,14 @@ def prune(checkpoints: Path, keep: int) -> None:
 
 
 def export_hf(folder: Path, model: Model) -> None:
-    """Write safetensors with Hugging Face names; each rank that holds weights that no other does writes its own.
+    """Write safetensors with the Hugging Face names of a text model; each rank that holds weights that no other does
+    writes its own.
 
     Collective over the world.
     """
-    mine = ((name, tensor.cpu()) for name, tensor, write in model.hf_tensors(model.arch.torch_dtype) if write)
+    arch = model.arch.text_only()
+    tensors = model.hf_tensors(arch.torch_dtype, arch)
+    mine = ((name, tensor.cpu()) for name, tensor, write in tensors if write)
     entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     entries_of_ranks = gather_objects(entries)
     if dist.get_rank() == 0:

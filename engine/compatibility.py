@@ -16,9 +16,9 @@ from typing import Any
 from isoloss.engine.config import RECOMPUTE_MODULES, Config
 from isoloss.engine.key_help import as_written
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore import nvidia_apex, transformer_engine
+from isoloss.models.mcore import deep_ep, transformer_engine
 from isoloss.models.mcore.stages import stage_layers
-from isoloss.parallel import Layout, UserError
+from isoloss.parallel import Layout, UserError, flash_attention
 
 Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
 
@@ -59,6 +59,9 @@ def attention_and_mlp(setup: Setup) -> Refusals:
     if kv_heads % tp and tp % kv_heads:
         why = f"neither divides nor is a multiple of the model's {kv_heads} key/value heads"
         yield "parallel.tp", why, _divisors(kv_heads)
+    if arch.joint_qk_norm and kv_heads % tp:
+        why = f"does not divide the model's {kv_heads} key/value heads, which are normed together"
+        yield "parallel.tp", why, _divisors(kv_heads)
     if setup.has_dense_layers and arch.intermediate_size % tp:
         why = f"does not divide the model's intermediate_size {arch.intermediate_size}"
         yield "parallel.tp", why, _divisors(arch.intermediate_size)
@@ -69,6 +72,23 @@ def attention_and_mlp(setup: Setup) -> Refusals:
     if rank_heads % setup.layout.ulysses:
         why = f"does not divide the {rank_heads} attention heads of a TP rank ({heads} heads / tp {tp})"
         yield "parallel.ulysses", why, f"{_divisors(rank_heads)}, and parallel.ring for more context ranks"
+
+
+def gated_delta(setup: Setup) -> Refusals:
+    delta, layout = setup.arch.delta, setup.layout
+    if delta is None:
+        return
+    if delta.key_heads % layout.tp:
+        why = f"does not divide the {delta.key_heads} key heads of the model's Gated DeltaNet"
+        yield "parallel.tp", why, _divisors(delta.key_heads)
+    rank_heads = delta.value_heads // layout.tp
+    if rank_heads % layout.context:
+        key, other = ("ring", "ulysses") if layout.ring > 1 else ("ulysses", "ring")
+        why = (
+            f"x {other}={getattr(layout, other)} does not divide the {rank_heads} value heads of a TP rank in the "
+            "model's Gated DeltaNet"
+        )
+        yield f"parallel.{key}", why, f"for parallel.ulysses x parallel.ring {_divisors(rank_heads)}"
 
 
 def stages(setup: Setup) -> Refusals:
@@ -110,12 +130,45 @@ def mixture_of_experts(setup: Setup) -> Refusals:
 def load_balancing(setup: Setup) -> Refusals:
     moe, experts = setup.config.moe, setup.arch.experts
     if experts is None:
-        for name, off in (("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0)):
+        for name, off in (
+            ("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0), ("dispatcher", "alltoall"),
+            ("dispatch_bound", None),
+        ):  # fmt: skip
             if getattr(moe, name) != off:
-                yield f"moe.{name}", "is for mixture-of-experts models and this one is dense", f"leave it at {off}"
+                why, shown = "is for mixture-of-experts models and this one is dense", "null" if off is None else off
+                yield f"moe.{name}", why, f"leave it at {shown}"
     elif moe.bias_update_rate > 0 and not experts.selection_bias:
         why = f"moves selection biases, and models of the family {setup.arch.family} have none"
         yield "moe.bias_update_rate", why, "leave it at 0 and balance with moe.aux_loss=sequence"
+
+
+def dispatch_bound(setup: Setup) -> Refusals:
+    config, arch = setup.config, setup.arch
+    if config.moe.dispatch_bound is None:
+        return
+    key, remedy = "moe.dispatch_bound", "leave it at null"
+    if setup.layout.ep == 1:
+        yield key, "is of messages between ranks of parallel.ep, and here it is 1", remedy
+    if config.moe.dispatcher != "alltoall":
+        yield key, f"does not work with moe.dispatcher={config.moe.dispatcher}, which has messages of its own", remedy
+    if not config.kernels.grouped_experts or config.model.transformer_engine:
+        why = "needs the experts of kernels.grouped_experts, which are switched off here"
+        yield key, why, "set kernels.grouped_experts=true and model.transformer_engine=false, or leave it at null"
+    if arch.linear_bias or arch.clamped_swiglu:
+        yield key, f"does not work with the experts of {arch.family}, which run one by one", remedy
+
+
+def dispatcher(setup: Setup) -> Refusals:
+    chosen, precision = setup.config.moe.dispatcher, setup.config.train.precision
+    if chosen == "alltoall":
+        return
+    key, remedy = "moe.dispatcher", "use moe.dispatcher=alltoall"
+    if setup.layout.ep * setup.layout.etp == 1:
+        yield key, "sends tokens to other ranks, and here every rank has all experts", remedy
+    if precision != "bf16":
+        yield key, f"does not work with train.precision={precision}, which its kernels do not have", remedy
+    if not deep_ep.has(chosen):
+        yield key, "needs the package deep_ep with its kernels, which does not import here", f"install it, or {remedy}"
 
 
 def precision_and_optimizer(setup: Setup) -> Refusals:
@@ -123,16 +176,21 @@ def precision_and_optimizer(setup: Setup) -> Refusals:
     if fp64 and parallel.distributed_optimizer:
         why = "does not work with train.precision=fp64 (Megatron's distributed optimizer holds fp32 state)"
         yield "parallel.distributed_optimizer", why, "leave it at null"
-    if not parallel.gradient_accumulation_fusion:
-        return
-    key = "parallel.gradient_accumulation_fusion"
-    if fp64:
-        why = "does not work with train.precision=fp64, whose gradients no fused kernel accumulates"
-        yield key, why, "leave it at false"
-    if not setup.config.model.transformer_engine and not nvidia_apex.fuses_weight_gradients():
-        package = "NVIDIA's apex built with --cpp_ext and --cuda_ext"
-        remedy = "leave it at false, or use model.transformer_engine=true, whose layers have a kernel of their own"
-        yield key, f"needs {package}, whose fused_weight_gradient_mlp_cuda is not here", remedy
+    if parallel.overlap_param_gather and not setup.config.distributed_optimizer:
+        why = "is for the distributed optimizer, whose ranks step a piece of the weights each"
+        yield "parallel.overlap_param_gather", why, "leave it at null"
+    if parallel.grad_reduce_dtype == "bf16" and setup.config.train.precision != "bf16":
+        why = f"does not work with train.precision={setup.config.train.precision}, whose weights need wider gradients"
+        yield "parallel.grad_reduce_dtype", why, "use train.precision=bf16, or fp32"
+    if fp64 and parallel.gradient_accumulation_fusion:
+        why = "does not work with train.precision=fp64, whose gradients Megatron's layers do not add up themselves"
+        yield "parallel.gradient_accumulation_fusion", why, "leave it at null"
+
+
+def kernels(setup: Setup) -> Refusals:
+    if setup.config.kernels.attention == "fa3" and not flash_attention.has_fa3():
+        why = "needs the package flash_attn_interface and PyTorch 2.11, and one of them is not here"
+        yield "kernels.attention", why, "install it, or use auto"
 
 
 def transformer_engine_layers(setup: Setup) -> Refusals:
@@ -196,9 +254,12 @@ def transformer_engine_context_ranks(setup: Setup) -> Refusals:
 
 def recomputation(setup: Setup) -> Refusals:
     memory, arch, experts = setup.config.memory, setup.arch, setup.arch.experts
+    no_mlp = "" if setup.has_dense_layers else "experts in every layer"
     lacking = {
-        "mlp": "" if setup.has_dense_layers else "experts in every layer",
+        "mlp": no_mlp,
+        "mlp_act": no_mlp,
         "moe": "" if experts else "no experts",
+        "experts": "" if experts else "no experts",
         "shared_experts": "" if experts and experts.shared_size else "no shared experts",
         "mla_up_proj": "" if arch.latent else "no latent attention",
     }
@@ -221,6 +282,12 @@ def offloading(setup: Setup) -> Refusals:
     if memory.offload_optimizer > 0 and not setup.config.distributed_optimizer:
         remedy = "leave parallel.distributed_optimizer at null, or use 0"
         yield "memory.offload_optimizer", "needs the distributed optimizer", remedy
+    if memory.offload_optimizer > 0 and setup.config.parallel.grad_reduce_dtype == "bf16":
+        why = "does not work with parallel.grad_reduce_dtype=bf16 (what is stepped in CPU memory takes fp32 gradients)"
+        yield "memory.offload_optimizer", why, "use parallel.grad_reduce_dtype=fp32, or 0"
+    if memory.offload_optimizer > 0 and setup.config.parallel.overlap_param_gather:
+        why = "does not work with memory.offload_optimizer (weights come from CPU memory after the step)"
+        yield "parallel.overlap_param_gather", why, "leave it at null"
     if memory.offload_layers == 0:
         return
     key = "memory.offload_layers"
@@ -238,10 +305,14 @@ def offloading(setup: Setup) -> Refusals:
 
 SUBJECTS = (
     attention_and_mlp,
+    gated_delta,
     stages,
     mixture_of_experts,
     load_balancing,
+    dispatch_bound,
+    dispatcher,
     precision_and_optimizer,
+    kernels,
     transformer_engine_layers,
     transformer_engine_attention,
     transformer_engine_context_ranks,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.mcore.activation_memory import ActivationMemory
+from isoloss.models.mcore.kernels import Kernels
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.keys import Keys, key, require
 from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
@@ -100,11 +101,27 @@ class ParallelConfig(Degrees, group="parallel"):
     distributed_optimizer: bool | None = key(
         None, "Split the optimizer's state over data-parallel ranks (ZeRO-1); null: unless train.precision is fp64."
     )
-    overlap_grad_reduce: bool = key(False, "Reduce gradients during the backward of the last micro-batch.")
-    gradient_accumulation_fusion: bool = key(
-        False,
-        "Matrix products add weight gradients to the fp32 buffer themselves. Needs a kernel of NVIDIA's apex, or "
-        "model.transformer_engine.",
+    overlap_grad_reduce: bool | None = key(
+        None,
+        "Reduce gradients during the backward of the last micro-batch, where one call takes the whole step, as in "
+        "the recipes (Engine.train_step); null: on a GPU.",
+    )
+    overlap_param_gather: bool | None = key(
+        None,
+        "The distributed optimizer's ranks send each other the weights that they stepped during the forward of the "
+        "next pass, which waits for each bucket of weights where it first needs one; null: on a GPU, with the "
+        "distributed optimizer and memory.offload_optimizer=0.",
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "In what gradients are summed, over micro-batches and ranks. bf16: half of the memory and of the exchange, "
+        "and gradients are then the same on every layout up to the rounding of bf16 only, also of every micro-batch. "
+        "Needs train.precision=bf16.",
+    )
+    gradient_accumulation_fusion: bool | None = key(
+        None,
+        "Matrix products add weight gradients to the buffer of gradients themselves; null: on a GPU, unless "
+        "train.precision is fp64.",
     )
 
     def __post_init__(self):
@@ -170,6 +187,18 @@ class MoeConfig(Keys, group="moe"):
         "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), in models that have "
         "such biases; 0: not at all.",
         at_least=0,
+    )
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = key(
+        "alltoall",
+        "What sends tokens to their experts: alltoall, or the kernels of DeepEP or HybridEP through Megatron-Core's "
+        "flex dispatcher. Those need bf16 and the package deep_ep, and were not run.",
+    )
+    dispatch_bound: float | None = key(
+        None,
+        "On a GPU every message between ranks of parallel.ep has room for so many times the even share of tokens, and "
+        "the host need not wait for sizes. A training step in which one has no room for a token is run again with "
+        "the sizes that are needed, so this changes no number (docs/moe.md); null: always those sizes.",
+        at_least=1,
     )
 
     def __post_init__(self):
@@ -270,6 +299,12 @@ class TrainConfig(Keys, group="train"):
         "last; 0: only those.",
         at_least=0,
     )
+    gc_every: int = key(
+        10,
+        "Optimizer steps between collections of Python's garbage, by all ranks at once, so that none keeps the others "
+        "waiting at some other time; 0: whenever Python likes.",
+        at_least=0,
+    )
     max_bad_steps: int = key(
         3,
         "The run ends after this many consecutive steps whose loss or gradient is not finite. Such a step is never "
@@ -301,6 +336,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     memory: MemoryConfig = field(default_factory=MemoryConfig)
+    kernels: Kernels = field(default_factory=Kernels)
     moe: MoeConfig = field(default_factory=MoeConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -308,10 +344,31 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
 
+    def accumulates_in_products(self, *, on_gpu: bool) -> bool:
+        """What parallel.gradient_accumulation_fusion says."""
+        chosen = self.parallel.gradient_accumulation_fusion
+        return on_gpu and self.train.precision != "fp64" if chosen is None else chosen
+
+    def overlaps_grad_reduce(self, *, on_gpu: bool) -> bool:
+        """What parallel.overlap_grad_reduce says."""
+        chosen = self.parallel.overlap_grad_reduce
+        return on_gpu if chosen is None else chosen
+
+    def overlaps_param_gather(self, *, on_gpu: bool) -> bool:
+        """What parallel.overlap_param_gather says."""
+        chosen = self.parallel.overlap_param_gather
+        legal = self.distributed_optimizer and self.memory.offload_optimizer == 0
+        return on_gpu and legal if chosen is None else chosen
+
     @property
     def distributed_optimizer(self) -> bool:
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
+
+    @property
+    def lends_device_memory(self) -> bool:
+        """Whether other processes open this one's memory of the GPU, by handles."""
+        return False
 
     def resume_fingerprint(self) -> dict[str, object]:
         """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a

@@ -13,12 +13,14 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint, load_balancing
+from isoloss.engine import checkpoint, load_balancing, startup
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.model_source import ModelSource, resolve
 from isoloss.engine.optimizer import (
+    Gather,
+    Overlap,
     build_optimizer,
     clip_gradients,
     global_grad_norm,
@@ -38,7 +40,7 @@ from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import copy_sidecars
-from isoloss.parallel import Mesh, UserError, launch
+from isoloss.parallel import Mesh, flash_attention, launch
 from isoloss.parallel.aggregation import Aggregation
 
 TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
@@ -75,9 +77,10 @@ class Engine:
         self.config = config
         self.source = source or resolve(config)
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
-        if config.train.deterministic:
-            launch.use_deterministic_algorithms()
+        startup.prepare(config)
+        launch.choose_kernels(deterministic=config.train.deterministic)
         if critic_of is None:
+            flash_attention.activate(config.kernels.attention)
             launch.init_process_group()
             self.mesh = Mesh.create(layout, config.parallel.cp_kernel)
         else:
@@ -92,14 +95,20 @@ class Engine:
             DTYPES[config.train.precision],
             stage_layers(self.arch, layout, config.parallel.stage_layers),
             config.memory,
+            config.kernels,
             te=config.model.transformer_engine,
+            dispatcher=config.moe.dispatcher,
+            deterministic=config.train.deterministic,
         )
-        if config.parallel.gradient_accumulation_fusion:
+        on_gpu = model.tensors()[0].is_cuda
+        if config.accumulates_in_products(on_gpu=on_gpu):
             accumulate_in_products(model.modules)
         model.load(weights)
         self.chunks = wrap_ddp(model.modules, config, self.mesh)
         self.model = dataclasses.replace(model, chunks=self.chunks)
         self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
+        self.overlap = Overlap(self.chunks)
+        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=on_gpu))
         model_config = self.chunks[0].config
         model_config.no_sync_func = self._no_sync
         # The schedule must not reduce: several forward_backward calls can precede one optim_step.
@@ -119,13 +128,9 @@ class Engine:
 
         A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
         `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`.
-        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics; here and in every
+        method that reads weights, after a step, the all-gather of what it stepped (`Gather`).
         """
-        if self.config.parallel.overlap_grad_reduce:
-            raise UserError(
-                "parallel.overlap_grad_reduce=true belongs to Engine.train_step, which reduces during the last "
-                "backward; switch it off to call forward_backward and optim_step yourself"
-            )
         return self._forward_backward(samples, loss)
 
     def optim_step(self, lr: float | None = None) -> OptimResult:
@@ -146,7 +151,8 @@ class Engine:
         if applied:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_hyperparameters(self.optimizer, lr)
-            self.optimizer.step_with_ready_grads()
+            with self.gather.later():
+                self.optimizer.step_with_ready_grads()
             if self.load_balancing is not None:
                 load_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
@@ -155,13 +161,31 @@ class Engine:
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
     ) -> tuple[StepMetrics, OptimResult]:
-        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured."""
+        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
+
+        With `moe.dispatch_bound` the host does not wait for the sizes of messages between experts. Where one of them
+        had no room for a token, on whatever rank, all ranks forget the step and run it again without a bound, so
+        nothing depends on it.
+        """
+        # What earlier calls accumulated could not be kept if this one were forgotten.
+        bound = None if self._modes else self.config.moe.dispatch_bound
         try:
-            metrics = self._forward_backward(samples, loss)
+            with self.overlap.now():
+                metrics = self._forward_backward(samples, loss, bound)
+                result = None if metrics.lost else self.optim_step(lr)
+            if result is None:
+                wasted = metrics.seconds
+                self.zero_grad()  # once what has begun to be reduced has been waited for
+                with self.overlap.now():
+                    metrics = self.forward_backward(samples, loss)
+                    result = self.optim_step(lr)
+                metrics = dataclasses.replace(metrics, seconds=wasted + metrics.seconds, reruns=1)
+            elif bound is not None:
+                metrics = dataclasses.replace(metrics, reruns=0)
         except BaseException:
             self.zero_grad()  # of a step that failed nothing stays, so that the next one can be taken
             raise
-        return metrics, self.optim_step(lr)
+        return metrics, result
 
     # ---- more verbs -------------------------------------------------------------------------------------------------
 
@@ -202,7 +226,7 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Forget the accumulated gradients and the experts' loads: a new step begins."""
-        self.return_to_device()
+        self._come_back()
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -235,7 +259,7 @@ class Engine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
-        self._weights.come_back()
+        self._whole_weights()
         yield from self.model.weights()
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
@@ -243,7 +267,7 @@ class Engine:
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
-        self._weights.come_back()
+        self._whole_weights()
         yield from self.model.weight_stream(bucket_bytes, receives)
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
@@ -257,11 +281,12 @@ class Engine:
         return checkpoint.load(Path(folder), self.model, self.optimizer)
 
     def export_hf(self, folder: str | Path) -> None:
-        """Write a Hugging Face folder that transformers and every server load. Collective over the world."""
-        self._weights.come_back()
+        """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
+        Collective over the world."""
+        self._whole_weights()
         checkpoint.export_hf(Path(folder), self.model)
         if dist.get_rank() == 0:
-            copy_sidecars(self.source.folder, folder, self.arch)
+            copy_sidecars(self.source.folder, folder, self.arch.text_only())
         dist.barrier()
 
     # ---- memory of the device, for others ---------------------------------------------------------------------------
@@ -278,13 +303,14 @@ class Engine:
         if self._modes:
             raise ValueError("leave_device() after forward_backward: call optim_step() or zero_grad() first")
         self._training.leave()
+        self.gather.wait()  # weights in pieces may leave, and be gathered when they are back
         if weights:
             self._weights.leave()
 
     def return_to_device(self) -> None:
-        """Take the memory back, where `leave_device` gave it away."""
-        self._weights.come_back()
-        self._training.come_back()
+        """Take the memory back, where `leave_device` gave it away, with whole weights in it. Collective as `Gather`."""
+        self._come_back()
+        self.gather.finish()
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
@@ -295,9 +321,19 @@ class Engine:
             lengths, layout.dp, self.config.batch.max_tokens, self.cost_model, layout.pp if layout.vpp > 1 else 1
         )
 
+    def _come_back(self) -> None:
+        self._weights.come_back()
+        self._training.come_back()
+
+    def _whole_weights(self) -> None:
+        self._weights.come_back()
+        self.gather.finish()
+
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
-        self.return_to_device()
-        return prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
+        self._come_back()
+        batch = prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
+        self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
+        return batch
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
         """What `head` gives for every target, sample by sample."""
@@ -306,13 +342,17 @@ class Engine:
             flat = run_targets(self.model, batch, head, shape)
         return list(flat.split([len(s) for s in samples]))
 
-    def _forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+    def _forward_backward(
+        self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
+    ) -> StepMetrics:
+        """dispatch_bound: of messages between experts. What was accumulated is worth nothing where `lost` of the
+        metrics is not 0."""
         started = time.perf_counter()
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
             router_losses = load_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
-        metrics = run_step(self.model, batch, loss, router_losses=router_losses)
+        metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
         self._finite &= math.isfinite(metrics.loss)
         self._tokens += metrics.valid_tokens
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)

@@ -19,6 +19,7 @@ from isoloss.models.mcore.router import routers
 from isoloss.models.mcore.router_losses import RoutedTokens, RouterLoss, RouterLosses, sequence_balance, z_loss
 from isoloss.parallel import Mesh
 from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.mesh import of_the_world
 from isoloss.parallel.normalizer import TokenCounts, token_weights
 
 
@@ -98,7 +99,7 @@ def update_biases(chunks: Sequence[nn.Module], rate: float, mesh: Mesh) -> None:
     if rate == 0 or not stage_routers:  # nothing to move, or a pipeline stage of dense layers
         return
     load_LE = torch.stack([router.load_E for router in stage_routers])
-    dist.all_reduce(load_LE, group=mesh.megatron.tp_dp_cp)
+    dist.all_reduce(load_LE, group=of_the_world(mesh.megatron.tp_dp_cp))
     below_LE = torch.sign(load_LE.sum(1, keepdim=True) - load_LE.shape[1] * load_LE)  # of mean - load
     for router, below_E in zip(stage_routers, below_LE):
         assert router.expert_bias is not None

@@ -16,14 +16,16 @@ from functools import cache
 import torch
 
 from isoloss.engine.config import Config
+from isoloss.engine.delta_memory import DeltaMemory, delta_memory
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.mappings import ParamMapping
-from isoloss.models.weights.weight_map import EMBEDDING, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
-from isoloss.parallel.vocab import CHUNK_ELEMENTS
+from isoloss.parallel.vocab import FUSED_CHUNK_ELEMENTS
 
+EMBEDDING = "embedding"
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
 
@@ -55,7 +57,7 @@ def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[Stag
 def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
     width = BYTES[config.train.precision]
     dense, experts = parameters(arch, layout, rank, chunks)
-    master = 8 if width == 8 else 4  # bytes of a gradient, of a main weight and of a moment
+    master = 8 if width == 8 else 4  # bytes of a gradient (unless it is bf16), of a main weight and of a moment
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
     if not config.distributed_optimizer:
         replicas = (1, 1)
@@ -63,7 +65,7 @@ def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, 
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     return StageMemory(
         (trained + kept) * width * (dense + experts),
-        trained * master * (dense + experts),
+        trained * (2 if config.parallel.grad_reduce_dtype == "bf16" else master) * (dense + experts),
         sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
         _activations(config, arch, layout, rank, chunks),
     )
@@ -95,7 +97,7 @@ def _by_layer(arch: Architecture, tp: int, ep: int, etp: int) -> tuple[Counter, 
     dense, experts = Counter(), Counter()
     for weight in weight_map(arch):
         if weight.expert is None:
-            place = EMBEDDING if weight.parts[0].tensor == EMBEDDING else weight.layer
+            place = EMBEDDING if weight.name.startswith(EMBEDDING) else weight.layer
             dense[place] += _shard(weight.mapping, weight.shape, tp)
         elif arch.experts is not None and weight.expert < arch.experts.count // ep:
             experts[weight.layer] += _shard(weight.mapping, weight.shape, etp)
@@ -112,7 +114,8 @@ def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
 
 @dataclass(frozen=True)
 class _Sizes:
-    """See the module."""
+    """See the module. received: rows of tokens that a rank's experts get, with free places. delta: of a layer of Gated
+    DeltaNet, where there are any."""
 
     t: int
     s: int
@@ -123,6 +126,9 @@ class _Sizes:
     heads: int
     width: int
     sequence_parallel: bool
+    grouped: bool
+    received: float
+    delta: DeltaMemory | None
 
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
@@ -131,13 +137,22 @@ def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: r
 
 
 def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
-    tokens = config.batch.max_tokens // layout.context
+    tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
     return _Sizes(
         tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
         arch.num_heads * arch.head_dim // layout.tp, max(1, arch.num_kv_heads // layout.tp) * arch.head_dim,
-        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, BYTES[config.train.precision],
-        layout.sequence_parallel,
+        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, width,
+        layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
+        delta_memory(arch.delta, layout, tokens, width) if arch.delta else None,
     )  # fmt: skip
+
+
+def _received(config: Config, arch: Architecture, layout: Layout) -> float:
+    if arch.experts is None:
+        return 0
+    tokens = config.batch.max_tokens // layout.context // (layout.tp if layout.sequence_parallel else 1)
+    most = layout.ep * min(1, arch.experts.count / layout.ep / arch.experts.top_k)
+    return tokens * arch.experts.top_k * layout.etp * min(config.moe.dispatch_bound or 1, most)
 
 
 def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
@@ -147,8 +162,9 @@ def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, 
     moments = []
     for chunk, held in _held_before_backwards(layout, rank, kept):
         moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
+        moments.append(held + gathered + _delta_backward(config, arch, layout, chunks[chunk], z))
         if rank == layout.pp - 1 and chunk == layout.vpp - 1:
-            moments.append(held + gathered + _head(arch, layout, z, with_entropy=isinstance(config, RLConfig)))
+            moments.append(held + gathered + _head(config, arch, layout, z))
     return max(moments)
 
 
@@ -172,13 +188,16 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
 
 def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
     """What the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
-    memory = config.memory
-    recomputed = 0
-    if memory.recompute == "full":
-        recomputed = len(layers) if memory.recompute_layers is None else min(memory.recompute_layers, len(layers))
+    return z.width * z.s * z.h + sum(_by_layers(config, arch, layout, layers, z))
+
+
+def _by_layers(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> list[float]:
+    recomputed, count = 0, config.memory.recompute_layers
+    if config.memory.recompute == "full":
+        recomputed = len(layers) if count is None else min(count, len(layers))
     modules = _recomputed_modules(config)
-    whole = [z.width * z.s * z.h for _ in layers[:recomputed]]
-    return z.width * z.s * z.h + sum(whole) + sum(_layer(arch, layout, n, modules, z) for n in layers[recomputed:])
+    whole = [z.width * z.s * z.h] * recomputed
+    return whole + [_layer(arch, layout, n, modules, z) for n in layers[recomputed:]]
 
 
 def _recomputed_modules(config: Config) -> tuple[str, ...]:
@@ -186,39 +205,54 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 
 
 def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
-    """What a layer keeps of a micro-batch.
-
-    Attention: the projections; queries before their norm, where heads of several groups make it copy them; queries and
-    keys rotated, and the cosine and sine for each; the output and its log-sum-exp; the output as rows. Two sums of the
-    residual stream, two norms.
-    """
-    copied = z.q if arch.qk_norm and z.k > arch.head_dim else 0
-    attention = (z.q + 2 * z.k) + copied + (z.q + z.k) + 4 * arch.rotary_dim + 2 * z.q
-    kept = z.width * z.t * attention + 4 * z.t * z.heads
-    if "core_attn" in modules:
-        kept -= z.width * z.t * z.q + 4 * z.t * z.heads
+    """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms; the
+    MLP."""
+    if z.delta is not None and arch.is_linear(layer):
+        kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
+    else:
+        kept = _attention(arch, layout, modules, z)
     norms = (0 if "layernorm" in modules else 1) + 2
     kept += z.width * z.s * z.h * norms
     return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
 
 
+def _attention(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
+    """The projections; queries before their norm, where heads of several groups make it copy them; queries and keys
+    rotated; the output and its log-sum-exp; with Ulysses also what was exchanged of them. With an output gate, the
+    gates beside the queries, and the product."""
+    gates = z.q if arch.output_gate else 0
+    copied = z.q + gates if arch.qk_norm and z.k > arch.head_dim else 0
+    kept = z.width * z.t * ((z.q + 2 * z.k) + copied + (z.q + z.k) + z.q + 2 * gates)
+    if "core_attn" in modules:
+        return kept
+    return kept + z.width * z.t * (z.q + z.k if layout.ulysses > 1 else 0) + 4 * z.t * z.heads
+
+
+def _grouped(config: Config, arch: Architecture) -> bool:
+    """Whether all experts of a rank are run at once."""
+    plain = not arch.clamped_swiglu and not arch.linear_bias and not config.model.transformer_engine
+    return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
+
+
 def _mlp(modules: Sequence[str], z: _Sizes) -> float:
     """The norm's output; gate and up; their product."""
     kept = 0 if "layernorm" in modules else z.width * z.s * z.h
-    return kept + (0 if "mlp" in modules else z.width * z.t * 3 * z.f)
+    inside = 0 if "mlp" in modules else 2 if "mlp_act" in modules else 3
+    return kept + z.width * z.t * inside * z.f
 
 
 def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
-    """What the router sees, in fp32; tokens by expert; gate and up; their product, and that weighted."""
+    """What the router sees, in fp32; what shared experts keep, and their output before its gate; tokens by expert; gate
+    and up; and where experts run one by one, their product and that weighted."""
     experts = arch.experts
     assert experts is not None
     if "moe" in modules:
         return 0 if "layernorm" in modules else z.width * z.s * z.h
-    received = z.s * experts.top_k * layout.etp
     inner = experts.intermediate_size // layout.etp
     router = 4 * z.s * (z.h + 3 * experts.count)
-    shared = z.width * z.t * 3 * experts.shared_size // layout.tp
-    return router + shared + z.width * received * (z.h + 4 * inner)
+    shared = z.width * (z.t * 3 * experts.shared_size // layout.tp + z.s * z.h * experts.shared_gate)
+    inside = 0 if "experts" in modules else 2 * inner if z.grouped else 4 * inner
+    return router + shared + z.width * z.received * (z.h + inside)
 
 
 def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z: _Sizes) -> float:
@@ -226,24 +260,42 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
     modules = _recomputed_modules(config)
     gradients = z.width * 2 * z.s * z.h
     if arch.has_experts(layer):
-        assert arch.experts is not None
-        received = z.s * arch.experts.top_k * layout.etp
-        gradients += z.width * received * 3 * z.h
-        again = _experts(arch, layout, (), z) if "moe" in modules else 0
+        gradients += max(z.width * z.received * 3 * z.h, _sum_over_etp(layout, z))
+        again = _experts(arch, layout, (), z) if {"moe", "experts"} & {*modules} else 0
+        again -= _experts(arch, layout, ("experts",), z) if "experts" in modules and "moe" not in modules else 0
     else:
         gradients += z.width * z.t * 3 * z.f
-        again = _mlp((), z) if "mlp" in modules else 0
+        again = _mlp((), z) if "mlp" in modules else z.width * z.t * z.f if "mlp_act" in modules else 0
     if config.memory.recompute == "full" and config.memory.recompute_layers is None:
         again = _layer(arch, layout, layer, (), z)
     return gradients + again
 
 
-def _head(arch: Architecture, layout: Layout, z: _Sizes, *, with_entropy: bool) -> float:
-    """The loss head: hidden states and their gradient; the gradient of the output matrix, in fp32; a chunk of logits in
-    fp32 and once more rounded, with entropy one more in fp32; and with several chunks either what one adds to the
-    matrix, or the logits of the next.
+def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
+    """What the backward of the last layer of Gated DeltaNet adds, less what it and those behind it no longer keep."""
+    last = max((n for n in layers if arch.is_linear(n)), default=None)
+    if last is None or z.delta is None:
+        return 0
+    gone = _by_layers(config, arch, layout, layers, z)[last - layers.start :]
+    return z.delta.backward + z.width * 4 * z.s * z.h - sum(gone)
+
+
+def _sum_over_etp(layout: Layout, z: _Sizes) -> float:
+    """What the forward of the last layer adds where ETP ranks sum the outputs of experts: these, and in the order that
+    they go back in; the same in at least fp32, this rank's part of the sum, and that rounded."""
+    if layout.etp == 1:
+        return 0
+    exact = max(4, z.width)
+    return z.received * z.h * (2 * z.width + exact + (exact + z.width) / layout.etp)
+
+
+def _head(config: Config, arch: Architecture, layout: Layout, z: _Sizes) -> float:
+    """The loss head: hidden states and their gradient; a chunk of logits in fp32 and its gradient, rounded; and the
+    gradient of the output matrix, in fp32 where the head does not add it to the buffer of gradients. In the end,
+    without the chunk, that is rounded, or memory without meaning stands for it.
     """
     columns = math.ceil(arch.vocab_size / layout.tp)
-    logits, matrix = min(z.t * columns, CHUNK_ELEMENTS), columns * z.h
-    several = max(z.width * matrix, 4 * logits) if z.t * columns > CHUNK_ELEMENTS else 0
-    return z.width * 2 * z.t * z.h + 4 * matrix + logits * (4 + z.width + 4 * with_entropy) + several
+    chunk, matrix = min(z.t * columns, FUSED_CHUNK_ELEMENTS), columns * z.h
+    added = config.accumulates_in_products(on_gpu=True) and config.parallel.grad_reduce_dtype == "fp32"
+    added &= not (arch.tie_embeddings and layout.pp == 1)
+    return z.width * 2 * z.t * z.h + (0 if added else 4 * matrix) + max(chunk * (4 + z.width), z.width * matrix)

@@ -1,7 +1,9 @@
 """Megatron's optimizer (distributed or not), the learning-rate schedule, and clipping by an fp64 norm."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,16 +25,19 @@ from isoloss.models.mcore.compat import gradients_for_norm
 from isoloss.models.mcore.gpt import unwrap
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
+from isoloss.parallel.mesh import of_the_world
 
 OPTIMIZER = "torch.optim.AdamW, fused"  # what run.json calls it
 patches.use_torch_adamw()
 
 
 def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[DistributedDataParallel]:
-    """Megatron's gradient buffers around each chunk; gradients are plain sums over DP x context, in fp32 (fp64)."""
+    """Megatron's gradient buffers around each chunk; sums of gradients over DP x context, in fp32 (fp64, bf16)."""
+    on_gpu = next(chunks[0].parameters()).is_cuda
     ddp_config = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=config.train.precision != "fp64",
-        overlap_grad_reduce=config.parallel.overlap_grad_reduce,
+        # Else in the type of the weights.
+        grad_reduce_in_fp32=config.train.precision != "fp64" and config.parallel.grad_reduce_dtype == "fp32",
+        overlap_grad_reduce=config.overlaps_grad_reduce(on_gpu=on_gpu),
         use_distributed_optimizer=config.distributed_optimizer,
         average_in_collective=False,
         check_for_nan_in_grad=False,
@@ -43,6 +48,101 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
         )
         for index, chunk in enumerate(chunks)
     ]
+
+
+class Overlap:
+    """Reduction of gradients during the last backward, where configured: within `now()`, and only there. Megatron's
+    hooks ask one object of all chunks at every gradient; its buckets are those of an overlap in any case."""
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel]):
+        self._chunks, self._asked = chunks, chunks[0].ddp_config
+        self._configured, self._asked.overlap_grad_reduce = self._asked.overlap_grad_reduce, False
+
+    @contextlib.contextmanager
+    def now(self) -> Iterator[None]:
+        self._asked.overlap_grad_reduce = self._configured
+        try:
+            yield
+        finally:
+            self._asked.overlap_grad_reduce = False
+            for chunk in self._chunks:
+                for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                    if group.grad_reduce_handle is not None:  # of a step that failed: the next one starts anew
+                        group.grad_reduce_handle.wait()
+                        group.grad_reduce_handle = None
+
+
+class Gather:
+    """All-gather of the weights that a step of the distributed optimizer leaves in pieces, once a step. It is put off
+    to the next pass where configured: a module's forward pre-hook then waits for the buckets of its own weights.
+
+    Collectives are entered by `later` or `start` only, never by a hook: some ranks may run no micro-batch. Whoever
+    reads weights elsewhere than in a forward pass calls `finish` before.
+    """
+
+    def __init__(self, chunks: Sequence[DistributedDataParallel], *, put_off: bool):
+        self._asked, self._put_off = chunks[0].ddp_config, put_off
+        self._in_pieces = False
+        # Megatron's buckets begin at the end of the model.
+        self._buckets = [
+            bucket
+            for chunk in chunks
+            for bucket in (*reversed(chunk.bucket_groups), *reversed(chunk.expert_parallel_bucket_groups))
+        ]
+        if not put_off:
+            return
+        for chunk in chunks:
+            bucket_of: dict[Any, Any] = chunk.param_to_bucket_group
+            for module in chunk.module.modules():
+                own = {bucket_of[weight] for weight in module.parameters(recurse=False) if weight in bucket_of}
+                if own:
+                    module.register_forward_pre_hook(partial(_arrive, [*own]))
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """For the optimizer's step, in which Megatron would gather, all weights once for each of its optimizers."""
+        if not self._asked.use_distributed_optimizer:
+            yield
+            return
+        self._in_pieces = True
+        with self._asynchronous(True):
+            yield
+        if not self._put_off:
+            self.start()
+
+    def start(self) -> None:
+        """Gather what is in pieces. Collectives: an all-gather of every bucket over dp x context, or expert_dp; no
+        more than once after a step."""
+        if not self._in_pieces:
+            return
+        with self._asynchronous(self._put_off):
+            for bucket in self._buckets:
+                bucket.start_param_sync()
+        self._in_pieces = False
+
+    def finish(self) -> None:
+        """Every weight is whole after. Collectives as `start`."""
+        self.start()
+        self.wait()
+
+    def wait(self) -> None:
+        """For all that has begun. No collectives."""
+        _arrive(self._buckets)
+
+    @contextlib.contextmanager
+    def _asynchronous(self, asked: bool) -> Iterator[None]:
+        self._asked.overlap_param_gather = asked
+        try:
+            yield
+        finally:
+            self._asked.overlap_param_gather = False
+
+
+def _arrive(buckets: Sequence[Any], *_: Any) -> None:
+    for bucket in buckets:
+        if bucket.param_gather_handle is not None:
+            bucket.param_gather_handle.wait()
+            bucket.param_gather_handle = None
 
 
 def build_optimizer(chunks: Sequence[DistributedDataParallel], config: Config, dtype: torch.dtype) -> ChainedOptimizer:
@@ -158,16 +258,19 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     """Norm of the whole gradient, each parameter once, accumulated in fp64 (an fp32 norm is off by 5e-4 on a CPU).
 
     After `optimizer.prepare_grads()`. Collectives: an all-reduce over tp x pp for the dense parameters and one over
-    etp x ep x pp for experts, or over the world with the distributed optimizer, whose ranks each hold a piece.
+    etp x ep x pp for experts, or over the world with the distributed optimizer, whose ranks each hold a piece. The host
+    waits once.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     for part in optimizer.chained_optimizers:
-        square = torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
-        for grad in gradients_for_norm(part):
-            square += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-        dist.all_reduce(square, group=part.get_grad_stats_parallel_group())
-        total += square.item()
-    return math.sqrt(total)
+        square, grads = torch.zeros_like(total), [*gradients_for_norm(part)]
+        if grads:
+            # A GPU sums squares in fp64 as it reads; one norm alone would write the whole gradient in fp64 before.
+            norms = torch.stack(torch._foreach_norm(grads, 2, dtype=torch.float64))
+            square = norms.square().cumsum(0)[-1]  # one after the other
+        dist.all_reduce(square, group=of_the_world(part.get_grad_stats_parallel_group()))
+        total += square
+    return math.sqrt(total.item())
 
 
 @torch.no_grad()
@@ -175,8 +278,8 @@ def clip_gradients(optimizer: ChainedOptimizer, norm: float, clip: float) -> Non
     """Scale all gradients by clip / norm where the norm exceeds clip (0: never)."""
     if clip == 0 or norm <= clip:
         return
-    for part in optimizer.chained_optimizers:
-        for parameter in part.get_parameters():
-            grad = getattr(parameter, "decoupled_grad", parameter.grad)  # the former with an optimizer in CPU memory
-            if grad is not None:
-                grad.mul_(clip / norm)
+    parameters = [parameter for part in optimizer.chained_optimizers for parameter in part.get_parameters()]
+    # The former with an optimizer in CPU memory.
+    grads = [getattr(parameter, "decoupled_grad", parameter.grad) for parameter in parameters]
+    if grads := [grad for grad in grads if grad is not None]:
+        torch._foreach_mul_(grads, clip / norm)

@@ -4,13 +4,14 @@ Shape suffixes: T tokens of one sample, R of this rank's slice, N labelled posit
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
 from isoloss.parallel import Mesh
+from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.sequence import own_tokens, padded_document, padded_length
 from isoloss.parallel.upload import upload
 
@@ -27,6 +28,8 @@ class PackedBatch:
     length_S: real_lengths on the device.
     labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
+    uploads: what attention has told the device of the row, for all chunks of the model.
     """
 
     tokens_R: Tensor
@@ -40,6 +43,8 @@ class PackedBatch:
     targets_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
+    longest: int = 0
+    uploads: Uploads = field(default_factory=Uploads)
 
     @property
     def document_N(self) -> Tensor:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.flops import met_parameters, output_parameters, pair_flops
+from isoloss.models.flops import delta_flops, met_parameters, output_parameters, pair_flops
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,20 @@ class CostModel:
 
     @classmethod
     def of(cls, arch: Architecture) -> "CostModel":
-        """The FLOPs of a model (models/flops.py): linear of the matrices, quadratic and windowed of attention.
+        """The FLOPs of a model (models/flops.py): linear of matrices and of linear attention, quadratic and windowed
+        of attention.
 
         The output projection is counted at every token, as is usual for MFU, though only labelled positions compute it:
         masked prompts are a little cheaper than this says.
         """
         parameters = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
         layer = pair_flops(arch)
+        linear = [layer for layer in range(arch.num_layers) if arch.is_linear(layer)]
         windows = [window for window in map(arch.window, range(arch.num_layers)) if window is not None]
         assert len(set(windows)) <= 1, "config.json gives one window for all layers that have one"
         return cls(
-            linear=2.0 * parameters,
-            quadratic=(arch.num_layers - len(windows)) * layer,
+            linear=2.0 * parameters + (len(linear) * delta_flops(arch) if linear else 0.0),
+            quadratic=(arch.num_layers - len(windows) - len(linear)) * layer,
             windowed=len(windows) * layer,
             window=windows[0] if windows else 0,
         )

@@ -1,6 +1,6 @@
 """Tensors that leave their device for a while, so that others can have its memory, and come back to it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,22 @@ class _Absent:
     nbytes: int
     start: int
     stop: int
+
+
+def pinned_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Room for each of the tensors in pinned memory of the host, small ones together."""
+    rooms, chunk, end = [], torch.empty(0, dtype=torch.uint8), 0
+    for tensor in tensors:
+        start = -(-end // ALIGNMENT) * ALIGNMENT
+        if start + tensor.nbytes > chunk.nbytes:
+            chunk, start = _pinned(max(CHUNK, tensor.nbytes)), 0
+        end = start + tensor.nbytes
+        rooms.append(chunk[start:end].view(tensor.dtype).view(tensor.shape))
+    return rooms
+
+
+def _pinned(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 class Residents:
@@ -87,7 +103,7 @@ class Residents:
 
     def _reserve(self, nbytes: int) -> None:
         while len(self._host) * CHUNK < nbytes:
-            self._host.append(torch.empty(CHUNK, dtype=torch.uint8, device="cpu", pin_memory=True))
+            self._host.append(_pinned(CHUNK))
 
     def _pieces(self, each: _Absent) -> Iterator[tuple[Tensor, Tensor]]:
         """A storage, cut where a chunk of host memory ends: there and here."""

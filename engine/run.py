@@ -16,6 +16,7 @@ from isoloss.engine import checkpoint, device_memory
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, OptimResult
+from isoloss.engine.garbage import Garbage
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
@@ -76,15 +77,18 @@ class Run:
         self._guard = BadStepGuard(config.train.max_bad_steps)
         self._peak = peak_flops(engine.device)
         self._memory = device_memory.PeakReport(self._planned_peak)
+        self._garbage = Garbage(config.train.gc_every)
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
 
     def __enter__(self) -> "Run":
+        self._garbage.begin()
         return self
 
     def __exit__(self, *_) -> None:
+        self._garbage.end()
         self.metrics.close()
 
     def steps(
@@ -101,6 +105,7 @@ class Run:
             self._started = time.perf_counter()
             yield self.done
             self.done += 1
+            self._garbage.after_step(self.done)
             if self._due(self._config.train.eval_every):
                 self._evaluate(evaluate)
             if self._due(self._config.checkpoint.every):
@@ -208,6 +213,7 @@ def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utili
     return {
         **metrics.terms,
         **metrics.observed,
+        **({} if metrics.reruns is None else {"dispatch_reruns": metrics.reruns}),
         "loss": metrics.loss,  # the whole of it, not the term of that name
         "grad_norm": result.grad_norm,
         "lr": result.lr,

@@ -23,7 +23,7 @@ from isoloss.engine.optimizer import OPTIMIZER
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights import manifest
-from isoloss.parallel import UserError, device
+from isoloss.parallel import UserError, device, environment, flash_attention
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +215,11 @@ def _provenance(config: Config) -> dict:
         "layout": str(layout),
         "world_size": layout.world_size,
         "layers": transformer_engine.description(config.model.transformer_engine),
+        "attention": flash_attention.description(config.kernels.attention, config.train.precision),
         "optimizer": OPTIMIZER,
         "device": device.describe(layout.world_size),
         "python": platform.python_version(),
         "versions": {name: version(name) for name in packages},
+        "environment": environment.added(),  # besides what the user had set
         "git_revision": git.stdout.strip() or None,
     }

@@ -5,7 +5,7 @@ A aggregations of the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 
@@ -18,6 +18,7 @@ from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
+from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
@@ -40,7 +41,8 @@ class CanaryError(RuntimeError):
 
 
 class MicroBatches(Sequence[PackedBatch]):
-    """Packed when their turn comes, so that a step needs the memory of one of them, however many there are."""
+    """Packed when they are asked for, one before its turn, so that a step needs the memory of few of them, however many
+    there are."""
 
     def __init__(self, length: int, pack_one: Callable[[int], PackedBatch]):
         self._length, self._pack_one = length, pack_one
@@ -84,6 +86,9 @@ class StepMetrics:
     total_tokens: tokens without padding.
     micro_batches: of each rank.
     seconds: that forward and backward took, where they were timed.
+    lost: rows for which messages between experts had no room, of the rank that lost most; above 0 the step is worth
+        nothing.
+    reruns: how often `Engine.train_step` ran the step again for that; None without a bound.
     """
 
     loss: float
@@ -96,12 +101,15 @@ class StepMetrics:
     seconds: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
     observed: Mapping[str, float] = field(default_factory=dict)
+    lost: int = 0
+    reruns: int | None = None
 
 
 def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device) -> StepBatch:
     """Count and weigh this rank's share of `samples`, which every rank passes whole; packing waits for its turn.
 
-    Collectives: one all-reduce of int64 counts over dp, whatever the number of micro-batches and aggregations.
+    Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
+    aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
     """
     mine = plan.micro_batches[mesh.dp.rank()]
     order = [index for micro_batch in mine for index in micro_batch]
@@ -111,7 +119,7 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     group_ids = [number_of[samples[index].group] for index in order]
     by_prompt = any(aggregation.by_prompt for aggregation in loss.aggregations)
     prompts = {"group_ids": group_ids, "num_groups": len(number_of)} if by_prompt else {}
-    counts = count_tokens(masks, mesh.dp, **prompts)
+    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **prompts)
     weighed = [GlobalLossNormalizer(mode, mesh.dp).weights(masks, counts=counts) for mode in loss.aggregations]
     weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *(weights for weights, _ in weighed))}
     lengths = tuple(len(sample) for sample in samples)
@@ -122,21 +130,33 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     def pack_one(index: int) -> PackedBatch:
         m = mine[index]
         row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
-        return pack(*row, mesh, device, names, len(loss.aggregations))
+        return replace(pack(*row, mesh, device, names, len(loss.aggregations)), longest=longest[index])
 
-    rows = tuple(row_length([lengths[i] for i in m], mesh) for m in mine)
+    def rows_of(rank: int) -> tuple[int, ...]:
+        return tuple(row_length([lengths[i] for i in m], mesh) for m in plan.micro_batches[rank])
+
+    rows = rows_of(mesh.dp.rank())
+    # Ranks that share experts may have longer rows.
+    longest = rows if mesh.layout.ep == 1 else [max(ranks) for ranks in zip(*map(rows_of, range(mesh.dp.size())))]
     return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths)
 
 
 def run_step(
-    model: Model, batch: StepBatch, loss: Loss, *, router_losses: RouterLosses | None = None, forward_only: bool = False
+    model: Model,
+    batch: StepBatch,
+    loss: Loss,
+    *,
+    router_losses: RouterLosses | None = None,
+    dispatch_bound: float | None = None,
+    forward_only: bool = False,
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
     router_losses: what the routers add to the loss (`engine.load_balancing.start`).
+    dispatch_bound: of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
-    pair of all-reduces with router losses.
+    pair of all-reduces with router losses; with a bound, an all-reduce of one number over tp.
     """
     modes = loss.aggregations
 
@@ -157,14 +177,20 @@ def run_step(
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
-    forward = partial(_forward, model, router_losses)
+    lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
+    bound = partial(_bound, model.mesh, dispatch_bound, lost)
+    forward = partial(_forward, model, router_losses, bound)
     consumed = run_schedule(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
     )
     sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
-    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh)
+    if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
+        dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
+    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh, lost)
+    sizes.append(lost is not None)
     # The host waits for the device here, once a step.
-    weight_sums, sums, (magnitude,), observed, moments, largest = (part.tolist() for part in totals.cpu().split(sizes))
+    parts = (part.tolist() for part in totals.cpu().split(sizes))
+    weight_sums, sums, (magnitude,), observed, moments, largest, most_lost = parts
     for weight_sum, counts in zip(weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
@@ -184,6 +210,7 @@ def run_step(
         observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)}
         | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
         | dict(zip(loss.largest, largest)),
+        lost=int(sum(most_lost)),
     )
 
 
@@ -202,26 +229,41 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
 
     head: a micro-batch and the hidden states of its row -> [N, *shape].
     shape: of what it gives for one target.
-    Collectives: the model's and the head's; one all-reduce over dp x context and one over pp of the result.
+    Collectives: the model's and the head's; one all-reduce over dp x context and one over pp of the result, where
+    these have more than one rank.
     """
 
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), (micro_batch.origin_N, head(micro_batch, hidden))
 
     flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
-    forward = partial(_forward, model, None)
+    forward = partial(_forward, model, None, lambda micro_batch: None)
     for origin_N, values_N in run_schedule(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
     ):
         flat[origin_N] = values_N.to(torch.float64)
-    dist.all_reduce(flat, group=model.mesh.dp_context)
-    dist.all_reduce(flat, group=model.mesh.pp)
+    for group in model.mesh.of_losses:
+        dist.all_reduce(flat, group=group)
     return flat
 
 
-def _forward(model: Model, router_losses: RouterLosses | None, chunk: nn.Module, micro_batch: PackedBatch) -> Tensor:
+def _forward(
+    model: Model,
+    router_losses: RouterLosses | None,
+    bound: Callable[[PackedBatch], Bound | None],
+    chunk: nn.Module,
+    micro_batch: PackedBatch,
+) -> Tensor:
     routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
-    return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, routed)
+    row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths
+    return forward_row(chunk, *row, routed, bound(micro_batch), micro_batch.uploads)
+
+
+def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: PackedBatch) -> Bound | None:
+    if share is None or lost is None:
+        return None
+    shards = mesh.layout.context * (mesh.tp.size() if mesh.layout.sequence_parallel else 1)
+    return Bound(share, micro_batch.longest // shards, lost)
 
 
 def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
@@ -253,11 +295,13 @@ def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, cons
 # ---- numbers of a step over its micro-batches and ranks, all in fp64 -------------------------------------------------
 
 
-def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -> Tensor:
+def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh, more: Tensor | None = None) -> Tensor:
     """The sums of the first `sums` numbers of all micro-batches and ranks, and the largest of each of the others.
 
     consumed: of each micro-batch of this rank, [sums + largest] fp64; those others are not negative.
-    Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add.
+    more: a number of this rank, one of those others, 0-d.
+    Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add; each
+    where it has more than one rank.
     """
 
     def reduced(parts: Sequence[Tensor]) -> Tensor:
@@ -266,7 +310,9 @@ def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh) -
 
     zeros = torch.zeros(sums + largest, dtype=torch.float64, device=torch.cuda.current_device())
     totals = reduced([zeros, *consumed])
-    for group in (mesh.dp_context, mesh.pp):
+    if more is not None:
+        totals = torch.cat([totals, more[None]])
+    for group in mesh.of_losses:
         rank_totals = [torch.empty_like(totals) for _ in range(group.size())]
         dist.all_gather(rank_totals, totals, group=group)
         totals = reduced(rank_totals)

@@ -11,8 +11,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-# Fields of config.json for the layers that files append for multi-token prediction: two spellings.
-MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers")
+# Fields of config.json for the layers that files append for multi-token prediction: four spellings.
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules", "mtp_num_hidden_layers")
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,30 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class QueryScaling:
+    """Llama 4's: queries times 1 + beta log(1 + n), where n original lengths lie before the token."""
+
+    beta: float
+    original_max_position_embeddings: int
+
+    def factors(self, positions_R: Tensor) -> Tensor:
+        """[R], in fp32 by the operations of transformers in their order, so that they are bit-equal."""
+        lengths = torch.floor(positions_R / self.original_max_position_embeddings)
+        return 1 + self.beta * torch.log(1 + lengths)
+
+
+@dataclass(frozen=True)
 class Rope:
     """Rotary position embedding (arXiv:2104.09864).
 
     interleaved: pairs of channels that turn together are neighbours, else they are half the width apart.
+    query_scaling: queries, rotated, also grow with their position.
     """
 
     theta: float
     scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
     interleaved: bool = False
+    query_scaling: QueryScaling | None = None
 
     @property
     def cos_sin_factor(self) -> float:
@@ -122,16 +137,19 @@ class ExpertNames:
 
     module: of router and experts.
     projections: of an expert: gate, up, down.
-    stacked: gate_up_proj and down_proj hold those of all experts, transposed, gate and up interleaved (gpt-oss).
-    selection_bias, shared: of the selection bias and of the shared experts, below the module.
+    stacked: gate_up_proj and down_proj hold those of all experts: as `rows` (gate above up, Qwen3.5), or `transposed`,
+        gate and up interleaved, with biases (gpt-oss).
+    selection_bias, shared, shared_gate: of the selection bias, of the shared experts and of their gate, below the
+        module.
     """
 
     module: str = "mlp"
     router: str = "gate"
     projections: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    stacked: bool = False
+    stacked: Literal["", "rows", "transposed"] = ""
     selection_bias: str = "gate.e_score_correction_bias"
     shared: str = "shared_experts"
+    shared_gate: str = "shared_expert_gate"
 
 
 @dataclass(frozen=True)
@@ -145,6 +163,7 @@ class Experts:
     normalize: the weights of the chosen experts are divided by their sum.
     scaling: then multiplied by this.
     shared_size: width of the MLP that sees every token; 0: there is none.
+    shared_gate: its output is multiplied by a sigmoid of a product of the token with a vector.
     """
 
     count: int
@@ -157,6 +176,7 @@ class Experts:
     groups: int = 1
     groups_kept: int = 1
     shared_size: int = 0
+    shared_gate: bool = False
     dense_layers: int = 0
     names: ExpertNames = ExpertNames()
 
@@ -179,6 +199,31 @@ class Latent:
 
 
 @dataclass(frozen=True)
+class GatedDelta:
+    """Gated DeltaNet (arXiv:2412.06464), a linear attention, in place of attention in some layers.
+
+    key_heads, value_heads: value head h reads key head h // (value_heads / key_heads).
+    key_dim, value_dim: widths of a query or key head, and of a value head.
+    conv_width: tokens that the causal convolution of queries, keys and values sees, its own included.
+    layers: for each layer of the model, whether it is one of these.
+    woven: files hold what is projected of a token in two tensors, key head by key head (Qwen3-Next).
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    layers: tuple[bool, ...]
+    woven: bool = False
+
+    @property
+    def channels(self) -> int:
+        """Of queries, keys and values together: what the convolution sees."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+
+@dataclass(frozen=True)
 class Architecture:
     """A decoder-only transformer.
 
@@ -188,6 +233,9 @@ class Architecture:
     qkv_bias: q, k and v projections have a bias.
     linear_bias: so do all other projections, the router among them.
     qk_norm: RMSNorm over head_dim on queries and keys, before the rotation.
+    joint_qk_norm: that norm is over the channels of all heads together.
+    zero_centered_norm: every RMSNorm multiplies by 1 + its weight, but that inside of Gated DeltaNet.
+    output_gate: attention's output is multiplied by a sigmoid, channel by channel, of a gate beside the queries.
     windows: for each layer, how many tokens a token sees, itself included; None: all. () means None everywhere.
     sinks: the softmax of each head has one more, learned logit that no value belongs to.
     clamped_swiglu: gpt-oss's activation instead of SwiGLU.
@@ -195,6 +243,9 @@ class Architecture:
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
     critic: the output projection has one row, which gives an expected return instead of logits (`as_critic`).
+    tensor_prefix: what Hugging Face files call the model without its output projection.
+    left_out: beginnings of the names of other tensors that files may hold, such as those of a vision tower, which take
+        no part in what the model computes and are not trained.
     mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
         model computes and are not trained.
     """
@@ -216,13 +267,23 @@ class Architecture:
     dtype: str
     rotary_dim: int
     linear_bias: bool = False
+    joint_qk_norm: bool = False
+    zero_centered_norm: bool = False
+    output_gate: bool = False
     windows: tuple[int | None, ...] = ()
     sinks: bool = False
     clamped_swiglu: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    delta: GatedDelta | None = None
+    tensor_prefix: str = "model."
+    left_out: tuple[str, ...] = ()
     mtp_layers: int = 0
     critic: bool = field(default=False, repr=False)
+
+    def text_only(self) -> "Architecture":
+        """The same model, called in files as a text model is that no multimodal one is around."""
+        return replace(self, tensor_prefix="model.")
 
     def as_critic(self) -> "Architecture":
         return replace(self, critic=True, tie_embeddings=False)
@@ -237,6 +298,10 @@ class Architecture:
 
     def has_experts(self, layer: int) -> bool:
         return self.experts is not None and layer >= self.experts.dense_layers
+
+    def is_linear(self, layer: int) -> bool:
+        """Whether Gated DeltaNet takes attention's place in this layer."""
+        return self.delta is not None and self.delta.layers[layer]
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -12,6 +12,7 @@ from functools import cache
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights.weight_map import weight_map
+from isoloss.parallel.delta_rule import CHUNK
 
 
 def met_parameters(arch: Architecture) -> Iterator[tuple[int, float]]:
@@ -33,6 +34,17 @@ def pair_flops(arch: Architecture) -> float:
     return 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
 
 
+def delta_flops(arch: Architecture) -> float:
+    """FLOPs of Gated DeltaNet's convolution and rule in one layer, a token: in a chunk of C tokens its products of
+    queries and keys, the system that it solves and what it gives, 2 * C * (D + U) each half of a square, and three
+    products with a state of D x U (arXiv:2412.06464, section 3.3)."""
+    delta = arch.delta
+    assert delta is not None
+    in_chunk = 2 * CHUNK * (delta.key_dim + delta.value_dim)
+    rule = delta.value_heads * (in_chunk + 6 * delta.key_dim * delta.value_dim)
+    return rule + 2 * delta.conv_width * delta.channels
+
+
 @cache
 def _met_by_layer(arch: Architecture) -> tuple[float, ...]:
     met = [0.0] * arch.num_layers
@@ -42,9 +54,13 @@ def _met_by_layer(arch: Architecture) -> tuple[float, ...]:
 
 
 def layer_flops(arch: Architecture, tokens: int) -> list[int]:
-    """Of each layer over a sequence of so many tokens; a window leaves the square up to it and a strip beyond."""
+    """Of each layer over a sequence of so many tokens; a window leaves the square up to it and a strip beyond, and of
+    linear attention nothing grows with the square."""
     flops = [2.0 * parameters * tokens for parameters in _met_by_layer(arch)]
     for layer in range(arch.num_layers):
+        if arch.is_linear(layer):
+            flops[layer] += delta_flops(arch) * tokens
+            continue
         seen = min(tokens, arch.window(layer) or tokens)
         flops[layer] += pair_flops(arch) * seen * (2 * tokens - seen)
     return [round(cost) for cost in flops]

@@ -12,6 +12,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
 from isoloss.models.mcore.build import build_chunks
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
+from isoloss.models.mcore.kernels import ALL, Kernels
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from isoloss.models.weights.checkpoint_names import local_name
@@ -47,6 +48,7 @@ class Model:
     arch: of the whole model.
     dtype: of the weights.
     stages: layers of each pipeline stage, in the order of the model.
+    kernels: those of a GPU.
 
     Shape suffixes: N labelled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
     """
@@ -56,6 +58,7 @@ class Model:
     mesh: Mesh
     dtype: torch.dtype
     stages: tuple[int, ...]
+    kernels: Kernels
 
     @classmethod
     def build(
@@ -65,18 +68,26 @@ class Model:
         dtype: torch.dtype,
         stages: Sequence[int] | None = None,
         memory: ActivationMemory = KEEP_ALL,
+        kernels: Kernels = ALL,
         *,
         te: bool = False,
+        dispatcher: str = "alltoall",
+        deterministic: bool = False,
     ) -> "Model":
         """With uninitialised weights.
 
         stages: None: of even cost.
         te: of Transformer Engine's modules.
+        dispatcher: of tokens to their experts.
+        deterministic: without Megatron's operations whose repetitions differ on a GPU.
 
         Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
         """
         stages = tuple(stages or stage_layers(arch, mesh.layout))
-        return cls(build_chunks(arch, mesh, dtype, stages, memory, te=te), arch, mesh, dtype, stages)
+        chunks = build_chunks(
+            arch, mesh, dtype, stages, memory, kernels, te=te, dispatcher=dispatcher, deterministic=deterministic
+        )
+        return cls(chunks, arch, mesh, dtype, stages, kernels)
 
     @property
     def modules(self) -> list[PackedGPT]:
@@ -109,14 +120,17 @@ class Model:
         temperature: logits are divided by it.
         Collectives over TP: a gather of the slice if it is sequence-parallel, and those of `vocab_parallel_logprobs`.
         """
+        module = self.modules[-1]
         return vocab_parallel_logprobs(
             self._labelled(hidden, labelled_N),
-            self.modules[-1].output_weight(),
+            module.output_weight(),
             targets_N,
             self.arch.vocab_size,
             self.mesh.tp,
             temperature=temperature,
             with_entropy=with_entropy,
+            fused=self.kernels.loss_head and hidden.is_cuda,
+            main_grad_VD=module.output_gradient(),
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
@@ -200,16 +214,19 @@ class Model:
         for owned, whole in self.whole_tensors():
             yield owned.weight.name, whole
 
-    def hf_tensors(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor, bool]]:
+    def hf_tensors(self, dtype: torch.dtype, arch: Architecture | None = None) -> Iterator[tuple[str, Tensor, bool]]:
         """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
+
+        arch: whose names; default those in the files that the model came from.
 
         Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
         where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.
         """
         ep = self.mesh.ep
+        named = {weight.name: weight for weight in weight_map(arch or self.arch)}
         rows: dict[str, list[Tensor]] = {}
         for owned, whole in self.whole_tensors():
-            weight = owned.weight
+            weight = named[owned.weight.name]
             for part, tensor in zip(weight.parts, weight.mapping.split(whole)):
                 tensor = tensor.to(dtype if weight.trained else torch.float32)
                 mine = owned.first and owned.tp.rank() == 0

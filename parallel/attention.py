@@ -29,10 +29,17 @@ class PackedRow(PackedSeqParams):
 
     lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
     uploads: what its layers have told the device of it.
+    query_factors_R: what the queries of this rank's slice are multiplied by, in models where that tells their position.
     """
 
     lengths: tuple[int, ...] = ()
     uploads: Uploads = field(default_factory=Uploads)
+    query_factors_R: Tensor | None = None
+
+    def scaled(self, query_RHD: Tensor) -> Tensor:
+        if self.query_factors_R is None:
+            return query_RHD
+        return query_RHD * self.query_factors_R.to(query_RHD.dtype)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -42,11 +49,13 @@ class Heads:
     scale: of the logits.
     window: how many tokens a token sees, itself included; None: all before it.
     sinks_H: a logit for each head that takes part in the softmax and has no value (arXiv:2309.17453, learned).
+    flash: whether FlashAttention may compute it, where there is a kernel.
     """
 
     scale: float
     window: int | None = None
     sinks_H: Tensor | None = None
+    flash: bool = True
 
 
 def grid_attention(
@@ -87,9 +96,16 @@ def grid_attention(
 
 def _ring_or_whole(query_WHD, key_WKD, value_WKU, row: PackedRow, ring, heads: Heads) -> Tensor:
     qkv = (query_WHD, key_WKD, value_WKU)
-    if ring.size() == 1:
+    if _by_document(query_WHD, ring):
         return document_attention(*qkv, row.lengths, heads)
-    return ring_attention(*qkv, row.lengths, row.uploads, ring, heads.scale, heads.window, heads.sinks_H)
+    return ring_attention(
+        *qkv, row.lengths, row.uploads, ring, heads.scale, heads.window, heads.sinks_H, flash=heads.flash
+    )
+
+
+def _by_document(query_WHD: Tensor, ring: dist.ProcessGroup) -> bool:
+    """The kernel of a CPU knows of no documents, and its launches cost nothing."""
+    return ring.size() == 1 and not query_WHD.is_cuda
 
 
 def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
@@ -105,7 +121,9 @@ def kv_repeats(heads: int, kv_heads: int, degree: int) -> int:
 def document_attention(
     query_WHD: Tensor, key_WKD: Tensor, value_WKU: Tensor, lengths: tuple[int, ...], heads: Heads
 ) -> Tensor:
-    """Causal attention within each document of a whole row, [W, H, U]; no document sees another. No collectives."""
+    """Causal attention within each document of a whole row, [W, H, U]; no document sees another. No collectives.
+
+    One call a document: what a CPU runs."""
     documents = zip(*(t.transpose(0, 1).split(lengths, dim=1) for t in (query_WHD, key_WKD, value_WKU)))
     grouped = query_WHD.shape[1] != key_WKD.shape[1]
     outputs = []
@@ -172,12 +190,13 @@ class PackedAttention(MegatronModule):
         scale: float,
         window: int | None,
         sinks: bool,
+        flash: bool = True,
         **also_unused,
     ):
         super().__init__(config)
         del layer_number, unused, also_unused
         self.ulysses, self.ring, self.tp_group = ulysses, ring, tp_group
-        self.scale, self.window = scale, window
+        self.scale, self.window, self.flash = scale, window, flash
         offset = None
         if sinks:
             count = config.num_attention_heads // tp_group.size()
@@ -192,7 +211,8 @@ class PackedAttention(MegatronModule):
         """query: [R, 1, H, D]; key: [R, 1, K, D]; value: [R, 1, K, U]. Returns [R, 1, H*U]."""
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         query, key, value = (t.squeeze(1) for t in (query, key, value))
-        heads = Heads(self.scale, self.window, self.softmax_offset)
+        query = packed_seq_params.scaled(query)
+        heads = Heads(self.scale, self.window, self.softmax_offset, self.flash)
         out = grid_attention(query, key, value, packed_seq_params, self.ulysses, self.ring, heads)
         return out.reshape(out.shape[0], 1, -1)
 

@@ -1,11 +1,19 @@
-"""The environment of this process, torchrun's variables among it, is read here and nowhere else. Imports no torch."""
+"""The environment of this process, torchrun's variables among it, is read and set here and nowhere else.
+
+Imports no torch: what CUDA and NCCL read of it has to be there before their first call.
+"""
 
 import os
+from collections.abc import Mapping
 
 OF_TORCHRUN = {
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
 }  # fmt: skip
+# Of NVIDIA's driver, also in a container; the second under Windows.
+DEVICE_FILES = ("/dev/nvidiactl", "/dev/dxg")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # two names of one setting, the old one last
+_added: dict[str, str] = {}  # like the environment itself, of the process
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -22,13 +30,33 @@ def visible_gpus() -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
-def without_torchrun() -> dict[str, str]:
+def may_have_gpus() -> bool:
+    """Whether torch may see a GPU, without asking CUDA, which would read the environment now."""
+    return visible_gpus() != "" and any(map(os.path.exists, DEVICE_FILES))
+
+
+def add(variables: Mapping[str, str]) -> None:
+    """Set those that the user has not set. A user's setting of the allocator stays whole, under either of its names."""
+    for name, value in variables.items():
+        names = ALLOCATOR if name in ALLOCATOR else (name,)
+        if not any(each in os.environ for each in names):
+            os.environ[name] = _added[name] = value
+
+
+def added() -> dict[str, str]:
+    """What `add` has set in this process, and what is still so."""
+    return {name: value for name, value in _added.items() if os.environ.get(name) == value}
+
+
+def of_other_programs() -> dict[str, str]:
     """This process's environment for a program that is not one of torchrun's ranks.
 
-    With torchrun's variables such a program, if it uses torch.distributed, would look for its peers at our store.
+    With torchrun's variables such a program, if it uses torch.distributed, would look for its peers at our store; and
+    what was added for training is not meant for it.
     """
+    ours = added()
     return {
         key: value
         for key, value in os.environ.items()
-        if key not in OF_TORCHRUN and not key.startswith("TORCHELASTIC_")
+        if key not in OF_TORCHRUN and not key.startswith("TORCHELASTIC_") and key not in ours
     }

@@ -1,6 +1,5 @@
 """Starting the process group of a rank."""
 
-import os
 from datetime import timedelta
 
 import torch
@@ -9,21 +8,37 @@ import torch.distributed as dist
 from isoloss.parallel.environment import local_rank, rank_and_world
 
 
-def use_deterministic_algorithms() -> None:
-    """Bit-equal repetitions: torch raises where it has no deterministic kernel. Before the first CUDA call."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
-    torch.use_deterministic_algorithms(True)
+def choose_kernels(*, deterministic: bool) -> None:
+    """What torch may choose on a GPU.
+
+    Where cuBLAS divides a long sum among blocks, as in the gradient of a weight, their parts stay in fp32: rounded to
+    bf16 on the way the gradient would depend on the division, and so on the layout.
+
+    deterministic: repetitions are bit-equal, and an operation without a deterministic kernel is an error; with the
+        variables that `isoloss.engine.startup` names.
+    """
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
 
 
 def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:
-    """Join the world if this process has not yet: NCCL on GPUs, gloo on CPUs; one rank needs no rendezvous."""
+    """Join the world if this process has not yet: NCCL on GPUs, gloo on CPUs; one rank needs no rendezvous.
+
+    On GPUs the world's communicator is made now, so that a network that does not work shows here. Other groups make
+    theirs when they are first used, as without a device. A world that stays bound would split each of Megatron's many
+    groups off itself at once, used or not, with all its ranks; single messages of a group would wait for each other;
+    and a group with servers, which are not in the world, would never come about.
+    """
     if dist.is_initialized():
         return
-    backend = "gloo"
+    backend, bound = "gloo", None
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank())
-        backend = "nccl"
+        backend, bound = "nccl", torch.device("cuda", local_rank())
     if rank_and_world()[1] == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout, device_id=bound)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, device_id=bound)
+    if bound is not None and dist.group.WORLD is not None:
+        dist.group.WORLD.bound_device_id = None

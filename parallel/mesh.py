@@ -49,17 +49,22 @@ class Mesh:
             expert_tensor_parallel_size=layout.etp,
             create_gloo_process_groups=False,
         )
+        tp, pp = (
+            _one(parallel_state.get_tensor_model_parallel_group()),
+            _one(parallel_state.get_pipeline_model_parallel_group()),
+        )
         grid: Any = parallel_state.get_hierarchical_context_parallel_groups()  # from the innermost
         return cls(
             layout=layout,
-            tp=_one(parallel_state.get_tensor_model_parallel_group()),
-            pp=_one(parallel_state.get_pipeline_model_parallel_group()),
+            tp=tp,
+            pp=pp,
             ulysses=_one(grid[0]),
             ring=_one(grid[1]),
             context=_one(parallel_state.get_context_parallel_group()),
             dp=_one(parallel_state.get_data_parallel_group()),
             dp_context=_one(parallel_state.get_data_parallel_group(with_context_parallel=True)),
-            stage=_one(parallel_state.get_model_parallel_group()),
+            # Only scalars are summed over it: no communicator, with buffers, where another has the same ranks.
+            stage=tp if layout.pp == 1 else pp if layout.tp == 1 else _one(parallel_state.get_model_parallel_group()),
             ep=_one(parallel_state.get_expert_model_parallel_group()),
             etp=_one(parallel_state.get_expert_tensor_parallel_group()),
             expert_dp=_one(parallel_state.get_expert_data_parallel_group()),
@@ -74,6 +79,12 @@ class Mesh:
     def is_last_stage(self, chunk: int) -> bool:
         """Whether model chunk `chunk` of this rank computes the loss."""
         return self.pp.rank() == self.layout.pp - 1 and chunk == self.layout.vpp - 1
+
+    @property
+    def of_losses(self) -> list[dist.ProcessGroup]:
+        """The groups over which something of the loss is summed, or gathered, one after the other: those that have more
+        than one rank. Both also carry more than scalars."""
+        return [group for group in (self.dp_context, self.pp) if group.size() > 1]
 
     @property
     def document_multiple(self) -> int:
@@ -92,6 +103,13 @@ def _one(group) -> dist.ProcessGroup:
     """Megatron types its groups as one, several or an int; in this mesh each axis is one."""
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def of_the_world(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The world's own group where `group` has all its ranks in their order: on GPUs a second one would be a second
+    communicator. For scalars: what is large overlaps with others in a group of its own."""
+    world = dist.group.WORLD
+    return world if world and dist.get_process_group_ranks(group) == list(range(world.size())) else group
 
 
 def destroy() -> None:

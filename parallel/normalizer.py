@@ -59,6 +59,7 @@ def count_tokens(
     sp_group: dist.ProcessGroup | None = None,
     group_ids: Sequence[int] | None = None,
     num_groups: int = 0,
+    counted: bool = True,
 ) -> TokenCounts:
     """Count the tokens of the step.
 
@@ -66,6 +67,7 @@ def count_tokens(
     group_ids, num_groups: each sample's prompt, in 0..num_groups-1, where num_groups is the same on all ranks; a number
         that no sample of any rank has is no prompt. Without group_ids prompts are not counted. ValueError where one is
         out of range.
+    counted: where several ranks of dp_group have the same samples, True on one of them.
     Collectives: one all-reduce over dp_group (before it, one over sp_group if the masks are sharded).
     """
     tokens_S = torch.stack([m.sum(dtype=torch.int64) for m in masks]) if masks else torch.zeros(0, dtype=torch.int64)
@@ -83,7 +85,7 @@ def count_tokens(
             raise ValueError(f"group_ids must be in 0..{num_groups - 1} (num_groups={num_groups}), not {outside[0]}")
         of_prompts_2P.index_add_(1, group_S, torch.stack([tokens_S, torch.ones_like(tokens_S)]))
     totals = torch.stack([tokens_S.sum(), torch.tensor(len(masks)), (tokens_S > 0).sum()])
-    counts = upload(torch.cat([totals, of_prompts_2P.flatten()]), device_of(dp_group))
+    counts = upload(torch.cat([totals, of_prompts_2P.flatten()]) * counted, device_of(dp_group))
     dist.all_reduce(counts, group=dp_group)
     counts = counts.cpu()  # the host waits for the device here, once a step
     tokens, sequences, valid_sequences = counts[:3].tolist()

@@ -1,32 +1,58 @@
-"""Pieces of a packed row as index tensors on the device, uploaded once for all layers."""
+"""What one call of FlashAttention is told of a packed row, uploaded once for all layers."""
 
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from isoloss.parallel.blocks import Block, size_of
 from isoloss.parallel.upload import upload
 
 
 @dataclass(frozen=True)
 class Ragged:
-    """Pieces as the kernel of the GPU takes them: the tokens that take part, where each document's begin among them,
-    int32, and how many the longest has."""
+    """Pieces of a rank's tokens.
 
-    tokens: Tensor
+    tokens: which take part, int64; None: all, in order.
+    starts: where each piece begins among them, int32, and their number at the end.
+    longest: tokens of the longest piece.
+    """
+
+    tokens: Tensor | None
     starts: Tensor
     longest: int
 
     @classmethod
-    def of(cls, pieces: Sequence[slice], device: torch.device) -> "Ragged":
-        sizes = [piece.stop - piece.start for piece in pieces]
+    def of(cls, pieces: Sequence[slice], total: int, device: torch.device) -> "Ragged":
+        """total: tokens of the rank."""
+        sizes = [size_of(piece) for piece in pieces]
+        starts = torch.tensor([0, *accumulate(sizes)])
+        ends = [0, *(piece.stop for piece in pieces)]
+        if all(piece.start == end for piece, end in zip(pieces, ends)) and ends[-1] == total:
+            return cls(None, upload(starts, device).to(torch.int32), max(sizes))
         tokens = torch.cat([torch.arange(piece.start, piece.stop) for piece in pieces])
-        tokens, starts = upload(torch.cat([tokens, torch.tensor([0, *accumulate(sizes)])]), device).split(
-            [len(tokens), len(sizes) + 1]
-        )
+        tokens, starts = upload(torch.cat([tokens, starts]), device).split([len(tokens), len(starts)])
         return cls(tokens, starts.to(torch.int32), max(sizes))
+
+    def take(self, whole: Tensor) -> Tensor:
+        return whole if self.tokens is None else whole[self.tokens]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Blocks of one shape of mask, one segment each. left, right: see `Block`; -1: no limit, as the kernel has it."""
+
+    queries: Ragged
+    keys: Ragged
+    left: int
+    right: int
+
+    @property
+    def causal(self) -> bool:
+        return self.left < 0 and self.right == 0
 
 
 class Uploads:
@@ -34,10 +60,40 @@ class Uploads:
     computed again ask for the same; it lives as long as the row."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple, Ragged] = {}
+        self._calls: dict[int, tuple[tuple[Block, ...], list[Call]]] = {}  # by the identity of the blocks
+        self._ragged: dict[tuple, Ragged] = {}
+        self._once: dict[Hashable, Tensor] = {}
 
-    def ragged(self, pieces: Sequence[slice], device: torch.device) -> Ragged:
-        key = (device, *((piece.start, piece.stop) for piece in pieces))
-        if key not in self._made:
-            self._made[key] = Ragged.of(pieces, device)
-        return self._made[key]
+    def calls(self, blocks: tuple[Block, ...], queries: int, keys: int, device: torch.device) -> list[Call]:
+        """The calls that cover these blocks, whose queries differ within each. queries, keys: tokens of both ranks."""
+        if id(blocks) not in self._calls:
+            by_call: dict[tuple[int, int, int], list[Block]] = defaultdict(list)
+            seen: Counter[tuple[int, int, int]] = Counter()
+            for block in blocks:
+                left, right = (-1 if limit is None else limit for limit in (block.left, block.right))
+                turn = seen[left, right, block.queries.start]  # a chunk may see two of an owner's under one mask
+                seen[left, right, block.queries.start] += 1
+                by_call[left, right, turn].append(block)
+            made = [
+                Call(
+                    self._pieces([block.queries for block in of_call], queries, device),
+                    self._pieces([block.keys for block in of_call], keys, device),
+                    left,
+                    right,
+                )
+                for (left, right, _), of_call in by_call.items()
+            ]
+            self._calls[id(blocks)] = blocks, made
+        return self._calls[id(blocks)][1]
+
+    def once(self, key: Hashable, host: Callable[[], Tensor], device: torch.device) -> Tensor:
+        """What `host` gives, on the device; asked for again under the same key, the same."""
+        if key not in self._once:
+            self._once[key] = upload(host(), device)
+        return self._once[key]
+
+    def _pieces(self, pieces: Sequence[slice], total: int, device: torch.device) -> Ragged:
+        key = (total, *((piece.start, piece.stop) for piece in pieces))
+        if key not in self._ragged:
+            self._ragged[key] = Ragged.of(pieces, total, device)
+        return self._ragged[key]

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
+from isoloss.parallel.block_attention import attend, attend_backward
+from isoloss.parallel.blocks import Block, blocks_of
 from isoloss.parallel.collectives import pass_on
 from isoloss.parallel.ragged import Uploads
 
@@ -24,8 +25,9 @@ class _Ring:
     scale: float
     window: int | None
     uploads: Uploads
+    flash: bool
 
-    def blocks(self, step: int):
+    def blocks(self, step: int) -> tuple[Block, ...]:
         """What is left to see after `step` passes; the keys at hand then began `step` ranks before this one."""
         size, rank = self.group.size(), self.group.rank()
         return blocks_of(self.lengths, size, rank, (rank - step) % size, self.window)
@@ -41,34 +43,39 @@ def ring_attention(
     scale: float,
     window: int | None = None,
     sinks_H: Tensor | None = None,
+    *,
+    flash: bool = True,
 ) -> Tensor:
-    """Causal attention within each document of a row that is split zigzag over `group`. Returns [Q, H, U].
+    """Causal attention within each document of a row that is split zigzag over `group`, which may be one rank with the
+    whole row. Returns [Q, H, U].
 
     lengths: of the documents of the *whole* row; uploads: of that row.
-    scale, window, sinks_H: see `attention.Heads`.
+    scale, window, sinks_H, flash: see `attention.Heads`.
     The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
     and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
     """
-    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, _Ring(lengths, group, scale, window, uploads))
+    ring = _Ring(lengths, group, scale, window, uploads, flash)
+    return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, ring)
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, sinks_H, ring: _Ring):
-        own, pair, widths = (key, value), _join(key, value), (key.shape[2], value.shape[2])
-        dtype = torch.promote_types(query.dtype, torch.float32)
-        out = query.new_zeros((*query.shape[:2], value.shape[2]), dtype=dtype)
-        lse = query.new_full(query.shape[:2], -torch.inf, dtype=dtype)
-        for step in range(ring.group.size()):
-            last = step == ring.group.size() - 1
-            arriving = None if last else pass_on(pair, ring.group)
-            key, value = pair.split(widths, dim=2)
-            attend(query, key, value, ring.blocks(step), ring.scale, ring.window, out, lse, ring.uploads)
-            pair = pair if arriving is None else arriving()
+        own, widths, last = (key, value), (key.shape[2], value.shape[2]), ring.group.size() - 1
+        pair = _join(key, value) if last else None
+        seen = None
+        for step in range(last + 1):
+            arriving = None if pair is None or step == last else pass_on(pair, ring.group)
+            seen = attend(query, key, value, ring.blocks(step), ring.scale, ring.uploads, seen, flash=ring.flash)
+            if arriving is not None:
+                pair = arriving()
+                key, value = pair.split(widths, dim=2)
+        assert seen is not None
+        out, lse = seen
         if sinks_H is not None:  # one more logit of each head, whose value is zero
-            own_lse, lse = lse, torch.logaddexp(lse, sinks_H.to(dtype))
-            out *= (own_lse - lse).exp()[..., None]
+            own_lse, lse = lse, torch.logaddexp(lse, sinks_H.to(lse.dtype))
+            out = out * (own_lse - lse).exp()[..., None]
         out = out.to(query.dtype)
         ctx.save_for_backward(query, *own, sinks_H, out, lse)
         ctx.ring = ring
@@ -78,24 +85,29 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx, grad):
         query, key, value, sinks_H, out, lse = ctx.saved_tensors
         ring: _Ring = ctx.ring
-        pair, widths = _join(key, value), (key.shape[2], value.shape[2])
+        last = ring.group.size() - 1
+        pair, widths = _join(key, value) if last else None, (key.shape[2], value.shape[2])
         grad_query = gathered = None
-        for step in range(ring.group.size()):
-            last = step == ring.group.size() - 1
-            arriving = None if last else pass_on(pair, ring.group)
-            key, value = pair.split(widths, dim=2)
+        for step in range(last + 1):
+            arriving = None if pair is None or step == last else pass_on(pair, ring.group)
             step_grad_query, grad_key, grad_value = attend_backward(
-                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.window, ring.uploads
+                grad, query, key, value, out, lse, ring.blocks(step), ring.scale, ring.uploads, flash=ring.flash
             )
-            grad_query = step_grad_query if grad_query is None else grad_query.add_(step_grad_query)
-            grad_pair = _join(grad_key, grad_value)
-            if gathered is not None:
-                grad_pair += gathered()
-            # Behind their keys, on a channel of their own; the last pass brings them home.
-            gathered = pass_on(grad_pair, ring.group, channel=1)
-            pair = pair if arriving is None else arriving()
-        assert grad_query is not None and gathered is not None
-        grad_key, grad_value = gathered().split(widths, dim=2)
+            if last:
+                grad_query = step_grad_query.to(lse.dtype) if grad_query is None else grad_query.add_(step_grad_query)
+                grad_pair = _join(grad_key.to(lse.dtype), grad_value.to(lse.dtype))
+                if gathered is not None:
+                    grad_pair += gathered()
+                # Behind their keys, on a channel of their own; the last pass brings them home.
+                gathered = pass_on(grad_pair, ring.group, channel=1)
+            else:
+                grad_query = step_grad_query
+            if arriving is not None:
+                pair = arriving()
+                key, value = pair.split(widths, dim=2)
+        assert grad_query is not None
+        if gathered is not None:
+            grad_key, grad_value = gathered().split(widths, dim=2)
         grad_sinks = None
         if sinks_H is not None:
             delta_QH = (grad * out).sum(-1, dtype=lse.dtype)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
@@ -51,10 +51,14 @@ def run_schedule(
             value, returned = loss(micro_batch, output)
             return value, torch.zeros((), dtype=torch.int, device=value.device), returned
 
-        return forward(chunk, micro_batch), loss_func
+        output = forward(chunk, micro_batch)
+        # The device has this forward to do while the host packs the next row, whose copy then waits for nothing.
+        ahead.make_next()
+        return output, loss_func
 
     run = get_forward_backward_func(layout.pp, layout.vpp if layout.vpp > 1 else None)
-    iterators = shared_iterators(micro_batches, len(chunks))
+    ahead = OneAhead(micro_batches, len(chunks))
+    iterators = ahead.iterators
     messages = Messages(mesh, get_model_config(chunks[0]), rows)
     return run(
         forward_step_func=forward_step,
@@ -69,21 +73,32 @@ def run_schedule(
     )
 
 
-def shared_iterators(items: Sequence[Item], count: int) -> list[Iterator[Item]]:
+class OneAhead(Generic[Item]):
     """Iterators over the same items, each of which is made once and kept until the last of them has taken it.
-    (`itertools.tee` would keep up to 57 that all have taken.)"""
-    unmade, waiting = iter(range(len(items))), [deque[Item]() for _ in range(count)]
+    (`itertools.tee` would keep up to 57 that all have taken.) One item, and no more, can be made before its turn.
+    """
 
-    def taken_from(own: deque[Item]) -> Iterator[Item]:
-        for _ in range(len(items)):
-            if not own:
-                item = items[next(unmade)]
-                for each in waiting:
-                    each.append(item)
-                del item
+    def __init__(self, items: Sequence[Item], count: int):
+        self._items, self._made = items, 0
+        self._waiting = [deque[Item]() for _ in range(count)]
+        self._untaken = False  # whether the item that was made last has been taken by none
+        self.iterators = [self._taken_from(own) for own in self._waiting]
+
+    def make_next(self) -> None:
+        """Make the next item, unless one already waits for its first taker, or there is none."""
+        if self._untaken or self._made == len(self._items):
+            return
+        item = self._items[self._made]
+        self._made, self._untaken = self._made + 1, True
+        for each in self._waiting:
+            each.append(item)
+
+    def _taken_from(self, own: deque[Item]) -> Iterator[Item]:
+        for index in range(len(self._items)):
+            if index == self._made:
+                self.make_next()
+            self._untaken = self._untaken and index + 1 < self._made
             yield own.popleft()
-
-    return [taken_from(own) for own in waiting]
 
 
 class Messages(P2PCommunicator):

@@ -47,13 +47,11 @@ class Images:
     set: the name of the versions.
     cuda: of the base image, nvidia/cuda; with the nvcc that builds kernels for torch.
     transformer_engine: that of the extra isoloss[gpu].
-    apex: the commit of NVIDIA's repository.
     """
 
     set: str
     cuda: str
     transformer_engine: str
-    apex: str
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ SETS = (
         580, "not run, not even on a CPU. It has the torch that SGLang 0.5.23 pins, so both sides have one NCCL.",
     ),
 )  # fmt: skip
-IMAGES = Images("GPU, weights by NCCL", "13.0.3", "2.11.0", "6424da3b4faa6c8f062da4a48c424fff3f02d42d")
+IMAGES = Images("GPU, weights by NCCL", "13.0.3", "2.11.0")
 TORCH_WHEELS = (
     TorchWheel("2.11.0", "13.0", "2.28.9"),
     TorchWheel("2.12.0", "13.0", "2.29.7"),

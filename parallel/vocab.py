@@ -4,6 +4,9 @@ Logits of a whole micro-batch never exist: the forward visits `chunk` positions 
 each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix
 product, so padding, hence TP, cannot reach the loss.
 
+What stands between two products passes over a chunk several times op by op, in blocks that stay in a CPU's cache, or
+twice in all as kernels of a GPU (`fused`, `isoloss.parallel.logits`).
+
 Logits are in at least fp32, also those of 16-bit weights, and it is they that a temperature divides: rounded to bf16,
 logits of standard deviation 6 move log p by 0.02 on average.
 
@@ -15,12 +18,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoloss.parallel import logits as kernels
+from isoloss.parallel.products import add_product
+
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
+# With kernels a chunk is there once in fp32 and once rounded. Each adds to the whole gradient of the matrix.
+FUSED_CHUNK_ELEMENTS = 1 << 27
 # Of those, how many a CPU passes over at a time: 1 MiB in fp32, half of a common second-level cache.
 CACHED_ELEMENTS = 1 << 18
 # Elements of a 16-bit output matrix that a CPU has in fp32 at a time: 16 MiB.
 CONVERTED_ELEMENTS = 1 << 22
+HOOK_SKIPS = "grad_added_to_main_grad"  # of a parameter: Megatron's hook then takes what autograd brings for nothing
 
 
 def vocab_parallel_logprobs(
@@ -32,7 +41,9 @@ def vocab_parallel_logprobs(
     *,
     temperature: float = 1.0,
     with_entropy: bool = False,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    fused: bool = False,
+    main_grad_VD: Tensor | None = None,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and, if asked, the entropy of p = softmax(hidden @ weight.T / temperature), the whole vocabulary's.
 
@@ -42,14 +53,19 @@ def vocab_parallel_logprobs(
     weight_VD: this rank's rows of the output matrix, padded so that every rank has the same number.
     targets_N: int64 ids in the whole vocabulary.
     vocab_size: true size; columns beyond it have probability 0.
+    fused: pass over logits in one kernel each time, where they are on a GPU; elsewhere op by op, as those would.
+    main_grad_VD: the backward adds the gradient of the weight here, and gives autograd memory without meaning in its
+        place, which it tells Megatron's hook. In fp64 or fp32.
     Returns [N] tensors, in fp32 for inputs of at most 32 bits and in fp64 for fp64.
     Collectives: one all-gather of [3, N] over tp_group in the forward, none in the backward.
     """
     first = tp_group.rank() * weight_VD.shape[0]
     columns = min(max(vocab_size - first, 0), weight_VD.shape[0])
+    if chunk_elements is None:
+        chunk_elements = FUSED_CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS
     chunk = max(1, chunk_elements // max(columns, 1))
     logprobs_N, entropy_N = _VocabParallelLogprobs.apply(
-        hidden_ND, weight_VD, targets_N, first, columns, tp_group, temperature, with_entropy, chunk
+        hidden_ND, weight_VD, targets_N, first, columns, tp_group, temperature, with_entropy, chunk, fused, main_grad_VD
     )
     return logprobs_N, entropy_N if with_entropy else None
 
@@ -91,16 +107,72 @@ def _own_targets(targets_N: Tensor, first: int, columns: int) -> tuple[Tensor, T
     return here_N, here_N == column_N
 
 
-def _blocks(rows: slice, n: int, columns: int, tensor: Tensor) -> list[slice]:
-    """`rows` cut into pieces for the passes after a matrix product: on a CPU few enough rows to stay in cache."""
-    start, stop = rows.start, min(rows.stop, n)
-    size = stop - start if tensor.is_cuda else max(1, CACHED_ELEMENTS // columns)
-    return [slice(at, min(at + size, stop)) for at in range(start, stop, size)]
+def _blocks(logits_MV: Tensor) -> list[slice]:
+    """Rows of a chunk for the passes after a matrix product: on a CPU few enough at a time to stay in its cache."""
+    n, columns = logits_MV.shape
+    size = n if logits_MV.is_cuda else max(1, CACHED_ELEMENTS // columns)
+    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
+
+
+def _statistics_by_blocks(
+    logits_MV: Tensor,
+    column_M: Tensor,
+    own_M: Tensor,
+    temperature: float,
+    with_entropy: bool,
+    part_3M: Tensor,
+    top_M: Tensor,
+) -> None:
+    """Writes what `kernels.statistics` gives into part_3M, and the largest logit into top_M. Without entropy the logits
+    are overwritten by exp(logit - top), which the backward wants of them."""
+    target_logit_M = logits_MV.gather(1, column_M[:, None]).squeeze(1) / temperature
+    part_3M[1] = target_logit_M.where(own_M, 0.0)
+    for block in _blocks(logits_MV):
+        logits_IV = logits_MV[block]
+        if temperature != 1.0:
+            logits_IV.div_(temperature)
+        top_I = top_M[block] = logits_IV.amax(1)
+        shifted_IV = logits_IV - top_I[:, None] if with_entropy else logits_IV.sub_(top_I[:, None])
+        exp_IV = shifted_IV.exp() if with_entropy else shifted_IV.exp_()
+        sum_I = exp_IV.sum(1)
+        part_3M[0, block] = top_I + sum_I.log()
+        if with_entropy:  # two terms of one sign; `sum` adds pairwise, a dot product loses 5e-5 of V equal terms
+            part_3M[2, block] = exp_IV.mul_(shifted_IV).sum(1) / sum_I - sum_I.log()
+
+
+def _gradient_by_blocks(
+    x_MV: Tensor,
+    lse_M: Tensor,
+    grad_M: Tensor,
+    temperature: float,
+    top_M: Tensor | None,
+    entropies_M: tuple[Tensor, Tensor] | None,
+) -> None:
+    """Turns logits into their gradient, but for that of the targets.
+
+    x_MV: with top_M logits that `_statistics_by_blocks` went over, else new ones.
+    entropies_M: of the whole vocabulary, and their gradient; None: log-probabilities alone have one.
+    """
+    for block in _blocks(x_MV):
+        x_IV, grad_I = x_MV[block], grad_M[block, None]
+        if top_M is None and temperature != 1.0:
+            x_IV.div_(temperature)
+        if entropies_M is not None:  # dH/dz_j = -p_j (log p_j + H)
+            entropy_M, grad_entropy_M = entropies_M
+            logp_IV = x_IV.sub_(lse_M[block, None])
+            factor_IV = (logp_IV + entropy_M[block, None]).mul_(grad_entropy_M[block, None]).add_(grad_I)
+            logp_IV.exp_().mul_(factor_IV.neg_())
+        elif top_M is not None:  # exp(logit - top) already
+            x_IV.mul_(torch.exp(top_M[block] - lse_M[block])[:, None] * -grad_I)
+        else:
+            x_IV.sub_(lse_M[block, None]).exp_().mul_(-grad_I)
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_ND, weight_VD, targets_N, first, columns, group, temperature, with_entropy, chunk):
+    def forward(
+        ctx, hidden_ND, weight_VD, targets_N, first, columns, group, temperature, with_entropy, chunk, fused, main_grad
+    ):
         dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         n = hidden_ND.shape[0]
         weight = weight_VD[:columns]
@@ -110,27 +182,19 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         part[0] = -torch.inf
         top_N = hidden_ND.new_zeros(n, dtype=dtype)  # the largest logit here
         column_N, own_N = _own_targets(targets_N, first, columns)
-        kept, buffer_MV = None, _logits_buffer(hidden_ND, min(chunk, n), columns)
+        kept, buffer_MV, found = None, _logits_buffer(hidden_ND, min(chunk, n), columns), []
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
             logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
-            target_logit_M = logits_MV.gather(1, column_N[rows, None]).squeeze(1) / temperature
-            part[1, rows] = target_logit_M.where(own_N[rows], 0.0)
-            for block in _blocks(rows, n, columns, hidden_ND):
-                logits_IV = logits_MV[block.start - start : block.stop - start]
-                if temperature != 1.0:
-                    logits_IV.div_(temperature)
-                top_I = top_N[block] = logits_IV.amax(1)
-                # Entropy needs the logits again; without it they are overwritten by what the backward wants of them.
-                shifted_IV = logits_IV - top_I[:, None] if with_entropy else logits_IV.sub_(top_I[:, None])
-                exp_IV = shifted_IV.exp() if with_entropy else shifted_IV.exp_()
-                sum_I = exp_IV.sum(1)
-                part[0, block] = top_I + sum_I.log()
-                if (
-                    with_entropy
-                ):  # two terms of one sign; `sum` adds pairwise, a dot product loses 5e-5 of V equal terms
-                    part[2, block] = exp_IV.mul_(shifted_IV).sum(1) / sum_I - sum_I.log()
+            column_M, own_M = column_N[rows], own_N[rows]
+            if fused:
+                found.append(kernels.statistics(logits_MV, column_M.where(own_M, -1), temperature, with_entropy))
+            else:
+                _statistics_by_blocks(logits_MV, column_M, own_M, temperature, with_entropy, part[:, rows], top_N[rows])
             kept = logits_MV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
+            del logits_MV  # before those of the next chunk are made
+        if found:
+            part = torch.stack([torch.cat(of_chunks) for of_chunks in zip(*found)])
         parts = part.new_empty((group.size() * 3, n))
         dist.all_gather_into_tensor(parts, part, group=group)
         parts = parts.unflatten(0, (-1, 3))
@@ -140,43 +204,64 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept)
         ctx.columns, ctx.chunk, ctx.with_entropy, ctx.temperature = columns, chunk, with_entropy, temperature
+        ctx.fused, ctx.main_grad = fused, main_grad
         return parts[:, 1].sum(0) - lse_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprob_N, grad_entropy_N):
-        # `kept` is overwritten: autograd's version counter refuses a second backward through the same graph.
+        # `kept` may be overwritten: autograd's version counter refuses a second backward through the same graph.
         hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
         # What follows is the gradient for the divided logits, which this makes that for the logits.
         grad_logprob_N, grad_entropy_N = grad_logprob_N / ctx.temperature, grad_entropy_N / ctx.temperature
         grad_hidden = torch.zeros_like(hidden_ND)
-        grad_weight = torch.empty_like(weight_VD, dtype=lse_N.dtype)
-        grad_weight[ctx.columns if n else 0 :] = 0  # the first chunk writes the rest
+        grad_weight = _WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
         grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
         buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
             rows = slice(start, start + ctx.chunk)
             grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV)
-            for block in _blocks(rows, n, ctx.columns, hidden_ND):
-                x_IV = grad_MV[block.start - start : block.stop - start]
-                if kept is None and ctx.temperature != 1.0:
-                    x_IV.div_(ctx.temperature)
-                grad_I = grad_logprob_N[block, None]
-                if ctx.with_entropy:  # dH/dz_j = -p_j (log p_j + H)
-                    logp_IV = x_IV.sub_(lse_N[block, None])
-                    factor_IV = (logp_IV + entropy_N[block, None]).mul_(grad_entropy_N[block, None]).add_(grad_I)
-                    logp_IV.exp_().mul_(factor_IV.neg_())
-                elif kept is not None:  # exp(logit - top) already
-                    x_IV.mul_(torch.exp(top_N[block] - lse_N[block])[:, None] * -grad_I)
+            lse_M, grad_M = lse_N[rows], grad_logprob_N[rows]
+            entropies_M = (entropy_N[rows], grad_entropy_N[rows])
+            if ctx.fused:
+                target_M, end = column_N[rows].where(own_N[rows], -1), (ctx.temperature, hidden_ND.dtype)
+                if ctx.with_entropy:
+                    low_MV = kernels.gradient_with_entropy(grad_MV, target_M, lse_M, grad_M, *entropies_M, *end)
                 else:
-                    x_IV.sub_(lse_N[block, None]).exp_().mul_(-grad_I)
-            grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
-            low_MV = grad_MV.to(hidden_ND.dtype)
-            torch.mm(low_MV, weight, out=grad_hidden[rows])
-            if grad_weight.dtype == low_MV.dtype:
-                grad_weight[: ctx.columns].addmm_(low_MV.T, hidden_ND[rows], beta=0 if start == 0 else 1)
-            elif start == 0:
-                grad_weight[: ctx.columns] = low_MV.T @ hidden_ND[rows]
+                    low_MV = kernels.gradient(grad_MV, target_M, lse_M, grad_M, *end)
             else:
-                grad_weight[: ctx.columns] += low_MV.T @ hidden_ND[rows]
-        return grad_hidden, grad_weight.to(weight_VD.dtype), None, None, None, None, None, None, None
+                top_M = None if kept is None else top_N[rows]
+                entropies_M = entropies_M if ctx.with_entropy else None
+                _gradient_by_blocks(grad_MV, lse_M, grad_M, ctx.temperature, top_M, entropies_M)
+                grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
+                low_MV = grad_MV.to(hidden_ND.dtype)
+            torch.mm(low_MV, weight, out=grad_hidden[rows])
+            grad_weight.add(low_MV, hidden_ND[rows])
+            del grad_MV, low_MV  # before those of the next chunk are made
+        return grad_hidden, grad_weight.of_autograd(), *(None,) * 9
+
+
+class _WeightGradient:
+    """The gradient of the output matrix: added to main_grad_VD, or summed here and given to autograd."""
+
+    def __init__(self, weight_VD: Tensor, columns: int, main_grad_VD: Tensor | None, dtype: torch.dtype):
+        self._weight_VD, self._columns, self._direct = weight_VD, columns, main_grad_VD is not None
+        self._sum_VD = torch.empty_like(weight_VD, dtype=dtype) if main_grad_VD is None else main_grad_VD
+        self._written = self._direct
+
+    def add(self, grad_MV: Tensor, hidden_MD: Tensor) -> None:
+        sum_vD, written = self._sum_VD[: self._columns], self._written
+        self._written = True
+        if sum_vD.dtype == grad_MV.dtype or grad_MV.is_cuda or self._direct:
+            add_product(sum_vD, grad_MV.T, hidden_MD, keep=written)
+        elif written:
+            sum_vD += grad_MV.T @ hidden_MD
+        else:
+            sum_vD.copy_(grad_MV.T @ hidden_MD)
+
+    def of_autograd(self) -> Tensor:
+        if self._direct:
+            setattr(self._weight_VD, HOOK_SKIPS, True)
+            return torch.empty_like(self._weight_VD)
+        self._sum_VD[self._columns if self._written else 0 :] = 0
+        return self._sum_VD.to(self._weight_VD.dtype)

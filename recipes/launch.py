@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from isoloss.engine import startup
 from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.key_help import terminal_help
@@ -30,7 +31,7 @@ ASSETS = Path(__file__).parent / "assets"
 # Without preset=NAME: the shipped demonstration, or plain defaults as soon as you name a model of your own (the
 # demonstration's random weights, schedule and evaluation set would have nothing to do with it).
 DEMONSTRATION, PLAIN = "tiny", "plain"
-ConfigT = TypeVar("ConfigT")
+ConfigT = TypeVar("ConfigT", bound=Config)
 # What a recipe is configured by.
 CONFIGS = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 
@@ -68,6 +69,7 @@ def main(
         if arguments.cfg:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
+        startup.prepare(config)  # before torch is imported
         run(config, f"{recipe}-{preset}")
         return 0
     except UserError as error:

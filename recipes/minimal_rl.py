@@ -67,7 +67,7 @@ def clip_loss(inputs: TokenInputs) -> Tensor:
 
 def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sample:
     """The tokens that were read and generated, never tokenized again; the completion's are learned from."""
-    tokens_T = torch.tensor(prompt.tokens + completion.tokens)
+    tokens_T = torch.tensor([*prompt.tokens, *completion.tokens])
     mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
     logprobs_T = torch.tensor([0.0] * len(prompt.tokens) + list(completion.logprobs), dtype=torch.float64)
     return Sample(tokens_T, mask_T, fields={"advantages": advantage * mask_T, "rollout_logprobs": logprobs_T})
@@ -88,7 +88,7 @@ class Policy:
         """A completion of each prompt and its reward. An id seeds a completion: it depends on nothing else."""
         requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
         completions = self.backend.generate(requests, self.sampling)
-        texts = [self.tokenizer.decode(each.tokens, skip_special_tokens=True) for each in completions]
+        texts = [self.tokenizer.decode([*each.tokens], skip_special_tokens=True) for each in completions]
         return completions, [reward(*each) for each in zip(texts, completions, prompts)]
 
 

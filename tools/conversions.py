@@ -44,7 +44,8 @@ def mcore_to_hf(arguments: argparse.Namespace) -> None:
     if arguments.hf:
         _check_folder("--hf", arguments.hf, "config.json")
     _check_target(arguments, certificate.NAME)
-    export = plan_export(arguments.checkpoint, arguments.hf, DTYPES.get(arguments.dtype))
+    dtype, keep_unused = DTYPES.get(arguments.dtype), arguments.keep_unused
+    export = plan_export(arguments.checkpoint, arguments.hf, dtype, keep_unused=keep_unused)
     weights, tensors = export.weights, [tensor for file in export.files for tensor in file.tensors]
     print(
         f"{weights.folder.path}: {export.arch.family}, {len(weights.keys)} tensors used, {weights.style.value} keys, "

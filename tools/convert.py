@@ -2,6 +2,7 @@
 
     python -m isoloss.tools.convert hf-to-mcore --hf DIR --out DIR [--dtype bf16] [--verify]
     python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR [--dtype bf16] [--verify]
+    python -m isoloss.tools.convert mcore-to-hf --checkpoint DIR --out DIR --hf DIR --keep-unused
 
 --dry-run prints what would be done. Files are written by several threads, under a temporary name beside --out that is
 renamed at the end: --out is absent or complete. A run that was interrupted goes on where it was when it is started
@@ -68,8 +69,10 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new folder; must not exist yet")
     config = "folder to take config.json, tokenizer and names of files from; default: huggingface/ in the checkpoint"
     command.add_argument("--hf", type=Path, metavar="DIR", help=config)
-    kept = "type of the weights; default: the one of config.json, or for a converted checkpoint as they are stored"
+    kept = "type of the weights; default: as in the files of --hf, else as config.json says or as they were converted"
     command.add_argument("--dtype", choices=DTYPES, help=kept)
+    unused = "copy every other tensor of --hf as it is: a vision tower, layers for multi-token prediction"
+    command.add_argument("--keep-unused", action="store_true", help=unused)
     _add_common(command)
     command.set_defaults(command="mcore_to_hf")
     return parser

@@ -177,7 +177,7 @@ def ranks_for(layouts: Iterable[Layout], pool: WorkerPool | None) -> contextlib.
 
 def on_layout(config: Config, layout: Layout, precision: str) -> Config:
     """The configuration of one world. Gradients are compared whole, so the optimizer is not the distributed one, nor in
-    CPU memory."""
+    CPU memory; and they have the precision that is asked for."""
     degrees = {axis: getattr(layout, axis) for axis in MODEL_AXES}
     stages = config.parallel.stage_layers
     parallel = dataclasses.replace(
@@ -186,6 +186,8 @@ def on_layout(config: Config, layout: Layout, precision: str) -> Config:
         stage_layers=stages if len(stages) == layout.pp * layout.vpp else (),
         sequence_parallel=layout.sequence_parallel,
         distributed_optimizer=False,
+        grad_reduce_dtype=config.parallel.grad_reduce_dtype if precision == "bf16" else "fp32",
+        gradient_accumulation_fusion=None if precision == "fp64" else config.parallel.gradient_accumulation_fusion,
     )
     train = dataclasses.replace(config.train, precision=precision)
     memory = dataclasses.replace(config.memory, offload_optimizer=0.0)

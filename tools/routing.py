@@ -57,8 +57,8 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
     choices: dict[int, Choices] = {}
 
     @torch.no_grad()
-    def record(router: Router, inputs: tuple[Tensor, RoutedTokens], outputs: tuple[Tensor, Tensor]) -> None:
-        (hidden, seen), (_, chosen_ZE) = inputs, outputs
+    def record(router: Router, inputs: tuple[Tensor, RoutedTokens], outputs: tuple[Tensor, Tensor, Tensor]) -> None:
+        (hidden, seen), (_, chosen_ZE, _) = inputs, outputs
         layer_choices = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
         margin_Z = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
         origin = seen.origin_Z[seen.real_Z].cpu()

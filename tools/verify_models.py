@@ -2,7 +2,9 @@
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import Plan
 from isoloss.engine.step import prepare_step, run_targets
 from isoloss.models.architecture import Architecture
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore.router import Router
 from isoloss.models.model import Model
-from isoloss.models.weights.hf_checkpoint import WeightSource
+from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, harmless
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, Mesh, launch, mesh
+
+OTHER_CHUNK = 16  # tokens; transformers' own is 64
 
 
 class Unverified(Exception):
@@ -68,7 +73,7 @@ class IsolossModel:
         return self._model.logits(hidden, micro_batch.labelled_N)
 
     def _watch(self, layer: int):
-        def note(module: nn.Module, inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        def note(module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
             self.visited[layer] |= outputs[1].any(0).cpu()
 
         return note
@@ -104,18 +109,22 @@ class TransformersModel:
             ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
         )
         model, info = loaded
+        reader, arch = HFReader(folder), read_architecture(folder)
+        info["unexpected_keys"] = [key for key in info["unexpected_keys"] if not harmless(key, reader, arch)]
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info[kind]:
                 raise Unverified(f"transformers finds {kind} in {folder}: {min(map(str, info[kind]))} and others")
         for parameter in model.parameters() if dtype else ():
             parameter.data = parameter.data.to(dtype).float()
         self._model = model.eval().to(torch.cuda.current_device())
+        self._chunk: int | None = None
 
     def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
         """As `IsolossModel.logits`."""
         with torch.no_grad():
             tokens = tokens_T[None].to(self._model.device)
-            return self._model(input_ids=tokens, use_cache=False).logits[0, targets_N - 1].float().cpu()
+            with self._delta_rule():
+                return self._model(input_ids=tokens, use_cache=False).logits[0, targets_N - 1].float().cpu()
 
     def other_kernels(self) -> None:
         """From now on compute the same in another order, where transformers has a choice."""
@@ -125,3 +134,19 @@ class TransformersModel:
         ):
             with contextlib.suppress(ValueError, AttributeError):
                 change()
+        self._chunk = OTHER_CHUNK
+
+    @contextlib.contextmanager
+    def _delta_rule(self) -> Iterator[None]:
+        """Gated DeltaNet takes its tokens in chunks of a fixed size, a constant of a function."""
+        module = sys.modules[type(self._model).__module__]
+        name = "torch_chunk_gated_delta_rule"
+        if self._chunk is None or not hasattr(module, name):
+            yield
+            return
+        rule = getattr(module, name)
+        setattr(module, name, partial(rule, chunk_size=self._chunk))
+        try:
+            yield
+        finally:
+            setattr(module, name, rule)

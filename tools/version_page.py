@@ -26,9 +26,7 @@ ABOUT_EXTRAS = """\
   newest torch.
 - `isoloss[sglang]` adds SGLang to the trainer's environment. The metadata of both allow it, for Python 3.11 to 3.13 and
   with the torch and transformers that SGLang pins. `constraints.txt` names another transformers, so leave it out. Not
-  run: the tests run servers in an environment of their own.
-- NVIDIA's apex is on no package index. `recipes/containers/apex_kernel.py` builds the one kernel of it that a run can
-  use. PyPI's apex is another project."""
+  run: the tests run servers in an environment of their own."""
 
 MEGATRON_017 = """\
 With 0.17.1, Python 3.12.1 and PyTorch's build for CUDA on a machine without a GPU the quick tests pass
@@ -90,7 +88,6 @@ def _image_rows() -> list[tuple[str, str]]:
         ("base image", f"`nvidia/cuda:{images.cuda}-cudnn-devel-ubuntu24.04`"),
         ("torch, with NCCL", f"{made.torch}, {made.nccl}"),
         ("Transformer Engine", images.transformer_engine),
-        ("apex, commit", f"`{images.apex}`"),
         ("SGLang", made.sglang),
     ]
 

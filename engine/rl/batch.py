@@ -87,20 +87,27 @@ def with_logprobs(
     asked = asked if kl_in_reward else learned
     fields: dict[str, list[Tensor]] = {
         "rollout_logprobs": [
-            on_completion(sample, torch.tensor(t.completion.logprobs, dtype=torch.float64))
+            on_completion(sample, torch.from_numpy(np.asarray(t.completion.logprobs, dtype=np.float64)))
             for sample, (t, _) in zip(learned, trajectories)
         ]
     }
     if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
-        fields["train_logprobs"] = policy.logprobs(asked, temperature)
+        fields["train_logprobs"] = on_the_host(policy.logprobs(asked, temperature))
     if reference is not None:
-        fields["ref_logprobs"] = reference.logprobs(asked, temperature)
+        fields["ref_logprobs"] = on_the_host(reference.logprobs(asked, temperature))
     if critic is not None:
-        fields["old_values"] = critic.values(asked)
+        fields["old_values"] = on_the_host(critic.values(asked))
     return [
-        replace(sample, fields={name: values[index].cpu() for name, values in fields.items()})
+        replace(sample, fields={name: values[index] for name, values in fields.items()})
         for index, sample in enumerate(learned)
     ]
+
+
+def on_the_host(values: list[Tensor]) -> list[Tensor]:
+    """Values of each sample, [T], from the device in one copy."""
+    if not values or values[0].device.type == "cpu":
+        return values
+    return [*torch.cat(values).cpu().split([len(each) for each in values])]
 
 
 def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
@@ -122,7 +129,8 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
 def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
     """Prompt and completion, with the completion's tokens as targets; none where nothing is to be learned from it."""
     prompt, completion = trajectory.prompt, trajectory.completion
-    tokens_T = torch.tensor(prompt.tokens + completion.tokens)
+    both = [np.asarray(tokens, np.int64) for tokens in (prompt.tokens, completion.tokens)]
+    tokens_T = torch.from_numpy(np.concatenate(both))
     mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
     if not trajectory.valid or (algorithm.mask_truncated and completion.finish == "length"):
         mask_T[:] = False

@@ -281,6 +281,12 @@ class RLConfig(Config):
         """Optimizer steps that one generated batch feeds."""
         return self.algorithm.minibatches * self.algorithm.epochs
 
+    @property
+    def lends_device_memory(self) -> bool:
+        """Servers open the buckets of weights. Memory of segments that grow goes by file descriptors, which the kernel
+        refuses across containers, and whose handles differ between versions of torch."""
+        return self.rollout.backend == "sglang" and self.rollout.weight_sync == "tensor"
+
     def resume_fingerprint(self) -> dict[str, object]:
         """As `Config.resume_fingerprint`: also what decides the completions and rewards of a batch, its optimizer
         steps, and what is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr

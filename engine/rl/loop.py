@@ -10,7 +10,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
-from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, rollout_stats, summary
+from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
 from isoloss.engine.rl.rollout import Rollout, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
@@ -60,7 +60,7 @@ def _train(
 ) -> RunResult:
     loss = policy_loss(config)
     batch = restore(run, critic)
-    run.print(banner(config, data, run))
+    run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
 
     def save_now() -> None:
         save(run, critic, batch)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from isoloss.parallel import UserError
+from isoloss.parallel.collectives import gather_objects
 
 # The others wait for rank 0 as long as it takes; if it dies, their connections to it tell them at once.
 PATIENCE = timedelta(days=7)
@@ -32,26 +33,34 @@ class RankZero:
 
     def attempt(self, call: Callable[[], Any]) -> Exception | None:
         """call() on rank 0; what it raised, explained. None on the other ranks. Not collective."""
-        if not self.here:
-            return None
+        return self.attempt_here(call) if self.here else None
+
+    def attempt_here(self, call: Callable[[], Any]) -> Exception | None:
+        """call() on this rank, whichever it is; what it raised, explained. Not collective."""
         try:
             call()
         except Exception as error:
             return self._explain(error)
         return None
 
+    def agree(self, failure: Exception | None) -> Exception | None:
+        """The failure of the first rank that has one, on every rank. Collective over the world."""
+        for rank, told in enumerate(gather_objects(_told(failure), self.group)):
+            if told is not None:
+                return failure if rank == dist.get_rank() else _heard(told, rank)
+        return None
+
     def run(self, call: Callable[[], Result]) -> Result:
         """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
         results: list[Result] = []
         failure = self.attempt(lambda: results.append(call()))
-        outcome: list[Any] = [(results, None if failure is None else (isinstance(failure, UserError), str(failure)))]
+        outcome: list[Any] = [(results, _told(failure))]
         dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
-        results, failed = outcome[0]
-        if failed is not None:
-            is_user_error, message = failed
-            raise UserError(message) if is_user_error else RuntimeError(f"rank 0 failed: {message}")
+        results, told = outcome[0]
+        if told is not None:
+            raise _heard(told, 0)
         return results[0]
 
     def meet(self) -> None:
@@ -60,3 +69,13 @@ class RankZero:
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)
+
+
+def _told(failure: Exception | None) -> tuple[bool, str] | None:
+    """What other ranks hear of a failure: an exception itself need not travel."""
+    return None if failure is None else (isinstance(failure, UserError), str(failure))
+
+
+def _heard(told: tuple[bool, str], rank: int) -> Exception:
+    is_user_error, message = told
+    return UserError(message) if is_user_error else RuntimeError(f"rank {rank} failed: {message}")

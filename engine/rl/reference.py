@@ -2,7 +2,7 @@
 
 import hashlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 
 import torch
@@ -12,24 +12,29 @@ from torch import Tensor
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import ModelSource
-from isoloss.engine.residents import Residents
+from isoloss.engine.residents import Residents, pinned_like
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.collectives import gather_objects
+
+PIECE = 1 << 26  # bytes; two of them hide each other's way
 
 
 class Reference:
     """The weights that the engine has now, to be asked for log-probabilities later.
 
-    offload: they wait in CPU memory; else beside the policy's. Either way they change places with the policy's for the
-    pass, tensor by tensor, so that the device never holds more than one tensor besides the two copies (offload: the
-    one).
+    offload: they wait in pinned host memory, taken once; else beside the policy's. Either way they change places with
+    the policy's for the pass, piece by piece, so that the device never holds more than two pieces besides the two
+    copies (offload: the one).
     """
 
     def __init__(self, engine: Engine, *, offload: bool):
         self._engine = engine
         self._live = [tensor.data for tensor in engine.model.tensors() if tensor.is_floating_point()]
-        self._kept = [tensor.to("cpu" if offload else tensor.device, copy=True) for tensor in self._live]
+        self._kept = pinned_like(self._live) if offload else [torch.empty_like(tensor) for tensor in self._live]
+        for kept, live in zip(self._kept, self._live):
+            kept.copy_(live)
+        self._left = torch.cuda.Event(), torch.cuda.Event()  # of each spare piece
         self._residents = Residents(engine.device, lambda: () if offload else self._kept)
 
     def leave_device(self) -> None:
@@ -48,10 +53,26 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
+        """Pieces come and go at the same time, each way on a stream of its own, and the host waits for none."""
+        coming, going = torch.cuda.current_stream(), torch.cuda.Stream()
+        spares = [torch.empty(PIECE, dtype=torch.uint8, device=self._engine.device) for _ in range(2)]
+        for index, (live, kept) in enumerate(self._pieces()):
+            spare, left = spares[index % 2][: live.nbytes], self._left[index % 2]
+            if index >= 2:
+                coming.wait_event(left)  # before it is written to again
+            spare.copy_(live)
+            live.copy_(kept, non_blocking=True)
+            going.wait_stream(coming)
+            with torch.cuda.stream(going):
+                kept.copy_(spare, non_blocking=True)
+                left.record()
+        coming.wait_stream(going)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The bytes of both models, cut alike."""
         for live, kept in zip(self._live, self._kept):
-            there = live.to(kept.device, copy=True)
-            live.copy_(kept)
-            kept.copy_(there)
+            bytes_ = (each.view(-1).view(torch.uint8).split(PIECE) for each in (live, kept))
+            yield from zip(*bytes_)
 
 
 def fingerprint(source: ModelSource) -> Fingerprint:

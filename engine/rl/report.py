@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from isoloss.engine.engine import Engine
 from isoloss.engine.metrics import MetricsLog, open_after
 from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
@@ -12,6 +13,7 @@ from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run import Run, RunResult
+from isoloss.models.weights.weight_map import num_parameters
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
@@ -165,6 +167,17 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
     return run.banner("", [prompts, work], f"optimizer steps, rollouts by {rollout.backend}")
+
+
+def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:
+    """Of generation inside the training processes, on GPUs: what it takes there."""
+    if config.rollout.backend != "transformers" or engine.device.type == "cpu":
+        return []
+    gib = num_parameters(engine.arch) * engine.model.dtype.itemsize / 2**30
+    return [
+        f"memory: rollout.backend=transformers keeps a whole copy of the model on every GPU, {gib:.1f} GiB beside the "
+        "trainer's; for a large model set rollout.backend=sglang"
+    ]
 
 
 def summary(result: RunResult) -> list[str]:

@@ -5,9 +5,12 @@ An id leads from a prompt's row to everything made of it: "train.jsonl:17" is th
 """
 
 import math
-from collections.abc import Mapping
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, overload
+
+import numpy as np
 
 Finish = Literal["stop", "length", "abort"]
 
@@ -48,10 +51,55 @@ class Sampling:
     seed: int = 0
 
 
+class Numbers(Sequence):
+    """Numbers of one kind, 4 or 8 bytes each in memory and on the way to other ranks; a tuple of Python's own takes 80
+    for a token, its log-probability and its version. Equal to the tuple of them.
+
+    kind: as `array.array` names it.
+    """
+
+    __slots__ = ("_numbers",)
+
+    def __init__(self, kind: str, numbers: Sequence):
+        self._numbers = array(kind, numbers._numbers if isinstance(numbers, Numbers) else numbers)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple: ...
+    def __getitem__(self, index):
+        found = self._numbers[index]
+        return tuple(found) if isinstance(index, slice) else found
+
+    def __iter__(self):
+        return iter(self._numbers)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Numbers):
+            return self._numbers == other._numbers
+        return isinstance(other, tuple) and tuple(self) == other
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+    def __reduce__(self):
+        return Numbers, (self._numbers.typecode, self._numbers)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self._numbers, dtype=dtype)
+
+
 @dataclass(frozen=True)
 class Completion:
     """What came out for a request.
 
+    tokens, logprobs, versions: kept as `Numbers`, whatever they are given as.
     logprobs: of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not renormalize;
         with temperature 0, of softmax(logits)).
     versions: the weight version that produced each token.
@@ -59,12 +107,14 @@ class Completion:
     """
 
     id: str
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    versions: tuple[int, ...]
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
     finish: Finish
 
     def __post_init__(self):
+        for name, kind in (("tokens", "i"), ("logprobs", "d"), ("versions", "i")):
+            object.__setattr__(self, name, Numbers(kind, getattr(self, name)))
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"completion {self.id}: {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
@@ -73,8 +123,8 @@ class Completion:
 
     def followed_by(self, more: "Completion") -> "Completion":
         """This one and the tokens that continue it; `more` says how it ended."""
-        logprobs, versions = self.logprobs + more.logprobs, self.versions + more.versions
-        return Completion(self.id, self.tokens + more.tokens, logprobs, versions, more.finish)
+        tokens, logprobs = [*self.tokens, *more.tokens], [*self.logprobs, *more.logprobs]
+        return Completion(self.id, tokens, logprobs, [*self.versions, *more.versions], more.finish)
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.weights.hf_checkpoint import (
     INDEX,
     MAX_SHARD_BYTES,
+    SHARDS,
     HFReader,
     config_text,
     shard_names,
@@ -25,8 +26,6 @@ from isoloss.models.weights.manifest import read_json
 from isoloss.models.weights.mapped import DTYPES
 from isoloss.parallel.errors import UserError
 
-# Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.
-SHARDS = "shards.json"
 _HEADER_MULTIPLE = 8
 # As the safetensors library orders tensors in a file: by type, then by name.
 _TYPE_ORDER = ("F32", "BF16", "F16")
@@ -144,9 +143,9 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
     )
 
 
-def other_files(folder: Path, arch: Architecture, prefix: str = "") -> list[OutputFile]:
-    """What a folder holds beside its weights: config.json, the tokenizer and the like."""
-    config = OutputFile(f"{prefix}config.json", (config_text(folder, arch).encode(),))
+def other_files(folder: Path, arch: Architecture, prefix: str = "", *, whole: bool = False) -> list[OutputFile]:
+    """What a folder holds beside its weights: config.json (as `config_text`), the tokenizer and the like."""
+    config = OutputFile(f"{prefix}config.json", (config_text(folder, arch, whole=whole).encode(),))
     return [config, *(OutputFile(prefix + name, (folder / name,)) for name in sidecars(folder))]
 
 

@@ -121,21 +121,27 @@ def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:
 
 
 def _chunks(weight: Weight, arch: Architecture, style: Style, reader: HFReader, asked: str | None) -> Iterator[Chunk]:
-    (place,) = checkpoint_rows(weight, arch, style)
     dtype = _dtype(weight, reader, asked)
-    rows, *rest = weight.shape
-    most = max(1, CHUNK_BYTES // (math.prod(rest) * dtype.itemsize))
-    run = rows // 2 if isinstance(weight.mapping, GatedMLP) else rows
-    edges = [edge for start in range(0, rows, run) for edge in range(start, start + run, most)] + [rows]
-    if isinstance(weight.mapping, Vocabulary) and padded_vocab_size(rows, 1) > rows:
-        edges.append(padded_vocab_size(rows, 1))
-    shape = (*place.axes, edges[-1], *rest)
+    rest = weight.shape[1:]
     views = tuple(reader.view(part) for part in weight.parts)
     paths = tuple(reader.folder / reader.file_of[part.tensor] for part in weight.parts)
-    for start, stop in pairwise(edges):
-        offsets = (*place.index, start, *(0 for _ in rest))
-        box = (*(1 for _ in place.axes), stop - start, *rest)
-        yield Chunk(place.key, shape, offsets, box, MergedRows(weight, start, stop, dtype, paths, views))
+    for place in checkpoint_rows(weight, arch, style):
+        edges = _edges(weight, *place.rows, most=max(1, CHUNK_BYTES // (math.prod(rest) * dtype.itemsize)))
+        first = edges[0]
+        shape = (*place.axes, edges[-1] - first, *rest)
+        for start, stop in pairwise(edges):
+            offsets = (*place.index, start - first, *(0 for _ in rest))
+            box = (*(1 for _ in place.axes), stop - start, *rest)
+            yield Chunk(place.key, shape, offsets, box, MergedRows(weight, start, stop, dtype, paths, views))
+
+
+def _edges(weight: Weight, first: int, last: int, most: int) -> list[int]:
+    """Where the chunks of some rows of a weight begin and end, each of at most so many rows."""
+    run = (last - first) // 2 if isinstance(weight.mapping, GatedMLP) else last - first
+    edges = [edge for start in range(first, last, run) for edge in range(start, start + run, most)] + [last]
+    if isinstance(weight.mapping, Vocabulary) and padded_vocab_size(last, 1) > last:
+        edges.append(padded_vocab_size(last, 1))
+    return edges
 
 
 def _check_types(chunks: Sequence[Chunk]) -> None:
@@ -157,8 +163,8 @@ def _extra_states(weights: Sequence[Weight], arch: Architecture, style: Style) -
     for weight in weights:
         if weight.layer is None and weight.name != "decoder.final_layernorm.weight":
             continue
-        (place,) = checkpoint_rows(weight, arch, style)
-        module, _, _ = place.key.rpartition(".")
+        place = checkpoint_rows(weight, arch, style)[0]
+        module, _, _ = place.key.removesuffix(".query").rpartition(".")
         offset, shape = (".".join(map(str, numbers)) for numbers in (place.index or (0,), place.axes or (1,)))
         keys[f"{module}._extra_state/shard_{offset}_{shape}"] = None
         if module.endswith(".linear_proj"):  # attention itself need not have a weight

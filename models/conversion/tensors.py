@@ -95,6 +95,27 @@ class SplitPart:
             yield self.source.rows(self.weight, first, first + size)
 
 
+@dataclass(frozen=True)
+class KeptTensor:
+    """A tensor of a Hugging Face file as it is, which is no weight of the model. view: of the mapped file `path`."""
+
+    name: str
+    path: Path
+    view: Tensor = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        return self.view.nbytes
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        return (self.path,)
+
+    def blocks(self) -> Iterator[Tensor]:
+        for block in self.view.flatten().split(max(1, BLOCK_BYTES // self.view.itemsize)):
+            yield fetch(block, self.path)
+
+
 def parts_of(weights: Sequence[Weight]) -> Mapping[str, Sequence[tuple[Weight, int]]]:
     """Hugging Face tensors in the order of the map, and what each consists of, row by row: a weight, and the number of
     its part. Raises ValueError where the map uses one not once, or a weight is not as large as its parts."""

@@ -1,10 +1,14 @@
 """DeepSeek-V3 and R1 (arXiv:2412.19437): latent attention, YaRN, and experts chosen by sigmoid scores within groups.
+Kimi-K2 (arXiv:2507.20534) and Moonlight are the same with other sizes.
 
 Source: transformers, models/deepseek_v3/modeling_deepseek_v3.py. The layers for multi-token prediction that the hub
 files append are not part of what the model computes.
 """
 
-from isoloss.models.architecture import Architecture, Latent
+from collections.abc import Mapping, Set
+from typing import Any
+
+from isoloss.models.architecture import Architecture, Experts, Latent
 from isoloss.models.families.hf_config import read
 from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
 from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
@@ -24,7 +28,25 @@ IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
 FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 
 
+KIMI_K2 = "kimi_k2"  # what the hub files of Kimi-K2 give as their model_type, beside code that is DeepSeek-V3's
+
+
 def architecture(config: ConfigJson) -> Architecture:
+    if config.get("model_type") == KIMI_K2:
+        config = {**config, "model_type": "deepseek_v3"}
+    return latent_architecture(config, "deepseek_v3", grouped_experts(config))
+
+
+def latent_architecture(
+    config: ConfigJson,
+    family: str,
+    experts: Experts,
+    *,
+    pinned: Mapping[str, Any] = PINNED,
+    fields: Set[str] = FIELDS,
+    rope_irrelevant: Set[str] = frozenset(),
+) -> Architecture:
+    """Of a family with DeepSeek-V3's attention. pinned, fields, rope_irrelevant: as `read` takes them."""
     latent = Latent(
         q_rank=None if config.get("q_lora_rank", 0) is None else positive_int(config, "q_lora_rank"),
         kv_rank=positive_int(config, "kv_lora_rank"),
@@ -39,13 +61,14 @@ def architecture(config: ConfigJson) -> Architecture:
         refuse("num_key_value_heads", config["num_key_value_heads"], f"must be num_attention_heads={heads}")
     return read(
         config,
-        "deepseek_v3",
-        pinned=PINNED,
+        family,
+        pinned=pinned,
         irrelevant=IRRELEVANT,
-        fields=FIELDS,
+        fields=fields,
+        rope_irrelevant=rope_irrelevant,
         kv_heads_default=True,
         latent=latent,
         qkv_bias=False,
         qk_norm=False,
-        experts=grouped_experts(config),
+        experts=experts,
     )

@@ -47,6 +47,6 @@ def architecture(config: ConfigJson) -> Architecture:
             intermediate_size="intermediate_size",
             score="softmax",
             normalize=True,
-            names=ExpertNames(router="router", stacked=True),
+            names=ExpertNames(router="router", stacked="transposed"),
         ),
     )

@@ -48,7 +48,12 @@ IRRELEVANT = frozenset({
 UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 
 DTYPES = ("float32", "bfloat16", "float16")
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+TEXT_MODEL = "model.language_model."  # what the files of a multimodal model call its text model
+# Of a multimodal model, beside its text_config.
+_AROUND_TEXT = IRRELEVANT | {
+    "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+}  # fmt: skip
 
 
 def read(
@@ -58,6 +63,7 @@ def read(
     pinned: Mapping[str, Any] = MappingProxyType({}),
     irrelevant: Set[str] = frozenset(),
     fields: Set[str] = frozenset(),
+    rope_irrelevant: Set[str] = frozenset(),
     kv_heads_default: bool = False,
     head_dim_default: int | None = None,
     rotary_fraction: float | None = None,
@@ -70,7 +76,8 @@ def read(
 
     pinned: fields of this family with the only value that is supported.
     irrelevant: fields of this family that mean nothing once the pinned ones have their value.
-    fields: what the family reads itself.
+    fields: what the family reads itself. With `sliding_window` among them layers may have a window.
+    rope_irrelevant: as `irrelevant`, within rope_parameters.
     known: fields of `Architecture` that the family sets.
     kv_heads_default: an absent `num_key_value_heads` means as many as attention heads.
     head_dim_default: an absent `head_dim` means this; None: hidden_size / num_attention_heads.
@@ -86,7 +93,7 @@ def read(
         head_dim = _head_dim(config, num_heads, head_dim_default)
         rotated = rotary_dim(config, head_dim, rotary_fraction)
     else:
-        head_dim, rotated = latent.nope_dim + latent.rope_dim, latent.rope_dim
+        head_dim, rotated = latent.nope_dim + latent.rope_dim, rotary_dim(config, latent.rope_dim, None)
     arch = Architecture(
         family=family,
         num_layers=num_layers,
@@ -97,12 +104,12 @@ def read(
         intermediate_size=positive_int(config, "intermediate_size"),
         vocab_size=positive_int(config, "vocab_size"),
         norm_eps=positive_number(config, "rms_norm_eps"),
-        rope=rope(config, theta_default, max_positions, interleaved=latent is not None),
+        rope=rope(config, theta_default, max_positions, interleaved=latent is not None, irrelevant=rope_irrelevant),
         tie_embeddings=flag(config, "tie_word_embeddings"),
         max_positions=max_positions,
         dtype=_dtype(config),
         rotary_dim=rotated,
-        windows=_windows(config, num_layers, layer_types_default, "sliding_window" in fields),
+        windows=_windows(config, num_layers, layer_types_default, "sliding_window" in fields, "delta" in known),
         latent=latent,
         mtp_layers=number_of(config, *(name for name in MTP_LAYERS if name in fields)),
         **known,
@@ -126,28 +133,54 @@ def _check_fields(
     for name, wanted in pinned.items():
         value = config.get(name)
         if value is not None and value != wanted:
-            refuse(name, value, f"is not supported for {family}; only {wanted!r} is")
+            quantized = "; the weights are quantized, so let transformers write a bfloat16 copy first"
+            hint = quantized if name == "quantization_config" else ""
+            refuse(name, value, f"is not supported for {family}; only {wanted!r} is{hint}")
 
 
 def _windows(
-    config: ConfigJson, num_layers: int, default: Callable[[int], str], sliding: bool
+    config: ConfigJson, num_layers: int, default: Callable[[int], str], sliding: bool, linear: bool
 ) -> tuple[int | None, ...]:
     """For each layer, how many tokens a token sees; () where every layer sees all."""
+    layer_types = layer_kinds(config, num_layers, default)
+    supported = (FULL, *([SLIDING] if sliding else []), *([LINEAR] if linear else []))
+    other = sorted({str(kind) for kind in layer_types} - set(supported))
+    if other:
+        refuse("layer_types", other[0], f"is not supported; one of {', '.join(supported)} is")
+    if SLIDING not in layer_types or (config.get("sliding_window") is None and config.get("layer_types") is None):
+        return ()
+    window = positive_int(config, "sliding_window")
+    return tuple(window if kind == SLIDING else None for kind in layer_types)
+
+
+def layer_kinds(config: ConfigJson, num_layers: int, default: Callable[[int], str]) -> list[str]:
+    """`layer_types`, or the default of each layer."""
     layer_types = config.get("layer_types")
     if layer_types is None:
         layer_types = [default(layer) for layer in range(num_layers)]
     if not isinstance(layer_types, list):
         refuse("layer_types", layer_types, "must be a list with an entry for each layer")
-    supported = (FULL, SLIDING) if sliding else (FULL,)
-    other = sorted({str(kind) for kind in layer_types} - set(supported))
-    if other:
-        refuse("layer_types", other[0], f"is not supported; one of {', '.join(supported)} is")
     if len(layer_types) != num_layers:
         refuse("layer_types", f"{len(layer_types)} entries", f"must have num_hidden_layers={num_layers} entries")
-    if SLIDING not in layer_types or (config.get("sliding_window") is None and config.get("layer_types") is None):
-        return ()
-    window = positive_int(config, "sliding_window")
-    return tuple(window if kind == SLIDING else None for kind in layer_types)
+    return layer_types
+
+
+def text_config(config: ConfigJson, family: str) -> ConfigJson:
+    """What a multimodal model's config.json says of its text model.
+
+    family: the model_type of the multimodal model.
+    Raises UserError, as `read`, and where the two contradict each other.
+    """
+    inner = config["text_config"]
+    if not isinstance(inner, Mapping):
+        refuse("text_config", inner, "must be an object: the configuration of the text model")
+    shared = ("tie_word_embeddings", "dtype", "torch_dtype")
+    _check_fields(config, family, _AROUND_TEXT | {*shared}, frozenset(), {})
+    for name in shared:
+        if inner.get(name) is not None and config.get(name) not in (None, inner[name]):
+            refuse(name, config[name], f"contradicts text_config.{name}={inner[name]!r}; keep one of them")
+    # Of the dtype one spelling is enough, and the two may be in one place each.
+    return {name: config[name] for name in shared if config.get(name) is not None} | dict(inner)
 
 
 def _kv_heads(config: ConfigJson, num_heads: int, may_be_absent: bool) -> int:

@@ -13,6 +13,11 @@ GROUPED_EXPERTS = frozenset({
     "norm_topk_prob", "routed_scaling_factor", "n_group", "topk_group", "n_shared_experts", "first_k_dense_replace",
     *MTP_LAYERS,
 })  # fmt: skip
+# The fields of one with a shared expert that has a size of its own.
+SHARED_EXPERT = frozenset({
+    "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+    "shared_expert_intermediate_size",
+})  # fmt: skip
 MOE_IRRELEVANT = frozenset({
     "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "ep_size",
 })  # fmt: skip
@@ -54,8 +59,11 @@ def experts(
     return experts
 
 
-def grouped_experts(config: ConfigJson) -> Experts:
-    """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts."""
+def grouped_experts(config: ConfigJson, dense_layers: int | None = None) -> Experts:
+    """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts.
+
+    dense_layers: what `first_k_dense_replace` says, unless told.
+    """
     return experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),
@@ -66,5 +74,22 @@ def grouped_experts(config: ConfigJson) -> Experts:
         groups=positive_int(config, "n_group"),
         groups_kept=positive_int(config, "topk_group"),
         shared_size=positive_int(config, "n_shared_experts") * positive_int(config, "moe_intermediate_size"),
-        dense_layers=number_of(config, "first_k_dense_replace"),
+        dense_layers=number_of(config, "first_k_dense_replace") if dense_layers is None else dense_layers,
     )
+
+
+def leading_dense_layers(config: ConfigJson) -> int:
+    """Of families that name the kind of each layer's MLP in `mlp_layer_types`; where that is absent, the first is
+    dense. The hub files have `first_k_dense_replace`, which transformers then does not read."""
+    layers, kinds = positive_int(config, "num_hidden_layers"), config.get("mlp_layer_types")
+    if kinds is None:
+        kinds = ["dense"] + ["sparse"] * (layers - 1)
+    dense = kinds.index("sparse") if isinstance(kinds, list) and "sparse" in kinds else layers
+    if dense == layers or kinds != ["dense"] * dense + ["sparse"] * (layers - dense):
+        why = (
+            f"must be a list of num_hidden_layers={layers} entries, dense ones before sparse ones, some of them sparse"
+        )
+        refuse("mlp_layer_types", kinds, why)
+    if config.get("first_k_dense_replace") not in (None, dense):
+        refuse("first_k_dense_replace", config["first_k_dense_replace"], f"contradicts {dense} dense layers")
+    return dense

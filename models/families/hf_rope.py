@@ -2,10 +2,11 @@
 transformers 5 (`rope_parameters`)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
-from isoloss.models.architecture import LinearScaling, Llama3Scaling, Rope, YarnScaling
+from isoloss.models.architecture import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
 from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse
 
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
@@ -15,6 +16,8 @@ ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "truncate", "attention_factor",
              "mscale", "mscale_all_dim"),
 }  # fmt: skip
+# Those of a family whose queries are scaled: one is read by `scaled_queries`, the other means nothing.
+SCALED_QUERIES = frozenset({"llama_4_scaling_beta", "max_position_embeddings"})
 DEFAULT_THETA = 10000.0  # what transformers takes where the file says nothing (Llama 1 and 2)
 
 
@@ -36,7 +39,10 @@ def rotary_dim(config: ConfigJson, head_dim: int, default: float | None) -> int:
     return int(head_dim * fraction)
 
 
-def rope(config: ConfigJson, theta_default: float, max_positions: int, interleaved: bool) -> Rope:
+def rope(
+    config: ConfigJson, theta_default: float, max_positions: int, interleaved: bool, irrelevant: Set[str] = frozenset()
+) -> Rope:
+    """irrelevant: parameters that may stand there, and mean nothing for text."""
     if config.get("rope_parameters") is not None and config.get("rope_scaling") is not None:
         refuse("rope_scaling", config["rope_scaling"], "stands beside rope_parameters; keep one of them")
     name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
@@ -52,10 +58,20 @@ def rope(config: ConfigJson, theta_default: float, max_positions: int, interleav
         refuse(inside + "type", given["type"], f"contradicts rope_type={kind!r}; keep one of them")
     if kind not in tuple(ROPE_PARAMETERS):  # a tuple: the file may hold something unhashable
         refuse(inside + "rope_type", kind, f"is not supported; one of {', '.join(ROPE_PARAMETERS)} is")
+    known = {*ROPE_PARAMETERS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor"} | irrelevant
     for field, value in given.items():
-        if field not in (*ROPE_PARAMETERS[kind], "rope_type", "type", "rope_theta", "partial_rotary_factor"):
+        if field not in known:
             refuse(inside + field, value, f"is not a parameter of rope_type {kind!r} that is supported; delete it")
     return Rope(theta, _rope_scaling(kind, given, inside, max_positions, latent=interleaved), interleaved)
+
+
+def scaled_queries(config: ConfigJson, rope: Rope) -> Rope:
+    """With Llama 4's scaling of queries, whose original length is YaRN's."""
+    name = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    beta = positive_number(config[name], "llama_4_scaling_beta", f"{name}.")
+    if not isinstance(rope.scaling, YarnScaling):
+        refuse(f"{name}.llama_4_scaling_beta", beta, "is supported together with rope_type 'yarn' only")
+    return replace(rope, query_scaling=QueryScaling(beta, rope.scaling.original_max_position_embeddings))
 
 
 def _rope_scaling(

@@ -3,6 +3,7 @@
 import difflib
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights import run_config
 from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.models.weights.hf_checkpoint import tensor_names
 from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.errors import UserError
@@ -18,13 +20,40 @@ from isoloss.parallel.errors import UserError
 FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "ministral3",
+    "Mistral4ForCausalLM": "mistral4",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "KimiK2ForCausalLM": "deepseek_v3",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+    "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
+    "Qwen3NextForCausalLM": "qwen3_next",
+}
+_SPARSE = "it attends to the tokens that an indexer chooses (DSA), of which there is no kernel for packed rows here"
+_DELTA = "it has layers of Kimi Delta Attention, which are not built here"
+_VISION = "it is Kimi-K2 behind a vision tower, in int4; write its language model in bfloat16 as KimiK2ForCausalLM"
+_KINDS = "its kinds of layer differ in key/value heads and rotation, and its values in width, which is not built here"
+# Known by the beginning of their name, and not trained. A model is what its file says, and none of these is another.
+REFUSED: Mapping[str, str] = {
+    "DeepseekV32": _SPARSE,
+    "GlmMoeDsa": _SPARSE,
+    "DeepseekV4": "it attends to compressed tokens, and its residual stream has four lanes (hyper-connections)",
+    "Glm5Next": _DELTA,
+    "KimiLinear": _DELTA,
+    "KimiK3": _DELTA,
+    "KimiK25": _VISION,
+    "Kimi_K25": _VISION,
+    "MiMoV2": _KINDS,
+    "MiniMaxM3": "it attends to the blocks that an indexer chooses, of which there is no kernel for packed rows here",
 }
 # The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.
 HUGGINGFACE = "huggingface"
@@ -65,10 +94,23 @@ def read_architecture(folder: str | Path) -> Architecture:
     folder = hf_folder(folder)
     config = read_config(folder)
     try:
-        return family_of(_architecture_name(config, folder)).architecture(config)
+        arch = family_of(_architecture_name(config, folder)).architecture(config)
+        return _as_filed(arch, folder)
     except UserError as error:
         message = str(error)
         raise UserError(f"{folder}/{message}" if message.startswith("config.json: ") else message) from None
+
+
+def _as_filed(arch: Architecture, folder: Path) -> Architecture:
+    """The architecture, with experts one by one where the files of `folder` have them so: the hub holds those of a
+    layer together, as `stacked` says, and transformers may write them apart."""
+    if arch.experts is None or arch.experts.names.stacked != "rows":
+        return arch
+    names = tensor_names(folder)
+    if not names or any(name.endswith(".experts.gate_up_proj") for name in names):
+        return arch
+    apart = replace(arch.experts.names, stacked="")
+    return replace(arch, experts=replace(arch.experts, names=apart))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -86,6 +128,9 @@ def _architecture_name(config: Mapping[str, Any], folder: Path) -> str:
     known = ", ".join(FAMILIES)
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
         raise UserError(f"{folder}/config.json: architectures={names!r} must be a list of one name; known are {known}")
+    reason = next((why for start, why in REFUSED.items() if names[0].startswith(start)), None)
+    if reason is not None:
+        raise UserError(f"{folder}/config.json: architectures={names[0]} is not supported: {reason}")
     if names[0] not in FAMILIES:
         nearest = difflib.get_close_matches(names[0], FAMILIES, n=1)
         hint = f"; did you mean {nearest[0]}?" if nearest else ""

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from isoloss.parallel.keys import Keys, key
 
-RECOMPUTE_MODULES = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
+OF_MEGATRON = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
+RECOMPUTE_MODULES = (*OF_MEGATRON, "mlp_act", "experts")
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class ActivationMemory(Keys, group="memory"):
     )
     recompute_modules: tuple[str, ...] = key(
         (),
-        "With recompute=selective: the modules to recompute; []: core_attn (the attention product).",
+        "With recompute=selective: the modules to recompute; []: core_attn (the attention product). mlp_act (the "
+        "activation of dense MLPs) costs next to nothing.",
         choices=RECOMPUTE_MODULES,
     )
     recompute_layers: int | None = key(
@@ -32,6 +34,20 @@ class ActivationMemory(Keys, group="memory"):
         0, "Layers whose activations wait in CPU memory until the backward. Needs Transformer Engine.", at_least=0
     )
 
+    @property
+    def recomputes_experts(self) -> bool:
+        """From the tokens that they received; with `moe`, which sends those again, they are computed again anyway."""
+        return "experts" in self._named and "moe" not in self._named
+
+    @property
+    def recomputes_mlp_act(self) -> bool:
+        """With `mlp`, which computes it again anyway, there is nothing more to do."""
+        return "mlp_act" in self._named and "mlp" not in self._named
+
+    @property
+    def _named(self) -> tuple[str, ...]:
+        return self.recompute_modules if self.recompute == "selective" else ()
+
     def settings(self) -> dict[str, Any]:
         """The fields of Megatron's TransformerConfig that say so. Saved activations stay whole on every TP rank
         (`distribute_saved_activations` is off: it needs TP without sequence parallelism)."""
@@ -39,9 +55,10 @@ class ActivationMemory(Keys, group="memory"):
         if self.offload_layers:
             settings = {"cpu_offloading": True, "cpu_offloading_num_layers": self.offload_layers}
         if self.recompute == "selective":
+            modules = [module for module in self.recompute_modules if module in OF_MEGATRON]
             settings |= {
                 "recompute_granularity": "selective",
-                "recompute_modules": list(self.recompute_modules) or None,
+                "recompute_modules": modules if self.recompute_modules else None,
             }
         if self.recompute == "full":
             method, layers = ("block", self.recompute_layers) if self.recompute_layers else ("uniform", 1)

@@ -1,8 +1,33 @@
-"""Gated activations of an MLP: gate and up side by side in the last dimension, in the slot of Megatron's MLP."""
+"""Gated activations of an MLP: gate and up side by side in the last dimension, in the slot of Megatron's MLP.
+
+On a GPU each is one kernel forth and one back, which rounds nothing but its result; on a CPU, op by op.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+from isoloss.parallel.one_kernel import OneKernel, precise
+
+
+def swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202).
+
+    Megatron's unfused one also adds a constant 0, keeps silu(gate) for the backward, and joins the two halves of the
+    gradient by a copy. On a CPU the result is the same, bit by bit.
+    """
+    if one_kernel and wide.is_cuda:
+        return InOneKernel.apply(wide, swiglu_forward, swiglu_backward)
+    return _SwiGLU.apply(wide)
+
+
+def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
+    """gpt-oss's: gate * sigmoid(1.702 gate) * (up + 1), the gate clamped from above and up from both sides at 7."""
+    if one_kernel and wide.is_cuda:
+        return InOneKernel.apply(wide, clamped_swiglu_forward, clamped_swiglu_backward)
+    gate, up = wide.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -23,17 +48,47 @@ class _SwiGLU(torch.autograd.Function):
         return grad_wide
 
 
-def swiglu(wide: Tensor) -> Tensor:
-    """silu(gate) * up (arXiv:2002.05202).
+class InOneKernel(torch.autograd.Function):
+    """forth: of gate and up. back: of those and the gradient of what `forth` gives."""
 
-    Megatron's unfused one also adds a constant 0, keeps silu(gate) for the backward, and joins the two halves of the
-    gradient by a copy. The result is the same, bit by bit.
-    """
-    return _SwiGLU.apply(wide)
+    @staticmethod
+    def forward(ctx, wide, forth, back):
+        ctx.save_for_backward(wide)
+        ctx.back = back
+        return forth(wide)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.back(*ctx.saved_tensors, grad), None, None
 
 
-def clamped_swiglu(wide: Tensor) -> Tensor:
-    """gpt-oss's: gate * sigmoid(1.702 gate) * (up + 1), the gate clamped from above and up from both sides at 7."""
-    gate, up = wide.chunk(2, dim=-1)
-    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-    return gate * torch.sigmoid(1.702 * gate) * (up + 1)
+@OneKernel
+def swiglu_forward(wide: Tensor) -> Tensor:
+    gate, up = precise(wide).chunk(2, dim=-1)
+    return (gate * gate.sigmoid() * up).to(wide.dtype)
+
+
+@OneKernel
+def swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
+    gate, up = precise(wide).chunk(2, dim=-1)
+    open_, grad_precise = gate.sigmoid(), precise(grad)
+    grad_gate = grad_precise * up * open_ * (1 + gate * (1 - open_))
+    return torch.cat([grad_gate, grad_precise * gate * open_], -1).to(wide.dtype)
+
+
+@OneKernel
+def clamped_swiglu_forward(wide: Tensor) -> Tensor:
+    gate, up = precise(wide).chunk(2, dim=-1)
+    gate = gate.clamp(max=7.0)
+    return (gate * torch.sigmoid(1.702 * gate) * (up.clamp(-7.0, 7.0) + 1)).to(wide.dtype)
+
+
+@OneKernel
+def clamped_swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
+    """No gradient goes through what is beyond its clamp, as in torch's."""
+    gate, up = precise(wide).chunk(2, dim=-1)
+    clamped, grad_precise = gate.clamp(max=7.0), precise(grad)
+    open_ = torch.sigmoid(1.702 * clamped)
+    grad_gate = grad_precise * (up.clamp(-7.0, 7.0) + 1) * open_ * (1 + 1.702 * clamped * (1 - open_))
+    grad_up = grad_precise * clamped * open_
+    return torch.cat([grad_gate * (gate <= 7.0), grad_up * (up.abs() <= 7.0)], -1).to(wide.dtype)

@@ -21,19 +21,30 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, submodules_of
-from isoloss.models.mcore.gpt import ExpertLayer, ExpertTransformerLayer, PackedGPT, unwrap
+from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, of_class, submodules_of
+from isoloss.models.mcore.dense_mlp import RecomputingMLP
+from isoloss.models.mcore.experts import ExpertLayer, ExpertTransformerLayer
+from isoloss.models.mcore.gated_attention import GatedSelfAttention
+from isoloss.models.mcore.gated_delta_net import GatedDeltaNet
+from isoloss.models.mcore.gpt import PackedGPT, unwrap
+from isoloss.models.mcore.grouped_experts import Experts
+from isoloss.models.mcore.kernels import ALL, Kernels
 from isoloss.models.mcore.latent_attention import LatentAttention
-from isoloss.models.mcore.norm import RMSNorm
-from isoloss.models.mcore.nvidia_apex import fuses_weight_gradients
-from isoloss.models.mcore.patches import recompute_by_copying, recompute_without_transformer_engine
+from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.mcore.norm import JointHeadNorm, RMSNorm
+from isoloss.models.mcore.patches import (
+    accumulate_without_apex,
+    recompute_by_copying,
+    recompute_without_transformer_engine,
+    rotate_by_table,
+)
+from isoloss.models.mcore.residual_norm import ResidualNorm, ResidualNormLayer
 from isoloss.models.mcore.router import Router
 from isoloss.models.mcore.stages import pipeline_layout
 from isoloss.models.mcore.value_head import ValueHead
@@ -41,9 +52,12 @@ from isoloss.models.weights.checkpoint_names import te_prefixes
 from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
+from isoloss.parallel.head_exchange import HeadExchange
 
 recompute_without_transformer_engine()
 recompute_by_copying()
+rotate_by_table()
+accumulate_without_apex()
 
 
 def transformer_config(
@@ -52,12 +66,16 @@ def transformer_config(
     dtype: torch.dtype,
     stages: Sequence[int],
     memory: ActivationMemory,
+    kernels: Kernels = ALL,
     *,
     te: bool = False,
     cp_kernel: str = "isoloss",
-) -> TransformerConfig:
+    dispatcher: str = "alltoall",
+    deterministic: bool = False,
+) -> LayerConfig:
     """Megatron's configuration of this model on this layout. Dropout is 0: it would break the promise."""
-    return TransformerConfig(
+    return LayerConfig(
+        kernels=kernels,
         num_layers=arch.num_layers,
         hidden_size=arch.hidden_size,
         num_attention_heads=arch.num_heads,
@@ -71,7 +89,11 @@ def transformer_config(
         use_te_activation_func=True,  # the slot that `layer_spec` fills; nothing of Transformer Engine
         add_bias_linear=arch.linear_bias,
         add_qkv_bias=arch.qkv_bias,
-        qk_layernorm=arch.qk_norm,
+        qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,  # it sums gradients of norms of that name over TP
+        layernorm_zero_centered_gamma=arch.zero_centered_norm,
+        attention_output_gate=arch.output_gate,
+        # Megatron names the checkpoint's tensors by this: a list means that layers differ.
+        linear_attention_freq=list(map(int, arch.delta.layers)) if arch.delta else None,
         multi_latent_attention=arch.latent is not None,  # read by Megatron's checks only
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -93,7 +115,7 @@ def transformer_config(
         # Packed rows differ in length, so stages ask for the shape of every message, which `parallel.schedule.Messages`
         # knows; that path refuses the default dispatcher.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",
+        **_dispatcher_settings(dispatcher),
         # With pp=2 and batched messages, interleaved stages confuse "previous" and "next" between the same two ranks,
         # silently; overlapped messages are exact.
         overlap_p2p_comm=layout.vpp > 1,
@@ -101,10 +123,17 @@ def transformer_config(
         # The host need not wait as well. A batch's `wait()` lets the stream wait, since pytorch/pytorch#82450 for all
         # its messages, and on that stream their tensors are made, used, freed and their memory used again.
         batch_p2p_sync=False,
+        deterministic_mode=deterministic,
         # Megatron's fusions are off by default, and stay so.
         **_expert_settings(arch, layout, te),
         **memory.settings(),
     )
+
+
+def _dispatcher_settings(dispatcher: str) -> dict[str, str]:
+    if dispatcher == "alltoall":
+        return {"moe_token_dispatcher_type": "alltoall"}
+    return {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": dispatcher}
 
 
 def _expert_settings(arch: Architecture, layout: Layout, te: bool) -> dict[str, Any]:
@@ -115,7 +144,8 @@ def _expert_settings(arch: Architecture, layout: Layout, te: bool) -> dict[str, 
         "num_moe_experts": moe.count,
         "moe_ffn_hidden_size": moe.intermediate_size,
         "moe_shared_expert_intermediate_size": moe.shared_size or None,
-        # Megatron names the checkpoint's tensors by this: a list means that layers differ.
+        "moe_shared_expert_gate": moe.shared_gate,
+        # As `linear_attention_freq`.
         "moe_layer_freq": [int(arch.has_experts(k)) for k in range(arch.num_layers)] if moe.dense_layers else 1,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -129,7 +159,9 @@ def _expert_settings(arch: Architecture, layout: Layout, te: bool) -> dict[str, 
     }
 
 
-def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) -> ModuleSpec:
+def layer_spec(
+    arch: Architecture, mesh: Mesh, layer: int, memory: ActivationMemory, kernels: Kernels, *, te: bool = False
+) -> ModuleSpec:
     """Megatron's spec of a layer, local with our norm or of Transformer Engine's modules, which own the norm before
     them (`te`); with our activation, attention and router in either."""
     sparse = arch.has_experts(layer)
@@ -138,17 +170,29 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) 
         spec = get_gpt_layer_with_transformer_engine_spec(num_experts, moe_grouped_gemm=True, qk_layernorm=arch.qk_norm)
     else:
         spec = get_gpt_layer_local_spec(num_experts, qk_layernorm=arch.qk_norm, normalization="RMSNorm")
-        spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = RMSNorm
+        spec.module = ResidualNormLayer
+        spec.submodules.input_layernorm = RMSNorm
+        spec.submodules.pre_mlp_layernorm = ResidualNorm if kernels.residual_norm else RMSNorm
     layers = spec.submodules
     layers.sharded_state_dict_keys_map = te_prefixes(arch, layer)
-    if arch.latent:
+    if arch.is_linear(layer):
+        layers.input_layernorm = TENorm if te else RMSNorm
+        params = {"arch": arch, "exchange": HeadExchange.over(mesh)}
+        layers.self_attention = ModuleSpec(module=GatedDeltaNet, params=params)
+    elif arch.latent:
         layers.input_layernorm = TENorm if te else RMSNorm  # its projections own no norm
-        core = _core_attention(arch, mesh, layer)
+        core = _core_attention(arch, mesh, layer, kernels)
         layers.self_attention = ModuleSpec(module=LatentAttention, params={"arch": arch, "core": core})
     else:
         attention = layers.self_attention.submodules
-        attention.core_attention = _core_attention(arch, mesh, layer)
-        if arch.qk_norm and not te:
+        attention.core_attention = _core_attention(arch, mesh, layer, kernels)
+        if arch.output_gate:
+            layers.self_attention.module = GatedSelfAttention
+        if arch.joint_qk_norm:
+            for slot, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
+                params = {"heads": heads, "tp_group": mesh.tp}
+                setattr(attention, slot, ModuleSpec(module=JointHeadNorm, params=params))
+        elif arch.qk_norm and not te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
     activation = ClampedSwiGLU if arch.clamped_swiglu else SwiGLU
     mlp = submodules_of(layers.mlp)
@@ -158,15 +202,21 @@ def layer_spec(arch: Architecture, mesh: Mesh, layer: int, *, te: bool = False) 
         experts.activation_func = submodules_of(mlp.shared_experts).activation_func = activation
         if arch.linear_bias and not te:
             experts.linear_fc2 = _BiasedExpertOutput
+        if not te:
+            grouped = kernels.grouped_experts and not arch.clamped_swiglu
+            mlp.experts = of_class(mlp.experts, Experts, grouped=grouped)
         spec.module = ExpertTransformerLayer
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
-        layers.mlp = AnyLayer(module=ExpertLayer, submodules=mlp, params={"pg_collection": mesh.megatron})
+        params = {"pg_collection": mesh.megatron, "recompute_experts": memory.recomputes_experts}
+        layers.mlp = AnyLayer(module=ExpertLayer, submodules=mlp, params=params)
     else:
         mlp.activation_func = activation
+        if memory.recomputes_mlp_act:
+            layers.mlp = AnyLayer(module=RecomputingMLP, submodules=mlp, params={"tp_group": mesh.tp})
     return spec
 
 
-def _core_attention(arch: Architecture, mesh: Mesh, layer: int) -> Callable[..., nn.Module]:
+def _core_attention(arch: Architecture, mesh: Mesh, layer: int, kernels: Kernels) -> Callable[..., nn.Module]:
     # Where cosine and sine of a whole head are scaled, so is the product of a query and a key, twice.
     rotated_scale = 1.0 if arch.latent else arch.rope.cos_sin_factor**2
     heads = {"scale": arch.head_dim**-0.5 * arch.rope.softmax_factor * rotated_scale, "window": arch.window(layer)}
@@ -175,7 +225,7 @@ def _core_attention(arch: Architecture, mesh: Mesh, layer: int) -> Callable[...,
 
         return partial(FusedAttention, **heads)
     groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}
-    return partial(PackedAttention, **groups, sinks=arch.sinks, **heads)
+    return partial(PackedAttention, **groups, sinks=arch.sinks, flash=kernels.attention != "blocks", **heads)
 
 
 class _BiasedExpertOutput(RowParallelLinear):
@@ -192,20 +242,34 @@ def build_chunks(
     dtype: torch.dtype,
     stages: Sequence[int],
     memory: ActivationMemory,
+    kernels: Kernels,
     *,
     te: bool,
+    dispatcher: str,
+    deterministic: bool = False,
 ) -> Sequence[PackedGPT]:
     """The chunks of `Model.build`. stages: layers of each stage, in the order of the model."""
     # Megatron forks its random states around every dropout under TP, even of probability 0; the seed changes nothing.
     model_parallel_cuda_manual_seed(0, force_reset_rng=True)
-    config = transformer_config(arch, mesh.layout, dtype, stages, memory, te=te, cp_kernel=mesh.cp_kernel)
+    config = transformer_config(
+        arch,
+        mesh.layout,
+        dtype,
+        stages,
+        memory,
+        kernels,
+        te=te,
+        cp_kernel=mesh.cp_kernel,
+        dispatcher=dispatcher,
+        deterministic=deterministic,
+    )
     final_norm = ModuleSpec(module=TENorm if te else RMSNorm)
     chunks = []
     for index in range(mesh.layout.vpp):
         stage = index if mesh.layout.vpp > 1 else None
         first = get_transformer_layer_offset(config, stage, mesh.pp.rank())
         count = get_num_layers_to_build(config, vp_stage=stage)
-        layers = [layer_spec(arch, mesh, first + k, te=te) for k in range(count)]
+        layers = [layer_spec(arch, mesh, first + k, memory, kernels, te=te) for k in range(count)]
         chunk = PackedGPT(
             config,
             TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm),
@@ -215,6 +279,8 @@ def build_chunks(
             post_process=mesh.is_last_stage(index),
             share_embeddings_and_output_weights=arch.tie_embeddings,
             inv_freq=arch.rope.inv_freq(arch.rotary_dim),
+            rotary_factor=arch.rope.cos_sin_factor if arch.latent else 1.0,
+            query_scaling=arch.rope.query_scaling,
             pg_collection=mesh.megatron,
             vp_stage=stage,
         )
@@ -228,16 +294,17 @@ def build_chunks(
 
 
 def accumulate_in_products(chunks: Sequence[nn.Module]) -> None:
-    """Let the matrix products of the layers themselves add weight gradients to Megatron's buffer (`main_grad`).
+    """Let matrix products themselves add weight gradients to Megatron's buffer (`main_grad`).
 
-    Transformer Engine's have a kernel for it; Megatron's take that of NVIDIA's apex, where it is. Switched on in the
-    layers, and not in the configuration: with that, Megatron's output layer, whose product is the loss head's here,
-    asks for apex's kernel in any case.
+    Transformer Engine's layers have a kernel for it, Megatron's take torch's (`patches`). Switched on in the layers,
+    and not in the configuration: with that, Megatron's layers ask for apex when they are built. The loss head, whose
+    product is that of the output layer, reads the latter's flag (`PackedGPT.output_gradient`).
     """
-    flags = ("fuse_wgrad_accumulation", *(["gradient_accumulation_fusion"] if fuses_weight_gradients() else []))
     for chunk in chunks:
-        for module in unwrap(chunk).decoder.modules():
-            for flag in flags:
+        model = unwrap(chunk)
+        heads = [model.output_layer] if model.post_process else []
+        for module in [*model.decoder.modules(), *heads]:
+            for flag in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):
                 if hasattr(module, flag):
                     setattr(module, flag, True)
 

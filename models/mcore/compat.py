@@ -10,15 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+from isoloss.models.mcore.layer_config import LayerConfig
 
 
 def submodules_of(spec: Any) -> Any:
     """The submodules of a module that is yet to be built: of a ModuleSpec, or of the function that has taken its place
     from 0.17 on, where it is an argument."""
     return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules
+
+
+def of_class(spec: Any, module: type, **more: Any) -> Any:
+    """The same module that is yet to be built, of another class, which takes more."""
+    if isinstance(spec, partial):
+        return partial(module, *spec.args, **spec.keywords, **more)
+    return ModuleSpec(module=module, submodules=spec.submodules, params={**spec.params, **more})
 
 
 class AnyLayer(SimpleNamespace):
@@ -37,12 +46,14 @@ class SwiGLU(MegatronModule):
     """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
     parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
 
+    config: LayerConfig
+
     def forward(self, wide: Tensor) -> Tensor:
-        return swiglu(wide)
+        return swiglu(wide, one_kernel=self.config.kernels.activation)
 
 
-class ClampedSwiGLU(MegatronModule):
+class ClampedSwiGLU(SwiGLU):
     """`clamped_swiglu` as a module."""
 
     def forward(self, wide: Tensor) -> Tensor:
-        return clamped_swiglu(wide)
+        return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)

@@ -1,40 +1,41 @@
 """A packed row on its way through Megatron's GPTModel, from token ids to the last hidden states.
 
-Rotary angles are looked up by position id. The heads of `Model` visit labelled positions only, so the model ends before
-them.
-
-Megatron knows of a token's identity no more than a padding mask, an argument of the model. It does not reach the layers
-behind those that `recompute_method="block"` computes again, and the MoE layer makes booleans of it. The packed row does
-reach every layer, in every forward and in every repetition of it in the backward, so it brings the tokens along.
+Rotary angles are looked up by position id, once for all layers. The heads of `Model` visit labelled positions only, so
+the model ends before them.
 """
 
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
 import torch
-from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
+from isoloss.models.architecture import QueryScaling
+from isoloss.models.mcore.arrival import wait_for_weights
+from isoloss.models.mcore.dispatch import Bound
+from isoloss.models.mcore.experts import RoutedRow
+from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.mcore.rotary import rotary_table
 from isoloss.models.mcore.router_losses import RoutedTokens
-from isoloss.parallel.attention import PackedRow
+from isoloss.parallel.ragged import Uploads
 
 
 class PackedGPT(GPTModel):
     """GPTModel over one packed row a micro-batch, from token ids to the last hidden states."""
 
-    def __init__(self, *args, inv_freq: Tensor, **kwargs):
+    config: LayerConfig
+
+    def __init__(
+        self, *args, inv_freq: Tensor, rotary_factor: float, query_scaling: QueryScaling | None = None, **kwargs
+    ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
         # Not a buffer: it must stay fp32 when the module is cast, and it is not part of a checkpoint.
-        self.inv_freq = inv_freq.to(torch.cuda.current_device())
+        self.inv_freq, self.rotary_factor = inv_freq.to(torch.cuda.current_device()), rotary_factor
+        self.query_scaling = query_scaling
 
     def _preprocess(self, input_ids, position_ids, *args, **kwargs):
         outputs = super()._preprocess(input_ids, position_ids, *args, **kwargs)
-        angles_RD = torch.outer(position_ids[0].to(torch.float32), self.inv_freq).repeat(1, 2)
-        return (outputs[0], angles_RD[:, None, None], *outputs[2:])
+        exact = self.config.kernels.rope and position_ids.is_cuda
+        dtype = torch.float32 if exact else self.config.params_dtype
+        return (outputs[0], rotary_table(position_ids[0], self.inv_freq, self.rotary_factor, dtype), *outputs[2:])
 
     def _postprocess(self, hidden_states, *args, **kwargs):
         del args, kwargs
@@ -42,44 +43,23 @@ class PackedGPT(GPTModel):
 
     def output_weight(self) -> Tensor:
         """This TP rank's rows of the output matrix (the embedding where they are tied)."""
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        assert weight is not None, "only the last pipeline stage has an output matrix"
+        assert self.post_process, "only the last pipeline stage has an output matrix"
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        module = self.embedding.word_embeddings if tied else self.output_layer
+        wait_for_weights(module)
+        weight = module.weight
+        assert weight is not None, "the module has its own"
         return weight
 
-
-@dataclass
-class RoutedRow(PackedRow):
-    """A packed row whose tokens the routers know. tokens: None where nobody asks them for more than experts."""
-
-    tokens: RoutedTokens | None = None
-
-
-class ExpertTransformerLayer(TransformerLayer):
-    """Hands the tokens of the row to the MLP, in Megatron's slot for a padding mask."""
-
-    def forward(self, *args, packed_seq_params: RoutedRow, **kwargs):
-        kwargs["padding_mask"] = packed_seq_params.tokens
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-class ExpertLayer(MoELayer):
-    """Megatron's MoE layer, whose router gets the tokens as they are."""
-
-    router: Any
-
-    def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: RoutedTokens | None = None):
-        assert intermediate_tensors is None  # of CUDA graphs
-        compute = partial(self._compute, tokens=padding_mask)
-        if self.moe_layer_recompute:
-            return tensor_parallel.checkpoint(compute, False, hidden_states)
-        return compute(hidden_states)
-
-    def _compute(self, hidden_states: Tensor, tokens: RoutedTokens | None) -> tuple[Tensor, None]:
-        shared = self.shared_experts_compute(hidden_states)
-        dispatched, weights = self.preprocess(hidden_states, *self.router(hidden_states, tokens))
-        output, bias = self.routed_experts_compute(*self.dispatch(dispatched, weights))
-        return self.postprocess(self.combine(output), shared), bias
+    def output_gradient(self) -> Tensor | None:
+        """Megatron's buffer for the gradient of the output matrix, where the loss head adds to it itself
+        (`build.accumulate_in_products`). Not where the matrix is the embedding of the same stage (the output layer has
+        none then): autograd adds the gradients of the two. Nor in a buffer of 16 bits, which every chunk would round.
+        """
+        if not getattr(self.output_layer, "gradient_accumulation_fusion", False):
+            return None
+        main_grad = getattr(self.output_layer.weight, "main_grad", None)
+        return main_grad if main_grad is not None and main_grad.dtype in (torch.float32, torch.float64) else None
 
 
 def forward_row(
@@ -88,16 +68,25 @@ def forward_row(
     positions_R: Tensor,
     lengths: tuple[int, ...],
     routed: RoutedTokens | None = None,
+    bound: Bound | None = None,
+    uploads: Uploads | None = None,
 ) -> Tensor:
     """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
 
     routed: the slice as its routers see it.
+    bound: of the messages between its experts.
+    uploads: of the row, if other chunks share them.
     """
+    scaling = unwrap(chunk).query_scaling
+    factors_R = None if scaling is None else scaling.factors(positions_R)
+    uploads = Uploads() if uploads is None else uploads
     return chunk(
         input_ids=tokens_R[None],
         position_ids=positions_R[None],
         attention_mask=None,
-        packed_seq_params=RoutedRow(lengths=lengths, tokens=routed),
+        packed_seq_params=RoutedRow(
+            lengths=lengths, uploads=uploads, query_factors_R=factors_R, tokens=routed, bound=bound
+        ),
     )
 
 

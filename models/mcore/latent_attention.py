@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.norm import RMSNorm
+from isoloss.models.mcore.rotary import rotate_interleaved
 from isoloss.parallel.attention import PackedAttention
 from isoloss.parallel.collectives import gather_rows, sum_gradient
 
@@ -47,7 +49,7 @@ class LatentAttention(MegatronModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: LayerConfig,
         *,
         layer_number: int,
         arch: Architecture,
@@ -58,7 +60,8 @@ class LatentAttention(MegatronModule):
         super().__init__(config)
         del unused
         assert arch.latent is not None
-        self.arch, self.latent, self.tp = arch, arch.latent, pg_collection.tp
+        self.latent, self.tp = arch.latent, pg_collection.tp
+        self._rotated = partial(rotate_interleaved, one_kernel=config.kernels.rope)
         self.heads = arch.num_heads // self.tp.size()
         self.recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
         latent, hidden = arch.latent, arch.hidden_size
@@ -88,13 +91,12 @@ class LatentAttention(MegatronModule):
     def forward(
         self, hidden: Tensor, attention_mask=None, *, rotary_pos_emb: Tensor, packed_seq_params, **unused
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden: [R (/tp if sequence-parallel), 1, hidden]; rotary_pos_emb: the angles, [R, 1, 1, rope_dim]."""
+        """hidden: [R (/tp if sequence-parallel), 1, hidden]; rotary_pos_emb: a `rotary_table`."""
         del attention_mask, unused
         latent = self.latent
-        cos, sin = _cos_sin(rotary_pos_emb, self.arch.rope.cos_sin_factor, hidden.dtype)
         query_latent = hidden if latent.q_rank is None else self.q_layernorm(self.linear_q_down_proj(hidden))
         kv_latent, key_rope = self.linear_kv_down_proj(hidden).split([latent.kv_rank, latent.rope_dim], -1)
-        latents = query_latent, self.kv_layernorm(kv_latent), key_rope, cos, sin
+        latents = query_latent, self.kv_layernorm(kv_latent), key_rope, rotary_pos_emb
 
         def core(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return self.core_attention(query, key, value, None, packed_seq_params=packed_seq_params)
@@ -108,31 +110,16 @@ class LatentAttention(MegatronModule):
         return self.linear_proj(out)
 
     def _project_up(
-        self, query_latent: Tensor, kv_latent: Tensor, key_rope: Tensor, cos: Tensor, sin: Tensor
+        self, query_latent: Tensor, kv_latent: Tensor, key_rope: Tensor, table: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [R, 1, H, head_dim], values [R, 1, H, value_dim]."""
         latent = self.latent
         up = self.linear_q_proj if latent.q_rank is None else self.linear_q_up_proj
         query = up(query_latent)[0].unflatten(-1, (self.heads, -1))
-        query_nope, query_rope = query.split([latent.nope_dim, latent.rope_dim], -1)
 
         kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.heads, -1))
         key_nope, value = kv.split([latent.nope_dim, latent.value_dim], -1)
         # One rotated key for all heads: each TP rank adds its heads' part to the gradient.
         whole = gather_rows if self.config.sequence_parallel else sum_gradient
-        key_rope = rotate_interleaved(whole(key_rope, self.tp)[:, :, None], cos, sin).expand(-1, -1, self.heads, -1)
-
-        query = torch.cat([query_nope, rotate_interleaved(query_rope, cos, sin)], -1)
-        return query, torch.cat([key_nope, key_rope], -1), value
-
-
-def _cos_sin(angles: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    half = angles[..., : angles.shape[-1] // 2]
-    return (half.cos() * factor).to(dtype), (half.sin() * factor).to(dtype)
-
-
-def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbouring channels as pairs; the result has all first channels, then all second ones (queries and keys
-    alike, so no product of them notices)."""
-    first, second = x[..., 0::2], x[..., 1::2]
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        key_rope = self._rotated(whole(key_rope, self.tp)[:, :, None], table).expand(-1, -1, self.heads, -1)
+        return self._rotated(query, table), torch.cat([key_nope, key_rope], -1), value

@@ -1,4 +1,4 @@
-"""NVIDIA's apex, of which Megatron-Core takes one kernel, and the other package of that name."""
+"""NVIDIA's apex, which Megatron-Core imports where it is, and the other package of that name."""
 
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,8 +15,3 @@ def check() -> None:
             f"the package apex in {folders[0] if folders else spec.origin} is not NVIDIA's (the one on PyPI is another "
             "project): pip uninstall apex; isoloss needs none, and NVIDIA's is built from its own repository"
         )
-
-
-def fuses_weight_gradients() -> bool:
-    """Whether its kernel is here that adds weight gradients to an fp32 buffer within the matrix product."""
-    return PathFinder.find_spec("fused_weight_gradient_mlp_cuda") is not None

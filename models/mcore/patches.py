@@ -9,6 +9,7 @@ What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.
 import queue
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,12 +21,17 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel import layers, random
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer import attention
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from isoloss.models.mcore import optimizer_shards
+from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.mcore.rotary import rotate
+from isoloss.parallel.products import add_product
 
 ParamGroup = dict[str, Any]
 
@@ -47,6 +53,31 @@ def _copy_storage(output: Tensor, again: Tensor) -> None:
     source, target = again.untyped_storage(), output.untyped_storage()
     target.resize_(source.nbytes())
     target.copy_(source)
+
+
+def rotate_by_table() -> None:
+    """Let the attention of a model of isoloss rotate queries and keys by a table of cosines and sines, which all layers
+    share: Megatron takes them again of the angles in each, twice, and keeps them until its backward."""
+    of_angles = attention.apply_rotary_pos_emb
+
+    def rotated(x: Tensor, angles_or_table: Tensor, config: TransformerConfig, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(config, LayerConfig):
+            return rotate(x, angles_or_table, one_kernel=config.kernels.rope)
+        return of_angles(x, angles_or_table, config, *args, **kwargs)
+
+    attention.apply_rotary_pos_emb = rotated
+
+
+def accumulate_without_apex() -> None:
+    """Let Megatron's layers add weight gradients to its buffer by a product of torch's. It asks a module of NVIDIA's
+    apex to: by this name, in functions named after what the buffer holds."""
+    layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+        wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
+    )
+
+
+def _add_weight_gradient(inputs_RD: Tensor, grad_output_RU: Tensor, main_grad_UD: Tensor) -> None:
+    add_product(main_grad_UD, grad_output_RU.T, inputs_RD)
 
 
 def collect_results_in_process() -> None:

@@ -58,8 +58,9 @@ class Router(MegatronModule):
         bias = None if self.bias is None else self.bias.to(dtype)
         return linear(hidden.flatten(0, -2).to(dtype), self.weight.to(dtype), bias)
 
-    def forward(self, hidden: Tensor, tokens: RoutedTokens | None = None) -> tuple[Tensor, Tensor]:
-        """hidden: [tokens, 1, hidden]. Returns the weight of each expert [Z, E], and which are chosen, bool [Z, E].
+    def forward(self, hidden: Tensor, tokens: RoutedTokens | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden: [tokens, 1, hidden]. Returns the weight of each expert [Z, E], and which are chosen, as bool [Z, E]
+        and by number [Z, X].
 
         tokens: whose hidden states these are, in Megatron's slot for a padding mask.
         """
@@ -71,7 +72,7 @@ class Router(MegatronModule):
             weights_ZE = tokens.router_losses.add(weights_ZE, routing, tokens)
             if self.expert_bias is not None:
                 self.load_E += (chosen_ZE & tokens.real_Z[:, None]).sum(0)
-        return weights_ZE, chosen_ZE
+        return weights_ZE, chosen_ZE, routing.chosen_ZX
 
 
 def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:

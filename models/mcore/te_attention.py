@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from isoloss.parallel.attention import PackedRow
+from isoloss.parallel.upload import upload
 
 
 class FusedAttention(TEDotProductAttention):
@@ -51,7 +52,7 @@ class FusedAttention(TEDotProductAttention):
         assert isinstance(packed_seq_params, PackedRow) and attention_mask is None and attention_bias is None
         del attn_mask_type
         out = super().forward(
-            query.squeeze(1),
+            packed_seq_params.scaled(query.squeeze(1)),
             key.squeeze(1),
             value.squeeze(1),
             None,
@@ -68,7 +69,7 @@ def packed_documents(lengths: tuple[int, ...], device: torch.device) -> PackedSe
     Padding counts as the end of its document, which under a causal mask no token before it sees. So there is no padding
     between documents, with which Transformer Engine would rule out FlashAttention.
     """
-    starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    starts = upload(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     longest = max(lengths)
     return PackedSeqParams(
         qkv_format="thd",

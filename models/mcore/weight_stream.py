@@ -12,7 +12,7 @@ from torch import Tensor
 from isoloss.parallel.collectives import gather_objects
 
 Named = tuple[str, Tensor]
-Receives = Literal["every rank", "rank 0"]
+Receives = Literal["every rank", "rank 0", "its holder"]
 ALIGNMENT = 16  # bytes; a tensor of any type can then be a view of the bytes that travelled
 
 
@@ -35,12 +35,13 @@ def stream_weights(
     """Every Hugging Face tensor of the model exactly once, whole, in buckets of at most `bucket_bytes`, or one tensor.
 
     tensors: those of this rank, and whether it is the one to send them (`hf_tensors`).
-    Every rank gets as many buckets: the same ones, or with receives="rank 0" empty ones on all but rank 0. Tensors are
-    on `device`, and to be read before the next bucket is asked for: they may be the parameters themselves. A rank holds
-    three buckets at most: what it has to send, the one under way, and the one that the caller has not let go of.
+    Every rank gets as many buckets: the same ones; or those that one rank receives, rank 0 or the one that has the
+    tensors, and empty ones elsewhere. Tensors are on `device`, and to be read before the next bucket is asked for: they
+    may be the parameters themselves. A rank holds three buckets at most: what it has to send, the one under way, and
+    the one that the caller has not let go of.
     Collective over the world, and what `tensors` is: all ranks must iterate to the end. In each round all ranks tell
     what they have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to
-    rank 0).
+    rank 0, or with receives="its holder" nothing).
     """
     rank = dist.get_rank()
     for mine in _rounds(tensors, bucket_bytes):
@@ -76,9 +77,9 @@ def _rounds(tensors: Iterator[tuple[str, Tensor, bool]], bucket_bytes: int) -> I
 def _travel(
     mine: list[Named] | None, labels: Sequence[Label], source: int, receives: Receives, device: torch.device
 ) -> list[Named]:
-    """The bucket of rank `source` (there: `mine`) on every rank, or on rank 0 and empty elsewhere."""
+    """The bucket of rank `source` (there: `mine`) on every rank, or on the one that receives it and empty elsewhere."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1 or (receives == "rank 0" and source == 0):
+    if world == 1 or receives == "its holder" or (receives == "rank 0" and source == 0):
         return mine or []
     if receives == "rank 0" and rank not in (0, source):
         return []
@@ -89,11 +90,11 @@ def _travel(
     if receives == "every rank":
         dist.broadcast(flat, src=source)
         return views
-    if rank == source:
-        dist.send(flat, dst=0)
-        return []
-    dist.recv(flat, src=source)
-    return views
+    # As a batch, though it is one message: of single ones NCCL makes a communicator for each pair of ranks.
+    message = dist.P2POp(dist.isend, flat, 0) if rank == source else dist.P2POp(dist.irecv, flat, source)
+    for work in dist.batch_isend_irecv([message]):
+        work.wait()
+    return [] if rank == source else views
 
 
 def _views(flat: Tensor, labels: Sequence[Label]) -> Iterator[Named]:

@@ -11,9 +11,10 @@ without Transformer Engine. There are three styles, all written by Megatron-Core
 import re
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate, pairwise
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights.mappings import GatedMLP
+from isoloss.models.weights.mappings import GatedMLP, Sections
 from isoloss.models.weights.weight_map import Weight
 
 Shape = tuple[int, ...]
@@ -44,11 +45,12 @@ class CheckpointRows:
 
 def native_style(arch: Architecture) -> Style:
     """The style that Megatron-Core gives a model of this architecture by default, and that isoloss writes."""
-    return Style.PER_LAYER if arch.experts and arch.experts.dense_layers else Style.STACKED
+    differ = arch.delta is not None or (arch.experts is not None and arch.experts.dense_layers > 0)
+    return Style.PER_LAYER if differ else Style.STACKED
 
 
 def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[CheckpointRows, ...]:
-    """Where a weight stands in a checkpoint of this style: one place, or two where gate and up are apart."""
+    """Where a weight stands in a checkpoint of this style: one place, or several for blocks that are kept apart."""
     axes: list[int] = []
     index: list[int] = []
     name = _te_name(weight, arch)
@@ -66,6 +68,12 @@ def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[C
             axes.append(arch.experts.count)
             index.append(weight.expert)
     rows = weight.shape[0]
+    if isinstance(weight.mapping, Sections):
+        edges = pairwise((0, *accumulate(weight.mapping.sizes)))
+        return tuple(
+            CheckpointRows(f"{name}.{block}", tuple(axes), tuple(index), edge)
+            for block, edge in zip(weight.mapping.names, edges)
+        )
     if style is Style.SINGLETON and isinstance(weight.mapping, GatedMLP):
         half = rows // 2
         return (
@@ -82,20 +90,22 @@ FUSED_NORMS = {
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+# In layers of Gated DeltaNet.
+FUSED_DELTA_NORM = {"input_layernorm.": "self_attention.in_proj.layer_norm_"}
 
 
 def te_prefixes(arch: Architecture, layer: int) -> dict[str, str]:
-    """Those of `FUSED_NORMS` that Transformer Engine's spec fuses in this layer."""
+    """The norms that Transformer Engine's spec fuses in this layer, as in `FUSED_NORMS`."""
     fused: list[str] = []
-    if arch.latent is None:
+    if arch.latent is None and not arch.is_linear(layer):
         fused.append("input_layernorm.")
-    else:
+    elif arch.latent is not None:
         if arch.latent.q_rank is not None:
             fused.append("self_attention.q_layernorm.")
         fused.append("self_attention.kv_layernorm.")
     if not arch.has_experts(layer):
         fused.append("pre_mlp_layernorm.")
-    return {name: FUSED_NORMS[name] for name in fused}
+    return {name: FUSED_NORMS[name] for name in fused} | (FUSED_DELTA_NORM if arch.is_linear(layer) else {})
 
 
 def local_name(name: str, arch: Architecture, layer: int) -> str:

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights import manifest, run_config
-from isoloss.models.weights.checkpoint_names import FUSED_NORMS, CheckpointRows, Style, checkpoint_rows
+from isoloss.models.weights.checkpoint_names import (
+    FUSED_DELTA_NORM,
+    FUSED_NORMS,
+    CheckpointRows,
+    Style,
+    checkpoint_rows,
+)
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.mappings import Vocabulary
 from isoloss.models.weights.weight_map import Weight, weight_map
@@ -173,7 +179,7 @@ def _style(tensors: Iterable[str]) -> Style:
 def _spellings(key: str) -> tuple[str, ...]:
     """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
     Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
-    for pair in FUSED_NORMS.items():
+    for pair in (*FUSED_NORMS.items(), *FUSED_DELTA_NORM.items()):
         for name, other in (pair, pair[::-1]):
             if f".{name}weight" in f".{key}":
                 return key, key.replace(name, other)

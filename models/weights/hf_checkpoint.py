@@ -6,10 +6,10 @@ most one shard in memory.
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,14 +17,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
+from isoloss.models.weights.manifest import read_json
 from isoloss.models.weights.mapped import safetensors_views
-from isoloss.models.weights.weight_map import EMBEDDING, LM_HEAD, Part, Weight, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import LM_HEAD, Part, Weight, embedding_name, hf_shapes, weight_map
 from isoloss.parallel.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 PARTIAL = ".partial"
+# Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.
+SHARDS = "shards.json"
 
 # What a model folder holds besides its weights; missing ones are skipped.
 SIDECARS = (
@@ -123,6 +126,20 @@ class HFReader:
                 "or set model.from_scratch=true for random ones"
             )
         return dict.fromkeys(self.opened(SINGLE).keys(), SINGLE)
+
+
+def tensor_names(folder: Path) -> Set[str]:
+    """Of the tensors in a Hugging Face folder, or in the one that a converted checkpoint came from; empty where there
+    are no weights. Raises UserError where a file is damaged."""
+    if (folder / SHARDS).is_file():
+        files = read_json(folder / SHARDS, "copy or convert the checkpoint again")["files"]
+        return {name for file in files.values() for name in file["tensors"]}
+    return {*HFReader(folder).names} if has_weights(folder) else frozenset()
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a Hugging Face folder has safetensors, and not config.json and a tokenizer alone."""
+    return any((folder / name).is_file() for name in (INDEX, SINGLE))
 
 
 def check(source: HFReader, arch: Architecture) -> None:
@@ -225,7 +242,8 @@ def index_text(entries: Mapping[str, Entry]) -> str:
 
 
 def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
-    """Copy config.json, tokenizer, chat template and generation defaults, so that `target` is a model of its own.
+    """Copy config.json (as `config_text`), tokenizer, chat template and generation defaults, so that `target` is a
+    model of its own.
 
     Raises UserError where `source` has no config.json.
     """
@@ -245,19 +263,39 @@ def sidecars(source: str | Path) -> tuple[str, ...]:
     return tuple(path.relative_to(source).as_posix() for path in found if path.is_file())
 
 
-def config_text(source: str | Path, arch: Architecture) -> str:
+def config_text(source: str | Path, arch: Architecture, *, whole: bool = False) -> str:
     """config.json as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and for
-    layers for multi-token prediction, of which there are none. Raises UserError where `source` has none."""
+    layers for multi-token prediction, of which there are none. Of a multimodal model of which `arch` is the text model
+    alone (`text_only`), that text model's. Raises UserError where `source` has none.
+
+    whole: the weights are written with all that stands beside the model: layers for multi-token prediction as well.
+    """
     path = Path(source) / "config.json"
     if not path.is_file():
         raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
     published = path.read_text(encoding="utf-8")
     config = json.loads(published)
     changed = dict(config)
-    keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["dtype"]
-    changed |= dict.fromkeys(keys, arch.dtype)
-    changed |= {name: 0 for name in MTP_LAYERS if config.get(name)}
+    if "text_config" in config and arch.tensor_prefix == "model.":
+        tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
+        names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in config["architectures"]]
+        changed = {"architectures": names} | tied | config["text_config"]
+    if "text_config" in changed:
+        changed["text_config"] = _of_written(changed["text_config"], arch, whole, new=not _dtype_keys(changed))
+    changed = _of_written(changed, arch, whole, new="text_config" not in changed)
     return published if changed == config else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
+
+
+def _of_written(config: Mapping[str, Any], arch: Architecture, whole: bool, *, new: bool) -> dict[str, Any]:
+    """A model's configuration, with the dtype of what is written, and without what is not. new: also where it tells
+    none."""
+    keys = _dtype_keys(config) or (["dtype"] if new else [])
+    left_out = {} if whole else {name: 0 for name in MTP_LAYERS if config.get(name)}
+    return {**config, **dict.fromkeys(keys, arch.dtype), **left_out}
+
+
+def _dtype_keys(config: Mapping[str, Any]) -> list[str]:
+    return [key for key in ("dtype", "torch_dtype") if key in config]
 
 
 def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:
@@ -280,17 +318,18 @@ def harmless(name: str, source: HFReader, arch: Architecture) -> bool:
     multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
     if name == LM_HEAD and arch.tie_embeddings:
         # transformers leaves the two untied where a file holds different ones, whatever config.json says.
-        shape = source.shape(name)
-        if shape != source.shape(EMBEDDING) or not torch.equal(
-            source.get(Part(LM_HEAD, shape)), source.get(Part(EMBEDDING, shape))
+        shape, embedding = source.shape(name), embedding_name(arch)
+        if shape != source.shape(embedding) or not torch.equal(
+            source.get(Part(LM_HEAD, shape)), source.get(Part(embedding, shape))
         ):
             raise UserError(
                 f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
-                f"{EMBEDDING}; set it to false in config.json, or delete {LM_HEAD}"
+                f"{embedding}; set it to false in config.json, or delete {LM_HEAD}"
             )
         return True
     beyond = range(arch.num_layers, arch.num_layers + arch.mtp_layers)
-    return name.endswith("rotary_emb.inv_freq") or name.startswith(tuple(f"model.layers.{k}." for k in beyond))
+    left_out = (*arch.left_out, *(f"{arch.tensor_prefix}layers.{k}." for k in beyond))
+    return name.endswith("rotary_emb.inv_freq") or name.startswith(left_out)
 
 
 def _refuse_model(folder: Path) -> None:

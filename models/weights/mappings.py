@@ -134,6 +134,83 @@ class QKV:
 
 
 @dataclass(frozen=True)
+class GatedQKV(QKV):
+    """`QKV` with a gate for each query head: for each kv head its query heads, their gates, its key, its value head.
+
+    merge takes q [2*h*d, *], in which each head's gate follows it, k and v as `QKV` does and gives [2*(h+g)*d, *].
+    """
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        q, k, v = tensors
+        heads = q.unflatten(0, (self.num_kv_heads, -1, 2, self.head_dim))  # [g, h/g, q or gate, d, *]
+        whole = torch.cat([heads.transpose(1, 2).flatten(1, 3), self._by_head(k), self._by_head(v)], 1)
+        return whole.flatten(0, 1)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        per_group, d = self.num_heads // self.num_kv_heads, self.head_dim
+        groups = whole.unflatten(0, (self.num_kv_heads, -1)).split([2 * per_group * d, d, d], 1)
+        queries, k, v = groups
+        queries = queries.unflatten(1, (2, per_group, d)).transpose(1, 2).flatten(0, 3)
+        return queries, k.flatten(0, 1), v.flatten(0, 1)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        return x.unflatten(0, (self.num_kv_heads, self.head_dim))
+
+
+@dataclass(frozen=True)
+class Sections:
+    """Blocks of output features (dim 0), one below the other, each divided over TP: queries, keys, values and more.
+
+    sizes: of the blocks.
+    names: what Megatron-Core calls them in a checkpoint, where each is a tensor.
+    parts: rows of each Hugging Face tensor; () where there is one of all.
+    """
+
+    sizes: tuple[int, ...]
+    names: tuple[str, ...]
+    parts: tuple[int, ...] = ()
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        return torch.cat(list(tensors), 0)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return whole.split(list(self.parts), 0) if self.parts else (whole,)
+
+    def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:
+        blocks = zip(whole.split(list(self.sizes), 0), self.names)
+        return torch.cat([_piece(block, 0, tp_size, tp_rank, f"{name} features") for block, name in blocks], 0)
+
+    def unshard(self, shards: Sequence[Tensor]) -> Tensor:
+        ranks = [shard.split([size // len(shards) for size in self.sizes], 0) for shard in shards]
+        return torch.cat([piece for block in zip(*ranks) for piece in block], 0)
+
+
+@dataclass(frozen=True)
+class WovenSections(Sections):
+    """`Sections` from Hugging Face tensors that hold, for each key head, its share of several blocks (Qwen3-Next).
+
+    groups: key heads.
+    parts: how many blocks each Hugging Face tensor weaves.
+    """
+
+    groups: int = 1
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        blocks, sizes = [], iter(self.sizes)
+        for tensor, count in zip(tensors, self.parts):
+            widths = [next(sizes) // self.groups for _ in range(count)]
+            blocks += [block.flatten(0, 1) for block in tensor.unflatten(0, (self.groups, -1)).split(widths, 1)]
+        return torch.cat(blocks, 0)
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        blocks = iter(whole.split(list(self.sizes), 0))
+        by_group = (
+            torch.cat([next(blocks).unflatten(0, (self.groups, -1)) for _ in range(count)], 1) for count in self.parts
+        )
+        return tuple(group.flatten(0, 1) for group in by_group)
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """The two inputs of SwiGLU: the whole is [gate; up], the shard of rank r is [gate_r; up_r]."""
 
@@ -151,6 +228,18 @@ class GatedMLP:
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
         halves = [shard.chunk(2, 0) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves], 0)
+
+
+@dataclass(frozen=True)
+class JoinedGatedMLP(GatedMLP):
+    """`GatedMLP` from one Hugging Face tensor that has gate above up."""
+
+    def merge(self, tensors: Sequence[Tensor]) -> Tensor:
+        (tensor,) = tensors
+        return tensor
+
+    def split(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return (whole,)
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,14 @@ class RandomWeights:
 
     Each tensor (of each expert) has a generator of its own, seeded from (seed, Hugging Face name): tensors do not
     depend on the order in which, or the rank on which, they are asked for. Matrices are normal(0, std); those that
-    write to the residual stream are scaled by 1/sqrt(2 * num_layers) (GPT-2, section 2.3); norms are 1, biases and
-    sinks 0.
+    write to the residual stream are scaled by 1/sqrt(2 * num_layers) (GPT-2, section 2.3); norms multiply by 1, biases
+    and sinks are 0. Of Gated DeltaNet: A is uniform(0, 16), dt_bias 1 (arXiv:2412.06464's code), the convolution
+    uniform as torch's.
     """
 
     def __init__(self, arch: Architecture, seed: int, std: float = 0.02):
         self.seed, self.std = seed, std
+        self._norm = 0.0 if arch.zero_centered_norm else 1.0
         self._residual_scale = 1 / math.sqrt(2 * arch.num_layers)
 
     def whole(self, weight: Weight) -> Tensor:
@@ -30,11 +32,22 @@ class RandomWeights:
         return weight.mapping.merge([self._make(part, std) for part in weight.parts])
 
     def _make(self, part: Part, std: float) -> Tensor:
+        generator = self._generator(part)
+        if ".linear_attn." in part.tensor:
+            if part.tensor.endswith(".A_log"):
+                return torch.empty(part.shape).uniform_(1e-3, 16.0, generator=generator).log()
+            if len(part.shape) == 1:
+                return torch.ones(part.shape)
+            if part.tensor.endswith(".conv1d.weight"):
+                bound = part.shape[-1] ** -0.5
+                return torch.empty(part.shape).uniform_(-bound, bound, generator=generator)
         if part.tensor.endswith(("bias", "sinks")):
             return torch.zeros(part.shape)
         if len(part.shape) == 1:
-            return torch.ones(part.shape)
+            return torch.full(part.shape, self._norm)
+        return torch.normal(0.0, std, part.shape, generator=generator, dtype=torch.float32)
+
+    def _generator(self, part: Part) -> torch.Generator:
         name = part.tensor if part.row is None else f"{part.tensor}/{part.row}"
         digest = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))
-        return torch.normal(0.0, std, part.shape, generator=generator, dtype=torch.float32)
+        return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big"))

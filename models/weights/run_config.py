@@ -13,7 +13,15 @@ from typing import Any
 
 import yaml
 
-from isoloss.models.architecture import Architecture, Experts, Latent, LinearScaling, Llama3Scaling, YarnScaling
+from isoloss.models.architecture import (
+    Architecture,
+    Experts,
+    GatedDelta,
+    Latent,
+    LinearScaling,
+    Llama3Scaling,
+    YarnScaling,
+)
 from isoloss.models.weights import megatron_args
 from isoloss.parallel.errors import UserError
 
@@ -28,7 +36,11 @@ Wanted = tuple[str, str, Any]  # a field of run_config.yaml, what config.json ca
 
 
 def check(folder: Path, arch: Architecture) -> None:
-    """Raises UserError naming the first field of what a checkpoint notes down of its model that `arch` has not."""
+    """Raises UserError naming the first field of what a checkpoint notes down of its model that `arch` has not.
+
+    A model that is the same is refused where Megatron-Core itself trained layers of Gated DeltaNet: it makes every norm
+    zero-centered, also the one inside of them, whose weight is then stored minus 1.
+    """
     path, prefix = folder / NAME, "model."
     if path.is_file():
         said = _said(_model(path))
@@ -41,6 +53,11 @@ def check(folder: Path, arch: Architecture) -> None:
                 f"{label}={wanted!r}; the checkpoint is of another model: give the config.json of the one that was "
                 "trained"
             )
+    if arch.delta and said:
+        raise UserError(
+            f"{path}: Megatron-Core trained this {arch.family}, and stores the norms inside of Gated DeltaNet "
+            "(out_norm) minus 1; export it to a Hugging Face folder there, and take that"
+        )
 
 
 def hf_model(folder: Path) -> str | None:
@@ -80,6 +97,9 @@ def _said(model: Mapping[str, Any]) -> dict[str, Any]:
         said["moe_layer_freq"] = [int(layer % every == 0) for layer in range(layers)]
     elif not isinstance(every, list):  # an expression
         said.pop("moe_layer_freq", None)
+    linear = said.get("linear_attention_freq")
+    if isinstance(linear, int) and isinstance(layers, int) and linear > 0:  # attention in every so many layers
+        said["linear_attention_freq"] = [int((layer + 1) % linear > 0) for layer in range(layers)]
     if "low_freq_factor" in said and "scale_factor" in said:  # what earlier versions called Llama 3.1's scaling
         said |= {"rope_scaling": True, "rope_scaling_factor": said["scale_factor"]}
     if said.get("rope_type") == "rope":
@@ -103,7 +123,7 @@ def _wanted(arch: Architecture) -> Iterator[Wanted]:
     yield "rotary_base", "rope_theta", arch.rope.theta
     yield "share_embeddings_and_output_weights", "tie_word_embeddings", arch.tie_embeddings
     yield "normalization", "normalization", "RMSNorm"
-    yield "layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma", False
+    yield "layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma", arch.zero_centered_norm
     yield "gated_linear_unit", "gated_linear_unit", True
     yield "activation_func", "hidden_act", "quick_gelu" if arch.clamped_swiglu else "silu"
     yield "add_bias_linear", "mlp_bias", arch.linear_bias
@@ -123,8 +143,11 @@ def _attention(arch: Architecture) -> Iterator[Wanted]:
     scaling = arch.rope.scaling
     yield "num_query_groups", "num_key_value_heads", arch.num_kv_heads
     yield "kv_channels", "head_dim", arch.head_dim
-    yield "qk_layernorm", "use_qk_norm", arch.qk_norm
+    yield "qk_layernorm", "use_qk_norm", arch.qk_norm and not arch.joint_qk_norm
     yield "rotary_percent", "partial_rotary_factor", arch.rotary_dim / arch.head_dim
+    yield "attention_output_gate", "attn_output_gate", arch.output_gate
+    if arch.delta:
+        yield from _delta(arch.delta)
     yield "rotary_interleaved", "rope_interleave", arch.rope.interleaved
     yield "position_embedding_type", "rope_type", "yarn" if isinstance(scaling, YarnScaling) else "rope"
     yield "rope_scaling", "rope_type=llama3", isinstance(scaling, Llama3Scaling)
@@ -134,6 +157,15 @@ def _attention(arch: Architecture) -> Iterator[Wanted]:
         yield "rope_scaling_factor", "rope_scaling.factor", scaling.factor
     if isinstance(scaling, YarnScaling):
         yield "yarn_rotary_scaling_factor", "rope_scaling.factor", scaling.factor
+
+
+def _delta(delta: GatedDelta) -> Iterator[Wanted]:
+    yield "linear_conv_kernel_dim", "linear_conv_kernel_dim", delta.conv_width
+    yield "linear_key_head_dim", "linear_key_head_dim", delta.key_dim
+    yield "linear_value_head_dim", "linear_value_head_dim", delta.value_dim
+    yield "linear_num_key_heads", "linear_num_key_heads", delta.key_heads
+    yield "linear_num_value_heads", "linear_num_value_heads", delta.value_heads
+    yield "linear_attention_freq", "layer_types", [int(linear) for linear in delta.layers]
 
 
 def _latent(arch: Architecture, latent: Latent) -> Iterator[Wanted]:
@@ -152,6 +184,7 @@ def _experts(arch: Architecture, experts: Experts) -> Iterator[Wanted]:
     yield "moe_router_topk", "num_experts_per_tok", experts.top_k
     yield "moe_ffn_hidden_size", "moe_intermediate_size", experts.intermediate_size
     yield "moe_shared_expert_intermediate_size", "n_shared_experts*moe_intermediate_size", experts.shared_size
+    yield "moe_shared_expert_gate", "shared_expert_gate", experts.shared_gate
     yield "moe_router_score_function", "scoring_func", experts.score
     yield "moe_router_enable_expert_bias", "e_score_correction_bias", experts.selection_bias
     yield "moe_router_topk_scaling_factor", "routed_scaling_factor", experts.scaling

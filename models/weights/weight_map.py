@@ -8,21 +8,28 @@ One map serves loading, exporting, gradients and the checkpoint converter, so th
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from isoloss.models.architecture import Architecture, Latent
+from isoloss.models.architecture import Architecture, GatedDelta, Latent
 from isoloss.models.weights.mappings import (
     QKV,
     ColumnParallel,
     GatedMLP,
+    GatedQKV,
     InterleavedGatedMLP,
+    JoinedGatedMLP,
     ParamMapping,
     Replicated,
     RowParallel,
+    Sections,
     TransposedRowParallel,
     Vocabulary,
+    WovenSections,
 )
 
 Shape = tuple[int, ...]
-EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
+LM_HEAD = "lm_head.weight"
+# Megatron-Core's names of what Gated DeltaNet projects of a token, in their order; the first three go through the
+# convolution.
+DELTA_SECTIONS = ("query", "key", "value", "z", "beta", "alpha")
 VALUE_HEAD = "score.weight"  # what transformers calls the head of its classifiers
 
 
@@ -68,15 +75,22 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     """Every weight of the model, in model order. A tied output projection is not a weight of its own."""
     hidden, vocabulary = arch.hidden_size, Vocabulary(arch.vocab_size)
     table: Shape = (arch.vocab_size, hidden)
-    weights = [_whole("embedding.word_embeddings.weight", EMBEDDING, table, vocabulary)]
+    weights = [_whole("embedding.word_embeddings.weight", embedding_name(arch), table, vocabulary)]
     for layer in range(arch.num_layers):
         weights += _layer(arch, layer)
-    weights.append(_whole("decoder.final_layernorm.weight", "model.norm.weight", (hidden,), Replicated()))
+    weights.append(
+        _whole("decoder.final_layernorm.weight", f"{arch.tensor_prefix}norm.weight", (hidden,), Replicated())
+    )
     if arch.critic:
         weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), RowParallel()))
     elif not arch.tie_embeddings:
         weights.append(_whole("output_layer.weight", LM_HEAD, table, vocabulary))
     return tuple(weights)
+
+
+def embedding_name(arch: Architecture) -> str:
+    """What Hugging Face files call the embedding."""
+    return f"{arch.tensor_prefix}embed_tokens.weight"
 
 
 def hf_shapes(weights: tuple[Weight, ...]) -> dict[str, Shape]:
@@ -96,10 +110,12 @@ def num_parameters(arch: Architecture) -> int:
 
 
 def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
-    mcore, hf = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+    mcore, hf = f"decoder.layers.{layer}.", f"{arch.tensor_prefix}layers.{layer}."
     norm: Shape = (arch.hidden_size,)
     yield _whole(f"{mcore}input_layernorm.weight", f"{hf}input_layernorm.weight", norm, Replicated(), layer)
-    if arch.latent:
+    if arch.delta and arch.is_linear(layer):
+        yield from _gated_delta(arch, arch.delta, layer)
+    elif arch.latent:
         yield from _latent_attention(arch, arch.latent, layer)
     else:
         yield from _attention(arch, layer)
@@ -111,23 +127,47 @@ def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
 
 
 def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
-    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"{arch.tensor_prefix}layers.{layer}.self_attn."
     hidden, d = arch.hidden_size, arch.head_dim
-    qkv = QKV(arch.num_heads, arch.num_kv_heads, d)
-    sizes = (arch.num_heads * d, arch.num_kv_heads * d, arch.num_kv_heads * d)
+    qkv = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, arch.num_kv_heads, d)
+    sizes = (arch.num_heads * d * (2 if arch.output_gate else 1), arch.num_kv_heads * d, arch.num_kv_heads * d)
     for kind, rest in _kinds(arch.qkv_bias, (hidden,)):
         parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes))
         yield Weight(f"{mcore}linear_qkv.{kind}", (sum(sizes), *rest), parts, qkv, layer)
     if arch.qk_norm:
-        for letter in "qk":
-            yield _whole(f"{mcore}{letter}_layernorm.weight", f"{hf}{letter}_norm.weight", (d,), Replicated(), layer)
+        for letter, size in zip("qk", sizes):
+            shape, mapping = ((size,), ColumnParallel()) if arch.joint_qk_norm else ((d,), Replicated())
+            yield _whole(f"{mcore}{letter}_layernorm.weight", f"{hf}{letter}_norm.weight", shape, mapping, layer)
     if arch.sinks:
         yield _whole(f"{mcore}core_attention.softmax_offset", f"{hf}sinks", (arch.num_heads,), ColumnParallel(), layer)
     yield from _output_projection(arch, layer)
 
 
+def _gated_delta(arch: Architecture, delta: GatedDelta, layer: int) -> Iterator[Weight]:
+    """Megatron-Core's in_proj holds all that is made of a token; Hugging Face files hold it in several tensors."""
+    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"{arch.tensor_prefix}layers.{layer}.linear_attn."
+    hidden, heads = arch.hidden_size, delta.value_heads
+    keys, values = delta.key_heads * delta.key_dim, heads * delta.value_dim
+    sizes, names = (keys, keys, values), DELTA_SECTIONS[:3]
+    all_sizes, all_names = (*sizes, values, heads, heads), DELTA_SECTIONS
+    if delta.woven:
+        parts = {"in_proj_qkvz": sum(sizes) + values, "in_proj_ba": 2 * heads}
+        in_proj = WovenSections(all_sizes, all_names, (4, 2), delta.key_heads)
+    else:
+        parts = {"in_proj_qkv": sum(sizes), "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
+        in_proj = Sections(all_sizes, all_names, tuple(parts.values()))
+    projections = tuple(Part(f"{hf}{name}.weight", (rows, hidden)) for name, rows in parts.items())
+    yield Weight(f"{mcore}in_proj.weight", (sum(all_sizes), hidden), projections, in_proj, layer)
+    conv: Shape = (sum(sizes), 1, delta.conv_width)
+    yield _whole(f"{mcore}conv1d.weight", f"{hf}conv1d.weight", conv, Sections(sizes, names), layer)
+    for name in ("dt_bias", "A_log"):
+        yield _whole(f"{mcore}{name}", f"{hf}{name}", (heads,), ColumnParallel(), layer)
+    yield _whole(f"{mcore}out_norm.weight", f"{hf}norm.weight", (delta.value_dim,), Replicated(), layer)
+    yield _whole(f"{mcore}out_proj.weight", f"{hf}out_proj.weight", (hidden, values), RowParallel(), layer)
+
+
 def _latent_attention(arch: Architecture, latent: Latent, layer: int) -> Iterator[Weight]:
-    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"model.layers.{layer}.self_attn."
+    mcore, hf = f"decoder.layers.{layer}.self_attention.", f"{arch.tensor_prefix}layers.{layer}.self_attn."
     hidden, heads = arch.hidden_size, arch.num_heads
     queries = heads * arch.head_dim
     if latent.q_rank is None:
@@ -152,7 +192,10 @@ def _latent(
 
 
 def _output_projection(arch: Architecture, layer: int) -> Iterator[Weight]:
-    mcore, hf = f"decoder.layers.{layer}.self_attention.linear_proj.", f"model.layers.{layer}.self_attn.o_proj."
+    mcore, hf = (
+        f"decoder.layers.{layer}.self_attention.linear_proj.",
+        f"{arch.tensor_prefix}layers.{layer}.self_attn.o_proj.",
+    )
     shape = (arch.hidden_size, arch.num_heads * arch.value_dim)
     yield _whole(f"{mcore}weight", f"{hf}weight", shape, RowParallel(), layer)
     if arch.linear_bias:
@@ -177,7 +220,7 @@ def _mlp(
 def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
     moe = arch.experts
     assert moe is not None
-    mcore, hf = f"decoder.layers.{layer}.mlp.", f"model.layers.{layer}.{moe.names.module}."
+    mcore, hf = f"decoder.layers.{layer}.mlp.", f"{arch.tensor_prefix}layers.{layer}.{moe.names.module}."
     router = f"{hf}{moe.names.router}"
     shape: Shape = (moe.count, arch.hidden_size)
     yield _whole(f"{mcore}router.weight", f"{router}.weight", shape, Replicated(), layer)
@@ -189,6 +232,9 @@ def _experts(arch: Architecture, layer: int) -> Iterator[Weight]:
     if moe.shared_size:
         prefix = f"{hf}{moe.names.shared}."
         yield from _mlp(f"{mcore}shared_experts.", prefix, arch.hidden_size, moe.shared_size, layer)
+    if moe.shared_gate:
+        gate = f"{hf}{moe.names.shared_gate}.weight"
+        yield _whole(f"{mcore}shared_experts.gate_weight", gate, (1, arch.hidden_size), Replicated(), layer)
     for expert in range(moe.count):
         name = f"{mcore}experts.local_experts.{expert}."
         if moe.names.stacked:
@@ -207,6 +253,11 @@ def _stacked_expert(arch: Architecture, mcore: str, hf: str, layer: int, expert:
         return (Part(hf + tensor, shape, expert, count),)
 
     fc1, fc2 = f"{mcore}linear_fc1.", f"{mcore}linear_fc2."
+    if arch.experts.names.stacked == "rows":
+        gate_up, down = of("gate_up_proj", (2 * wide, hidden)), of("down_proj", (hidden, wide))
+        yield Weight(f"{fc1}weight", (2 * wide, hidden), gate_up, JoinedGatedMLP(), layer, expert)
+        yield Weight(f"{fc2}weight", (hidden, wide), down, RowParallel(), layer, expert)
+        return
     gate_up = InterleavedGatedMLP()
     yield Weight(f"{fc1}weight", (2 * wide, hidden), of("gate_up_proj", (hidden, 2 * wide)), gate_up, layer, expert)
     yield Weight(f"{fc1}bias", (2 * wide,), of("gate_up_proj_bias", (2 * wide,)), gate_up, layer, expert)

@@ -10,8 +10,6 @@ recipe=${1:?usage: multi_node.sh RECIPE [key=value ...]}
 shift
 # Without this, ranks that are restarted can read the addresses of their dead predecessors from the agent's store.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
-# Megatron orders communication and compute by the order of launches when TP overlaps them.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec torchrun --nnodes "$NODES" --nproc_per_node "${GPUS:-8}" --rdzv_backend c10d \
     --rdzv_endpoint "$HEAD:${PORT:-29500}" --rdzv_id "${JOB:-isoloss}" --max_restarts "${RESTARTS:-0}" \
     -m "isoloss.recipes.$recipe" "$@"

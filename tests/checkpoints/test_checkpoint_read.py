@@ -41,7 +41,8 @@ def read_all(folder: Path, arch: Architecture) -> None:
 
 def native(style: str, arch) -> Style:
     """What Megatron-Core makes of "stacked" where layers differ."""
-    return Style.PER_LAYER if style == "stacked" and arch.experts and arch.experts.dense_layers else Style(style)
+    differ = arch.delta or (arch.experts and arch.experts.dense_layers)
+    return Style.PER_LAYER if style == "stacked" and differ else Style(style)
 
 
 @pytest.mark.parametrize("style", plain_megatron.METADATA)

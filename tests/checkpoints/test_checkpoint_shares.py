@@ -1,12 +1,17 @@
 """Every rank writes and reads its own part of a checkpoint, of a format that Megatron's own code writes by a gather."""
 
+import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from support import checkpoint_shares
 from support.families import VOCAB, write_folder
+from support.published import QWEN3_8B
 from support.transformers_parity import make_samples
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -50,6 +55,24 @@ def test_every_rank_writes_reads_and_holds_its_own_part(tmp_path, pool):
         optimizer = own - costs[rank].weights / 4
         assert read[1] < 1.05 * (own + optimizer + costs[rank].weights) + 4 * metadata, rank
         assert host[1] < 0.5 * own, rank  # from the files to their place, tensor by tensor
+
+
+@pytest.mark.full
+def test_of_8_billion_parameters_each_of_eight_ranks_writes_an_eighth(tmp_path):
+    """At tp2 dp4, by dry runs. In bf16 a parameter has 14 bytes: its own two, and fp32 weight and moments. Norms, which
+    every TP rank holds, are written once."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    command = [sys.executable, "-m", "support.checkpoint_plan", str(tmp_path), "8", "parallel.tp=2"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, "train.precision=bf16"], cwd=Path(__file__).parents[1], env=environment, check=True,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    ranks = json.loads(done.stdout.splitlines()[-1])
+    written = [own for own, _ in ranks]
+    assert sum(written) == pytest.approx(8_190_735_360 * 14, rel=1e-6)
+    assert all(own == pytest.approx(sum(written) / 8, rel=0.002) for own in written)
+    assert all(own < held for own, held in ranks)  # of the weights a share
 
 
 SAVED = {"qwen3": {"tp": 2}, "qwen3-moe": {"ep": 2}, "deepseek-v3": {"pp": 2}}  # on four ranks

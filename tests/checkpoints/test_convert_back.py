@@ -14,6 +14,7 @@ from support.transformers_parity import make_samples
 from support.verification import train_and_save
 from transformers import AutoModelForCausalLM
 
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
 from isoloss.tools import convert
 
@@ -63,7 +64,9 @@ def test_both_ways_are_certified(architecture, tmp_path):
         certificate = json.loads((tmp_path / folder / "conversion.json").read_text())
         logits = certificate["logits_compared"]
         assert certificate["verified"] and certificate["direction"] == direction
-        assert logits["max_difference"] <= logits["tolerance"] <= 1e-4 * logits["spread"]
+        # transformers' own delta rule in chunks of another size is so far from itself: it solves systems of keys.
+        most = 4e-4 if read_architecture(hf).delta else 1e-4
+        assert logits["max_difference"] <= logits["tolerance"] <= most * logits["spread"]
         assert logits["experts"] == logits["experts_visited"]
         for name, record in certificate["files"].items():
             assert (tmp_path / folder / name).stat().st_size == record["bytes"]

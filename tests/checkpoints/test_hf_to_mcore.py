@@ -65,8 +65,8 @@ def check_weights(checkpoint: Path, folder: Path, dtype: torch.dtype | None = No
         whole = reader.whole(weight)
         if dtype is not None and weight.trained:
             whole = whole.to(dtype)
-        (place,) = checkpoint_rows(weight, arch, style)
-        stored = found[place.key][place.index]
+        places = checkpoint_rows(weight, arch, style)
+        stored = torch.cat([found[place.key][place.index] for place in places])
         if weight.shape[0] == VOCAB and weight.layer is None:
             assert stored.shape[0] == padded_vocab_size(VOCAB, 1) and not stored[VOCAB:].any()
             stored = stored[:VOCAB]

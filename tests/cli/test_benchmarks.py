@@ -87,6 +87,54 @@ def test_context_scaling(script, tmp_path):
     assert row["sent_per_layer"] == [row["formula"]] == [0]
 
 
+def test_linear_attention(script, monkeypatch, tmp_path):
+    """The engine and transformers compute the same, or it prints no ratio."""
+    out = tmp_path / "figures.json"
+    sizes = ("--sequences", 2, "--long", 130, "--max-tokens", 2048, "--row", 128)
+    module = script("linear_attention", "--passes", 1, *sizes, "--out", out)
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    monkeypatch.setattr(module, "MODEL", module.MODEL | SMALL | heads | {"full_attention_interval": 2})
+    monkeypatch.setattr(module, "ATTENTION", {"linear": 2, "full": 1})
+    monkeypatch.setattr(module, "in_a_process", module.measure_memory)
+    module.main()
+    figures = json.loads(out.read_text())
+    assert figures["rows"].keys() == {"log-normal", "log-normal, all labelled", "long"}
+    assert figures["peak_bytes"].keys() == {"linear", "full"}
+
+
+def test_device_step(script, capsys, tmp_path):
+    """Also beside figures of before: the same, of the same tree."""
+    module = script("device_step", "--only", "tiny", "--documents", 2, "--out", tmp_path / "figures.json")
+    module.SHAPES["tiny"] = module.SHAPES["8b"] | SMALL
+    module.CASES = (("tiny", "tiny", 2, 0),)
+    module.main()
+    (row,) = json.loads((tmp_path / "figures.json").read_text())["rows"].values()
+    assert row["waits"] == 0 and row["waits_once"] == 3 and row["launches"] > 50
+    assert "tiny x2" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_gpu(script, monkeypatch, tmp_path):
+    """On a CPU: a step of dense layers and of experts, both with a plan, and one without each kernel."""
+    module = script("gpu", "--device", "cpu", "--only", "step", "--out", tmp_path / "figures.json")
+    module.main()
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert len(figures["rows"]) == 2 and figures["left_out"] == []
+    for row in figures["rows"].values():
+        assert "failed" not in row, row
+        assert row["planned_gib"] > 0 and row["launches"] > 100 and row["micro_batches"] == module.MICRO_BATCHES
+    on_cpu = module.tasks(["kernels", "rl"], "cpu")
+    without = module.run_task(on_cpu["kernels without all"] | {"profile": False})
+    assert without["loss"] == pytest.approx(next(iter(figures["rows"].values()))["loss"], rel=1e-3)
+    assert module.run_task(on_cpu["rl grpo"])["train_seconds"] > 0
+
+
+def test_gpu_without_one(script, capsys, tmp_path):
+    module = script("gpu", "--out", tmp_path / "figures.json")
+    module.main()
+    assert "nothing was measured" in capsys.readouterr().out and not (tmp_path / "figures.json").exists()
+
+
 @pytest.mark.full
 def test_convert(script, monkeypatch, tmp_path, capsys):
     module = script("convert", "--layers", 2, "--repeats", 1, "--folder", tmp_path, "--warm")

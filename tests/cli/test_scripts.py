@@ -144,7 +144,7 @@ def test_the_shell_reads_it(script):
 
 # ---- multi_node.sh --------------------------------------------------------------------------------------------------
 
-OF_A_NODE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+OF_A_NODE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # what else training needs it sets itself
 
 
 def test_one_agent_a_node(run):

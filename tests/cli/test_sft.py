@@ -13,11 +13,12 @@ import yaml
 from support import training as world
 from support.runs import rows_of
 
+from isoloss.engine import startup
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss
-from isoloss.parallel import Layout, UserError, device
+from isoloss.parallel import Layout, device
 from isoloss.recipes import launch, sft
 from isoloss.tools.parity import freeze
 from isoloss.tools.proof import on_layout
@@ -267,10 +268,20 @@ def test_overlapped_reduction_changes_nothing(pool, inputs, layout, distributed_
     assert world.same(world.merged([weights for *_, weights in one]), world.merged([weights for *_, weights in two]))
 
 
-def test_overlapped_reduction_belongs_to_train_step(pool, inputs):
-    config = config_of(inputs, "1", "fp64", overlap_grad_reduce=True)
-    with pytest.raises(UserError, match=r"overlap_grad_reduce=true .*train_step"):
-        pool.run(1, world.gradients, config, freeze(samples()), [range(8)])
+@pytest.mark.parametrize("layout", ("dp2", "dp2+pp2+vpp2"))
+def test_steps_in_several_calls_reduce_in_the_end_whatever_is_configured(pool, inputs, layout):
+    """In the middle of steps that do overlap, and the same gradients as without."""
+    plain, overlapped = (config_of(inputs, layout, overlap_grad_reduce=each) for each in (False, True))
+    calls = [range(3), range(3, 8)]
+    one, two = (pool.run(size(layout), world.between_steps, c, freeze(samples()), calls) for c in (plain, overlapped))
+    for (norms, gradients), (other_norms, others) in zip(one, two):
+        assert norms == other_norms and world.same(gradients, others)
+
+
+def test_a_step_that_fails_while_gradients_are_reduced_leaves_the_next_one_alone(pool, inputs):
+    config = config_of(inputs, "dp2", overlap_grad_reduce=True)
+    for before, after in pool.run(2, world.failed_reduction, config, freeze(samples())):
+        assert before == after
 
 
 @pytest.mark.parametrize("asked", (False, True))
@@ -280,15 +291,17 @@ def test_deterministic_algorithms_are_torchs_where_they_are_asked_for(asked, arg
 
     def recorded(self, *step_arguments):
         strict = not torch.is_deterministic_algorithms_warn_only_enabled()
-        found.append((torch.are_deterministic_algorithms_enabled(), strict, os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        cublas, megatron = os.environ.get("CUBLAS_WORKSPACE_CONFIG"), self.chunks[0].config.deterministic_mode
+        found.append((torch.are_deterministic_algorithms_enabled(), strict, cublas, megatron))
         return train_step(self, *step_arguments)
 
     monkeypatch.setattr(Engine, "train_step", recorded)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that it is taken back after the test
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    for name in startup.DETERMINISTIC:
+        monkeypatch.setenv(name, "")  # so that it is taken back after the test
+        monkeypatch.delenv(name)
     try:
         more = [f"train.deterministic={str(asked).lower()}"] if asked else []  # off by default
         assert launch.main("sft", Config, sft.run, [*arguments, *more]) == 0
     finally:
         torch.use_deterministic_algorithms(False)
-    assert found == [(True, True, ":4096:8") if asked else (False, True, None)] * 2
+    assert found == [(True, True, ":4096:8", True) if asked else (False, True, None, False)] * 2

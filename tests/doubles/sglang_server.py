@@ -3,8 +3,9 @@
     python tests/doubles/sglang_server.py --model DIR --host 127.0.0.1 --port 30000
 
 It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
-protocol it counts calls (GET /calls), takes faults to inject (POST /faults, a list of {"kind", "path", "count"}) and
-lets its options be changed (POST /options).
+protocol it counts calls (GET /calls), tells which weights an update brought and which groups it is in (GET /received),
+takes faults to inject (POST /faults, a list of {"kind", "path", "count"}) and lets its options be changed (POST
+/options).
 """
 
 import argparse
@@ -82,6 +83,10 @@ class Unpickler(pickle.Unpickler):
         raise Refusal(f"unpickling {module}.{name} is not allowed")
 
 
+def checksum(tensor: Tensor) -> str:
+    return hashlib.sha256(tensor.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
 class Engine:
     """The model, the requests, and a thread that makes a token of every running request per turn."""
 
@@ -96,6 +101,7 @@ class Engine:
         self.session = False
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.asleep: set[str] = set()
+        self.received: list[tuple[str, str, list[int], str]] = []  # name, checksum, shape and type
         self.random = torch.Generator().manual_seed(0)
         self.changed = threading.Condition(threading.RLock())
         threading.Thread(target=self.run, daemon=True).start()
@@ -233,7 +239,7 @@ class Engine:
     def begin(self) -> None:
         if self.session:
             raise Refusal("a weight-update session is already open; call end_weight_update() first")
-        self.session = True
+        self.session, self.received = True, []
 
     def end(self) -> None:
         if not self.session:
@@ -246,9 +252,12 @@ class Engine:
 
     def load(self, tensors: dict[str, Tensor]) -> None:
         parameters = dict(self.model.named_parameters())
+        self.received += [(name, checksum(t), list(t.shape), str(t.dtype)) for name, t in tensors.items()]
         with self.changed, torch.no_grad():
             if "weights" in self.asleep:
                 raise Refusal("the weights have no memory")
+            if self.options.keeps_own:
+                return
             for name, tensor in tensors.items():
                 if name not in parameters or name == self.options.loses:
                     print("ignored", name, flush=True)  # all that SGLang does about a name it does not know
@@ -301,8 +310,9 @@ class Engine:
         dist.destroy_process_group(self.groups.pop(body["group_name"]))
 
     def checksums(self) -> dict[str, str]:
-        named = self.model.state_dict().items()
-        return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest()[:16] for name, tensor in named}
+        if self.options.keeps_own:  # of any model: what it would hold
+            return {name: of_received for name, of_received, *_ in self.received}
+        return {name: checksum(tensor) for name, tensor in self.model.state_dict().items()}
 
     # ---- memory
 
@@ -390,6 +400,8 @@ class Server(ThreadingHTTPServer):
             return done
         if path == "/calls":
             return dict(self.calls)
+        if path == "/received":
+            return {"tensors": engine.received, "groups": sorted(engine.groups)}
         if path == "/faults":
             self.faults = body["faults"]
             return done
@@ -450,6 +462,7 @@ def main() -> None:
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
+    parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
     torch.set_num_threads(1)
     with Server(parser.parse_args()) as server:

@@ -34,13 +34,13 @@ class _Module(nn.Module):
 
 
 class RMSNorm(_Module, ParametersOfRMSNorm):
-    def __init__(self, *, eps, sequence_parallel, **size):
+    def __init__(self, *, eps, sequence_parallel, zero_centered_gamma=False, **size):
         super().__init__(**size)
-        self.eps = eps
+        self.eps, self.offset = eps, float(zero_centered_gamma)
         self.weight.sequence_parallel = sequence_parallel
 
     def forward(self, x):
-        return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x, self.weight.shape, self.weight + self.offset, self.eps)
 
 
 class Linear(_Module, te_stub.Linear):
@@ -79,14 +79,14 @@ class Linear(_Module, te_stub.Linear):
 
 
 class LayerNormLinear(te_stub.LayerNormLinear, Linear):
-    def __init__(self, in_features, out_features, *, eps, normalization, **options):
+    def __init__(self, in_features, out_features, *, eps, normalization, zero_centered_gamma=False, **options):
         super().__init__(in_features, out_features, **options)
         assert normalization == "RMSNorm"
-        self.eps = eps
+        self.eps, self.offset = eps, float(zero_centered_gamma)
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel
 
     def forward(self, x, is_first_microbatch=None):
-        normed = rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight, self.eps)
+        normed = rms_norm(x, self.layer_norm_weight.shape, self.layer_norm_weight + self.offset, self.eps)
         return Linear.forward(self, normed, is_first_microbatch)
 
 

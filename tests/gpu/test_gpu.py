@@ -21,7 +21,8 @@ from support.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.config import Config
-from isoloss.parallel import Layout
+from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.attention import Heads, PackedRow, grid_attention
 from isoloss.parallel.vocab import unrounded_logits
 from isoloss.recipes.launch import compose_config
 from isoloss.tools import proof
@@ -63,17 +64,39 @@ def test_every_layout_agrees(config, samples, precision):
     assert all(row.against.passed for row in rows), [row.against.reason for row in rows]
 
 
-@pytest.mark.parametrize("ring", (2, 4))
-def test_one_call_for_all_documents_is_dense_attention(ring):
-    """FlashAttention over what two ring ranks have in common, forward and backward, to bf16 rounding."""
+@pytest.mark.parametrize("value_width", (64, 40))
+@pytest.mark.parametrize("window", (None, 100))
+@pytest.mark.parametrize("ring", (1, 2, 4))
+def test_one_call_for_all_documents_is_dense_attention(ring, window, value_width):
+    """FlashAttention over what ring ranks have in common, forward and backward, to bf16 rounding."""
     random = torch.Generator().manual_seed(2)
-    whole = [torch.randn(1024, heads, 64, generator=random).bfloat16() for heads in (8, 2, 2, 8)]
+    widths = ((8, 64), (2, 64), (2, value_width), (8, value_width))
+    whole = [torch.randn(1024, *shape, generator=random).bfloat16() for shape in widths]
     lengths = (1, 37, 600, 90, 5, 291)
-    found = attention_world.round_the_ring(attention_world.Case(*(t.cuda() for t in whole), lengths), ring)
+    found = attention_world.round_the_ring(attention_world.Case(*(t.cuda() for t in whole), lengths, window), ring)
     for one, other in zip(
-        found, attention_world.dense_reference(attention_world.Case(*(t.double() for t in whole), lengths)), strict=True
+        found,
+        attention_world.dense_reference(attention_world.Case(*(t.double() for t in whole), lengths, window)),
+        strict=True,
     ):
         assert torch.linalg.vector_norm(one.cpu().double() - other) <= 1e-2 * torch.linalg.vector_norm(other)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32, torch.float64))
+def test_a_whole_row_with_a_window_and_sinks_is_dense_attention(one_rank, dtype):
+    """Through the layers' own entry: by FlashAttention in bf16, by blocks of queries in fp32 and fp64."""
+    random = torch.Generator().manual_seed(3)
+    q, k, v, grad = (torch.randn(1024, heads, 64, generator=random).to(dtype) for heads in (8, 2, 2, 8))
+    lengths, sinks = (1, 37, 600, 90, 5, 291), torch.randn(8, generator=random).to(dtype)
+    case = attention_world.Case(*(t.double() for t in (q, k, v, grad)), lengths, 100, sinks.double())
+    inputs = [t.cuda().requires_grad_() for t in (q, k, v, sinks)]
+    mesh = Mesh.create(Layout())
+    heads = Heads(attention_world.SCALE, 100, inputs[3])
+    out = grid_attention(*inputs[:3], PackedRow(lengths=lengths), mesh.ulysses, mesh.ring, heads)
+    (grad.cuda() * out).sum().backward()
+    error = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}[dtype]
+    for one, other in zip([out, *(t.grad for t in inputs)], attention_world.dense_reference(case), strict=True):
+        assert torch.linalg.vector_norm(one.cpu().double() - other) <= error * torch.linalg.vector_norm(other)
 
 
 @pytest.mark.parametrize("bug", ("mean-of-micro-batch-means", "dropped-micro-batch"))

@@ -38,6 +38,30 @@ def test_gradients_are_accumulated_and_reduced_in_fp32(pool, config, layout):
         assert weights == {"torch.bfloat16"} and gradients == {"torch.float32"}
 
 
+@pytest.mark.parametrize("fused", (False, True), ids=("by the hook", "by the product"))
+@pytest.mark.parametrize(("layout", "distributed_optimizer"), [("dp2", True), ("tp2", False)])
+def test_gradients_in_bf16_follow_fp32(pool, config, layout, distributed_optimizer, fused):
+    """The first gradient norm to 2 %, of two micro-batches and two ranks, and the losses as with gradients in fp32."""
+    frozen = freeze(first_batch(config, NO_BUG))
+    reference = pool.run(1, world.steps, config, frozen, 6)[0]
+    bf16 = on_layout(config, Layout.parse(layout), "bf16")
+    parallel = dataclasses.replace(
+        bf16.parallel,
+        distributed_optimizer=distributed_optimizer,
+        grad_reduce_dtype="bf16",
+        gradient_accumulation_fusion=fused,
+        overlap_grad_reduce=fused,
+    )
+    bf16 = dataclasses.replace(bf16, parallel=parallel)
+    for weights, gradients in pool.run(2, world.dtypes, bf16):
+        assert weights == gradients == {"torch.bfloat16"}
+    found = pool.run(2, world.steps, bf16, frozen, 6)[0]
+    assert found.norms[0] == pytest.approx(reference.norms[0], rel=2e-2) and found.norms != reference.norms
+    assert found.losses[0] == pytest.approx(reference.losses[0], rel=2e-3)
+    assert found.losses[-1] == pytest.approx(reference.losses[-1], rel=3e-2)
+    assert found.losses[-1] < 0.9 * found.losses[0]
+
+
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
 def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
     frozen = freeze(first_batch(config, NO_BUG))

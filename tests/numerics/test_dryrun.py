@@ -66,3 +66,28 @@ def test_the_peak_is_that_of_a_real_run(planned, pool, name):
         assert report.peak.peak == pytest.approx(true[rank][0], rel=rel)
         if world == 1:
             assert report.peak.peak == pytest.approx(true[rank][1], rel=0.01)
+
+
+@pytest.mark.parametrize("in_one", (False, True), ids=("one by one", "residual_norm"))
+def test_norms_are_counted_as_torch_runs_them_on_a_gpu(tmp_path, in_one):
+    """One kernel forth and two back."""
+    layers, heads, groups, width, head = 4, 8, 2, SIZES["hidden_size"], SIZES["head_dim"]
+    config = families.published("qwen3", **SIZES, num_attention_heads=heads, num_key_value_heads=groups)
+    (tmp_path / "qwen3").mkdir()
+    (tmp_path / "qwen3" / "config.json").write_text(json.dumps(config))
+    tokens = 16384
+    keys = ["train.precision=bf16", f"batch.max_tokens={tokens}", f"data.max_length={tokens}"]
+    row = dry_runs.Row("sft", [*overrides(tmp_path, "qwen3", "1"), *keys, f"kernels.residual_norm={in_one}"], 1, 0)
+    (report,) = dry_runs.in_a_process([row], tmp_path / "rows.json")
+    phase, batches = report.phase("forward and backward"), report.micro_batches
+    whole = layers * (1 if in_one else 2) + 1  # norms of the residual stream, and the final one
+    counts = {"rms_norm": whole + 2 * layers, "rms_norm_input_gradient": whole + 2 * layers}
+    counts |= {"rms_norm_weight_gradients": whole + 2 * layers}
+    fused = ("add_and_norm", "add_and_norm_backward", "aten._fused_rms_norm_backward")
+    assert {name: phase.launches[name] for name in counts} == {name: batches * counts[name] for name in counts}
+    assert [phase.launches.get(name, 0) for name in fused] == [batches * layers * in_one] * 3
+    elements = batches * tokens * (whole * width + layers * (heads + groups) * head)
+    rows = batches * tokens * (whole + layers * (heads + groups))
+    weights = batches * 2 * (whole * width + 2 * layers * head)
+    assert phase.traffic["rms_norm"] == 2 * 2 * elements + 4 * rows + weights
+    assert phase.traffic["rms_norm_input_gradient"] == 3 * 2 * elements + 4 * rows + weights

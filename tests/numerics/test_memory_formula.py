@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from support import dry_runs, published
+from support import dry_runs, families, published
 from support.asked import asked_for
 
 from isoloss.engine.config import Config
@@ -14,17 +14,72 @@ from isoloss.tools.dryrun.report import RankReport
 
 # Fewer layers than are published, which the formula multiplies by.
 FEWER = {"num_hidden_layers": 8, "max_position_embeddings": 262144}
+# The sizes of gpt-oss-20b, with 8 of 24 layers.
+GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads": 64, "num_key_value_heads": 8,
+           "head_dim": 64, "num_hidden_layers": 8, "num_local_experts": 32, "num_experts_per_tok": 4,
+           "sliding_window": 128, "vocab_size": 201088, "max_position_embeddings": 131072}  # fmt: skip
+# Those of MiniMax-M2, with 8 of 62 layers and 32 of 256 experts.
+MINIMAX_M2 = {"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8,
+              "head_dim": 128, "rotary_dim": 64, "num_hidden_layers": 8, "num_local_experts": 32,
+              "num_experts_per_tok": 8, "vocab_size": 200064, "max_position_embeddings": 196608}  # fmt: skip
+# Of Qwen3.5, with 8 of 64 and of 40 layers. What transformers has as defaults is written out: vocabulary, widths of
+# heads, and all of 35B-A3B; the sizes of 27B are from memory.
+DELTA = {"num_hidden_layers": 8, "full_attention_interval": 4, "head_dim": 256, "linear_num_key_heads": 16,
+         "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320,
+         "max_position_embeddings": 262144}  # fmt: skip
+QWEN_27B = {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4,
+            "linear_num_value_heads": 48}  # fmt: skip
+QWEN_35B_A3B = {"hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+                "num_experts": 256, "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 2,
+                "linear_num_value_heads": 32}  # fmt: skip
+# Those of GLM-4.7-Flash, with 8 of 47 layers.
+GLM_47_FLASH = {
+    "hidden_size": 2048,
+    "intermediate_size": 10240,
+    "moe_intermediate_size": 1536,
+    "num_attention_heads": 20,
+    "num_key_value_heads": 20,
+    "n_routed_experts": 64,
+    "num_experts_per_tok": 4,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 768,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 256,
+    "qk_nope_head_dim": 192,
+    "num_hidden_layers": 8,
+    "vocab_size": 154880,
+    "max_position_embeddings": 202752,
+}
 MODELS = {
     "8b": published.QWEN3_8B | FEWER,
     "32b": published.QWEN3_32B | FEWER,
     "30b-a3b": published.QWEN3_30B_A3B | FEWER,
     "70b": published.LLAMA_70B | {"num_hidden_layers": 16},
+    "gpt-oss": families.published("gpt-oss", **GPT_OSS),
+    "minimax-m2": families.published("minimax-m2", **MINIMAX_M2),
+    "qwen3.5-27b": families.published("qwen3.5", **DELTA, **QWEN_27B),
+    "qwen3.5-35b-a3b": families.published("qwen3.5-moe", **DELTA, **QWEN_35B_A3B),
+    "ministral-3": families.published(
+        "ministral-3",
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        num_hidden_layers=8,
+        vocab_size=131072,
+        max_position_embeddings=262144,
+    ),
+    "glm-4.7-flash": families.published("glm-4.7-flash", **GLM_47_FLASH),
+    "deepseek": families.published("deepseek-v3", **GLM_47_FLASH),  # the same layers by another name
 }
 KEEP, FULL = "memory.recompute=none", "memory.recompute=full"
 ROWS = (
     ("8b", 8, 0, "parallel.tp=2", KEEP),
+    ("8b", 8, 0, "parallel.tp=2", KEEP, "parallel.grad_reduce_dtype=bf16"),
     ("8b", 8, 0, "parallel.tp=1", FULL),
     ("8b", 64, 0, "parallel.tp=4", "memory.recompute=selective", "memory.recompute_modules=[layernorm,mlp]"),
+    ("8b", 8, 0, "parallel.tp=2", "memory.recompute=selective", "memory.recompute_modules=[mlp_act]"),
     ("8b", 8, 0, "parallel.tp=2", FULL, "memory.recompute_layers=3"),
     ("8b", 16, 0, "parallel.tp=2", "parallel.ulysses=4", "parallel.ring=2", "batch.max_tokens=131072", FULL),
     ("8b", 16, 0, "parallel.tp=2", "parallel.ulysses=4", "batch.max_tokens=65536", KEEP),
@@ -36,8 +91,20 @@ ROWS = (
     ("70b", 32, 24, "parallel.tp=8", "parallel.pp=4", "parallel.vpp=2", KEEP),
     ("30b-a3b", 16, 0, "parallel.ep=8", KEEP),
     ("30b-a3b", 16, 0, "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"),
+    ("30b-a3b", 16, 0, "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[experts]"),
+    ("30b-a3b", 16, 0, "parallel.ep=8", KEEP, "moe.dispatch_bound=1.5"),
+    ("30b-a3b", 16, 0, "parallel.ep=8", KEEP, "kernels.grouped_experts=false"),
     ("30b-a3b", 16, 0, "parallel.ep=8", "parallel.tp=2", FULL),
     ("30b-a3b", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.etp=2", KEEP),
+    ("gpt-oss", 8, 0, "parallel.ep=8", KEEP),
+    ("minimax-m2", 8, 0, "parallel.ep=4", "parallel.tp=2", KEEP),
+    ("qwen3.5-27b", 8, 0, "parallel.tp=4", "memory.recompute=selective"),
+    ("qwen3.5-27b", 16, 0, "parallel.tp=4", FULL),
+    ("qwen3.5-27b", 16, 0, "parallel.tp=4", "parallel.pp=2", KEEP),
+    ("qwen3.5-27b", 16, 0, "parallel.tp=2", "parallel.ulysses=2", "parallel.ring=2", "batch.max_tokens=16384", KEEP),
+    ("qwen3.5-35b-a3b", 16, 0, "parallel.ep=8", "parallel.tp=2", KEEP),
+    ("qwen3.5-35b-a3b", 16, 0, "parallel.ep=8", "parallel.ring=2", KEEP),
+    ("qwen3.5-35b-a3b", 8, 0, "parallel.ep=8", FULL),
 )
 
 

@@ -47,7 +47,16 @@ cases = functools.partial(invariance.cases, norm_length=64)
 SUM, BY_SEQUENCE = cases([("sum", 0), ("seq-mean-token-mean", 0)])
 # Coefficients that give the losses of the routers a weight like that of the cross-entropy.
 ROUTER_LOSSES = MoeConfig("sequence", 0.5, 0.1)
-MOE = {"qwen3-moe": ROUTER_LOSSES, "mixtral": MoeConfig(), "glm-4.5": ROUTER_LOSSES}
+MOE = {
+    "qwen3-moe": ROUTER_LOSSES,
+    "mixtral": MoeConfig(),
+    "glm-4.5": ROUTER_LOSSES,
+    "glm-4.7-flash": MoeConfig("sequence", 0.3),
+    "mistral-4": MoeConfig("sequence", 0.3),
+    "qwen3.5-moe": MoeConfig("sequence", 0.3, 0.1),
+    "minimax-m2": MoeConfig(z_loss_coef=0.1),
+}
+FIRST_LAYER_DENSE = ("glm-4.5", "glm-4.7-flash", "mistral-4")
 # Of each, the model that `make test-all` runs on it; `make prove-all` runs them all.
 LAYOUTS = {
     "dp2": "qwen3-moe",
@@ -63,7 +72,7 @@ LAYOUTS = {
     "tp2+pp2+ep2": "glm-4.5",
     "pp2+vpp2+ep2+dp2": "mixtral",
     "tp2+pp2+ulysses2+ep2": "every model",
-    "ring2+ep2": "glm-4.5",
+    "ring2+ep2": "qwen3.5-moe",
     "ulysses2+ring2+ep2": "mixtral",
 }
 
@@ -123,7 +132,7 @@ def test_the_grid_is_what_it_says(grids):
         reference = grid.reference(SUM)
         compared = reference.parameters.keys()
         sparse = [layer for layer in range(grid.arch.num_layers) if grid.arch.has_experts(layer)]
-        assert len(sparse) == 4 - (model == "glm-4.5")
+        assert len(sparse) == 4 - (model in FIRST_LAYER_DENSE)
         wanted = {f"decoder.layers.{layer}.mlp.router.weight" for layer in sparse}
         for layer, expert, part in itertools.product(sparse, range(grid.arch.experts.count), (1, 2)):
             wanted.add(f"decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc{part}.weight")

@@ -1,4 +1,4 @@
-"""Which optimizer runs, and which kernels, is what the configuration says, whatever is installed."""
+"""Which optimizer runs is what the configuration says, whatever is installed."""
 
 import os
 import subprocess
@@ -6,16 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from megatron.core.tensor_parallel import layers
-from support.families import VOCAB, write_folder
+from support.families import write_folder
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, ModelConfig, ParallelConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.config import Config, ModelConfig
 from isoloss.engine.model_source import resolve
-from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import UserError
 
 FUSED_ADAM = """
@@ -80,38 +74,3 @@ def test_a_stranger_of_the_name_apex_is_refused(folder, tmp_path, monkeypatch):
     apex(tmp_path / "nvidia", "optimizers")
     monkeypatch.syspath_prepend(tmp_path / "nvidia")
     resolve(Config(ModelConfig(str(folder))))
-
-
-class Kernel:
-    """What NVIDIA's apex offers, in torch: weight gradient += grad_output^T input, in fp32."""
-
-    calls = 0
-
-    @classmethod
-    def wgrad_gemm_accum_fp32(cls, inputs, grad_output, main_grad):
-        cls.calls += 1
-        main_grad += grad_output.float().t() @ inputs.float()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "mixtral"])
-def test_products_that_accumulate_weight_gradients_give_the_same(family, tmp_path, one_rank, monkeypatch):
-    folder = write_folder(family, tmp_path / family)
-    monkeypatch.setattr(layers, "fused_weight_gradient_mlp_cuda", Kernel, raising=False)
-    monkeypatch.setattr(nvidia_apex, "fuses_weight_gradients", lambda: True)
-    monkeypatch.setattr("isoloss.models.mcore.build.fuses_weight_gradients", lambda: True)
-    monkeypatch.setattr(Kernel, "calls", 0)
-    tokens = torch.arange(1, 50) % VOCAB
-    samples = [Sample(tokens[:n], tokens[:n] > 2) for n in (9, 49, 20)]
-
-    def gradients(fusion: bool) -> dict[str, torch.Tensor]:
-        parallel = ParallelConfig(distributed_optimizer=False, gradient_accumulation_fusion=fusion)
-        engine = Engine(Config(ModelConfig(str(folder)), parallel=parallel))
-        for _ in range(2):  # the second adds to what is there
-            engine.forward_backward(samples, Loss.of(negative_log_likelihood, aggregation="sum"))
-        return {name: gradient.clone() for name, gradient in engine.gradients()}
-
-    plain, fused = gradients(False), gradients(True)
-    assert Kernel.calls > 0 and plain.keys() == fused.keys()
-    for name, gradient in plain.items():
-        assert gradient.any()
-        torch.testing.assert_close(fused[name], gradient, rtol=1e-5, atol=1e-5 * float(gradient.abs().max()))

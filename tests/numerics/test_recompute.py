@@ -3,32 +3,24 @@
 The grid of test_invariance.py has the dense model on more layouts.
 """
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from support import recompute, training
 from support.families import VOCAB
+from support.recompute import fp64_config
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
+from isoloss.engine.config import MemoryConfig
 from isoloss.tools.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
-
-
-def config(folder: Path, memory: MemoryConfig, **parallel) -> Config:
-    return Config(
-        ModelConfig(str(folder)),
-        batch=BatchConfig(max_tokens=128),
-        parallel=ParallelConfig(**parallel),
-        memory=memory,
-        train=TrainConfig(precision="fp64"),
-    )
-
-
 FULL = MemoryConfig("full")
-FOUR_RANKS = {"qwen2": {"pp": 2, "ulysses": 2}, "gpt-oss": {"pp": 2, "ulysses": 2, "ep": 2}}
+FOUR_RANKS = {
+    "qwen2": {"pp": 2, "ulysses": 2},
+    "gpt-oss": {"pp": 2, "ulysses": 2, "ep": 2},
+    "ministral-3": {"pp": 2, "ulysses": 2},
+    "minimax-m2": {"tp": 2, "pp": 2, "ep": 2},
+}
 
 
 def selective(*modules: str) -> MemoryConfig:
@@ -41,11 +33,17 @@ def selective(*modules: str) -> MemoryConfig:
         ("qwen2", FULL),  # its output matrix is its embedding
         ("gpt-oss", FULL),
         ("gpt-oss", selective("core_attn", "moe", "layernorm")),  # sinks, windows, biases
+        ("qwen2", selective("mlp_act")),
+        ("ministral-3", selective("core_attn")),  # queries that grow with their position
+        ("minimax-m2", FULL),  # a norm whose squares TP ranks sum
         ("qwen3-moe", selective("moe")),
+        ("qwen3-moe", selective("experts")),
+        ("gpt-oss", selective("core_attn", "experts", "layernorm")),
         ("deepseek-v3", FULL),
         ("deepseek-v3", selective("core_attn")),
         ("deepseek-v3", selective("mla_up_proj")),
         ("deepseek-v3", selective("core_attn", "mla_up_proj", "mlp", "shared_experts", "layernorm")),
+        ("deepseek-v3", selective("mla_up_proj", "mlp_act", "layernorm")),
         ("deepseek-v3-plain", selective("mla_up_proj", "moe", "shared_experts")),
     ),
     ids=lambda value: value if isinstance(value, str) else "+".join(value.recompute_modules) or value.recompute,
@@ -55,8 +53,10 @@ def test_no_gradient_changes(pool, tiny_hf, family, memory, world):
     """Alone; and on four ranks, where collectives of TP, experts, Ulysses and the pipeline are entered again."""
     parallel = FOUR_RANKS.get(family, {"tp": 2, "ulysses": 2, "ep": 2}) if world == 4 else {}
     calls = [range(6)]
-    wanted = pool.run(world, training.gradients, config(tiny_hf(family), MemoryConfig(), **parallel), SAMPLES, calls)
-    found = pool.run(world, training.gradients, config(tiny_hf(family), memory, **parallel), SAMPLES, calls)
+    wanted = pool.run(
+        world, training.gradients, fp64_config(tiny_hf(family), MemoryConfig(), **parallel), SAMPLES, calls
+    )
+    found = pool.run(world, training.gradients, fp64_config(tiny_hf(family), memory, **parallel), SAMPLES, calls)
     for (norm, gradients), (wanted_norm, wanted_gradients) in zip(found, wanted, strict=True):
         assert norm == pytest.approx(wanted_norm, rel=1e-12)
         assert gradients.keys() == wanted_gradients.keys()
@@ -69,13 +69,14 @@ def test_no_gradient_changes(pool, tiny_hf, family, memory, world):
 @pytest.mark.parametrize(
     ("family", "module"),
     (
-        ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen3", "layernorm"), ("qwen3-moe", "moe"),
-        ("deepseek-v3", "core_attn"), ("deepseek-v3", "mla_up_proj"), ("deepseek-v3-plain", "shared_experts"),
+        ("qwen3", "core_attn"), ("qwen3", "mlp"), ("qwen3", "mlp_act"), ("qwen3", "layernorm"), ("qwen3-moe", "moe"),
+        ("qwen3-moe", "experts"), ("deepseek-v3", "core_attn"), ("deepseek-v3", "mla_up_proj"),
+        ("deepseek-v3-plain", "shared_experts"),
     ),
 )  # fmt: skip
 def test_every_module_saves_memory(pool, tiny_hf, family, module):
     plain, saving, full = (
-        pool.run(1, recompute.kept, config(tiny_hf(family), memory), SAMPLES)[0]
+        pool.run(1, recompute.kept, fp64_config(tiny_hf(family), memory), SAMPLES)[0]
         for memory in (MemoryConfig(), selective(module), FULL)
     )
     assert full.nbytes < saving.nbytes < plain.nbytes
@@ -87,16 +88,18 @@ def test_every_module_saves_memory(pool, tiny_hf, family, module):
     (
         ("qwen3", ("core_attn", "layernorm"), {"tp": 2, "ulysses": 2}),
         ("qwen3", ("mlp",), {"pp": 2, "ring": 2}),
+        ("qwen3", ("mlp_act",), {"tp": 2, "pp": 2}),
         ("gpt-oss", ("core_attn", "moe"), {"pp": 2, "ulysses": 2, "ep": 2}),
         ("deepseek-v3", ("mla_up_proj", "shared_experts"), {"tp": 2, "ep": 2}),
+        ("qwen3-moe", ("experts",), {"tp": 2, "pp": 2, "ep": 2}),
     ),
-    ids=("tp2+ulysses2", "pp2+ring2", "pp2+ulysses2+ep2", "tp2+ep2"),
+    ids=("tp2+ulysses2", "pp2+ring2", "tp2+pp2", "pp2+ulysses2+ep2", "tp2+ep2", "tp2+pp2+ep2"),
 )
 def test_every_rank_saves_memory(pool, tiny_hf, family, modules, parallel):
     """On each rank, the last stage too, the modules keep less and whole layers least, and those run twice."""
     world = 2 ** len(parallel.keys() - {"ep"})
     plain, saving, full = (
-        pool.run(world, recompute.kept, config(tiny_hf(family), memory, **parallel), SAMPLES)
+        pool.run(world, recompute.kept, fp64_config(tiny_hf(family), memory, **parallel), SAMPLES)
         for memory in (MemoryConfig(), selective(*modules), FULL)
     )
     for rank, (of_plain, of_saving, of_full) in enumerate(zip(plain, saving, full, strict=True)):
@@ -108,7 +111,7 @@ def test_every_rank_saves_memory(pool, tiny_hf, family, modules, parallel):
 def test_whole_layers_run_twice(pool, tiny_hf):
     """The family has two layers, and the step two micro-batches."""
     plain, first, full = (
-        pool.run(1, recompute.kept, config(tiny_hf("qwen3"), memory), SAMPLES)[0]
+        pool.run(1, recompute.kept, fp64_config(tiny_hf("qwen3"), memory), SAMPLES)[0]
         for memory in (MemoryConfig(), MemoryConfig("full", recompute_layers=1), FULL)
     )
     assert (plain.forwards, first.forwards, full.forwards) == (4, 6, 8)

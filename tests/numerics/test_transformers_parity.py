@@ -1,9 +1,8 @@
 """Independent truth: the engine's logits, loss, gradients and log-probabilities are those of Hugging Face transformers.
 
 transformers runs one sequence at a time, unpadded, with its eager attention; the engine packs, shards and chunks. In
-fp64 the places where transformers computes in fp32 whatever the model's type is (norms and the attention's softmax) are
-replaced by fp64 twins; rotary angles stay fp32 on both sides and are bit-equal. Routers of transformers compute in fp32
-at several places, so that models with experts are compared in fp32.
+fp64 the places where transformers computes in fp32 whatever the model's type is (norms, routers, the attention's
+softmax) are compiled again in fp64; rotary angles stay fp32 on both sides and are bit-equal.
 """
 
 import sys
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import transformers_fp64
-from support.families import DENSE, MODELS, SPARSE, VOCAB, write_folder
+from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import (
     TOKEN_MEAN,
@@ -46,9 +45,12 @@ def folder(request, tmp_path) -> Path:
     return write_folder(request.param, tmp_path / "in")
 
 
-@pytest.fixture(params=[name for name in DENSE if name != "qwen2-yarn"])
-def dense_folder(request, tmp_path) -> Path:
-    """YaRN is left out of fp64: transformers rounds its scaled cosines to fp32."""
+SCALED_COSINES = ("qwen2-yarn", "gpt-oss", "deepseek-v3", "mistral-4")
+
+
+@pytest.fixture(params=[name for name in MODELS if name not in SCALED_COSINES])
+def exact_folder(request, tmp_path) -> Path:
+    """YaRN that scales cosines is left out of fp64: transformers rounds the products to fp32."""
     return write_folder(request.param, tmp_path / "in")
 
 
@@ -57,12 +59,12 @@ def test_every_family_is_compared():
 
 
 def transformers_model(folder: Path, precision: str, monkeypatch) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    eager = {"attn_implementation": "eager"} | ({"experts_implementation": "eager"} if precision == "fp64" else {})
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)
     model = model.to(DTYPES[precision]).eval()
     if precision == "fp64":
         module = sys.modules[type(model).__module__]
-        monkeypatch.setattr(module, "eager_attention_forward", transformers_fp64.eager_attention)
-        monkeypatch.setattr(type(model.model.norm), "forward", transformers_fp64.rms_norm)
+        transformers_fp64.compute_in(module, monkeypatch)
     return model
 
 
@@ -128,8 +130,8 @@ def test_loss_and_gradients_are_those_of_transformers(folder, one_rank, monkeypa
     compare_step(folder, "fp32", monkeypatch)
 
 
-def test_fp64_loss_and_gradients_are_those_of_transformers(dense_folder, one_rank, monkeypatch):
-    compare_step(dense_folder, "fp64", monkeypatch)
+def test_fp64_loss_and_gradients_are_those_of_transformers(exact_folder, one_rank, monkeypatch):
+    compare_step(exact_folder, "fp64", monkeypatch)
 
 
 @pytest.mark.parametrize("name", ("mistral", "gpt-oss"))
@@ -155,10 +157,10 @@ def test_logits_are_those_of_transformers(folder, one_rank, monkeypatch):
     assert relative_error(logits, wanted) <= 2e-6
 
 
-def test_logprobs_are_those_of_transformers(dense_folder, one_rank, monkeypatch):
+def test_logprobs_are_those_of_transformers(exact_folder, one_rank, monkeypatch):
     samples = make_samples(LENGTHS, VOCAB, seed=2)
-    logprobs = make_engine(dense_folder, "fp64").logprobs(samples)
-    model = transformers_model(dense_folder, "fp64", monkeypatch)
+    logprobs = make_engine(exact_folder, "fp64").logprobs(samples)
+    model = transformers_model(exact_folder, "fp64", monkeypatch)
     with torch.no_grad():
         wanted = [transformers_logprobs(model, sample) for sample in samples]
     torch.testing.assert_close(torch.cat(logprobs), torch.cat(wanted), rtol=1e-10, atol=1e-10)
@@ -229,6 +231,17 @@ def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, referen
         for tensor, gradient in rank.gradients.items():
             assert relative_error(gradient, alone.gradients[tensor]) <= 1e-10, tensor
     assert {tensor for rank in ranks for tensor in rank.gradients} == alone.gradients.keys()
+
+
+def test_more_tp_ranks_than_heads_of_keys(pool, tmp_path):
+    """A rank has half of the queries of a group, and their gates alone."""
+    sizes = {"num_key_value_heads": 1, "linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    folder = write_folder("qwen3.5", tmp_path / "in", **sizes)
+    (alone,) = pool.run(1, evaluate, folder, SHARDED_SAMPLES, {})
+    for rank in pool.run(2, evaluate, folder, SHARDED_SAMPLES, {"tp": 2}):
+        assert relative_error(rank.logits, alone.logits) <= 1e-11
+        for tensor, gradient in rank.gradients.items():
+            assert relative_error(gradient, alone.gradients[tensor]) <= 1e-10, tensor
 
 
 EXPORTED = [(name, layout) for name in MODELS for layout in ("tp2+pp2", "ep2" if name in SPARSE else "1")]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.attention import SCALE, Case, dense_reference, on_slices
+from support.attention import SCALE, Case, dense_reference, on_slices, on_slices_by_flash
 
 from isoloss.parallel.attention import Heads, document_attention, kv_repeats
 
@@ -35,9 +35,9 @@ def random_case(
     return Case(query, key, value, grad, tuple(lengths), window, sinks_H)
 
 
-def compare(pool, case: Case, ulysses: int, ring: int) -> None:
+def compare(pool, case: Case, ulysses: int, ring: int, on_rank=on_slices) -> None:
     wanted = dense_reference(case)
-    ranks = pool.run(ulysses * ring, on_slices, case, ulysses, ring)
+    ranks = pool.run(ulysses * ring, on_rank, case, ulysses, ring)
     tokens = torch.cat([tokens for tokens, _ in ranks])
     assert tokens.sort().values.tolist() == list(range(len(tokens)))
     for name, whole, parts in zip(("output", "query", "key", "value", "sinks"), wanted, zip(*(of for _, of in ranks))):
@@ -91,6 +91,16 @@ def rows(draw) -> tuple[Case, int, int]:
 @given(row=rows())
 def test_a_grid_of_ranks_equals_dense_attention(pool, row):
     compare(pool, *row)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize(("ulysses", "ring"), [(1, 1), (2, 1), (1, 3), (2, 2)])
+def test_a_grid_of_gpus_equals_dense_attention(pool, ulysses, ring, seed):
+    """Wider queries than values; with a window; and with sinks as well."""
+    lengths = document_lengths(ulysses * ring, seed)
+    value_dim, window, sinks = [(4, None, True), (HEAD_DIM, 5, True)][seed - 1]
+    case = random_case(lengths, 8, 4, seed, value_dim=value_dim, window=window, sinks=sinks)
+    compare(pool, case, ulysses, ring, on_slices_by_flash)
 
 
 def test_a_ring_over_documents_of_many_blocks_of_queries(pool):

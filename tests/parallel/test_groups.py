@@ -41,6 +41,21 @@ def test_experts_are_divided_within_a_stage(pool):
     assert [found["etp"] for found in of_ranks] == [[0], [1], [2], [3]]
 
 
+@pytest.mark.parametrize(
+    ("text", "stage", "world", "losses"),
+    [
+        ("tp2+dp2", "tp", True, ["dp_context"]),
+        ("pp2+ring2", "pp", False, ["dp_context", "pp"]),
+        ("tp2+pp2", None, False, ["pp"]),
+        ("tp2+pp2+dp2", None, False, ["dp_context", "pp"]),
+    ],
+)
+def test_scalars_go_over_groups_that_are_there_anyway(pool, text, stage, world, losses):
+    """On GPUs every group that is used is a communicator with buffers."""
+    layout = Layout.parse(text)
+    assert set(map(repr, pool.run(layout.world_size, groups.for_scalars, layout))) == {repr((stage, world, losses))}
+
+
 def fake_mesh(text: str, cp_kernel: str = "isoloss") -> Any:
     return Mesh(Layout.parse(text), *[SimpleNamespace()] * 12, cp_kernel=cp_kernel)  # type: ignore[arg-type]
 

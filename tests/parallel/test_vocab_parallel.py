@@ -17,7 +17,8 @@ from support.vocab import dense_reference, tensor_parallel
     ],
 )
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
-def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk):
+@pytest.mark.parametrize("fused", [False, True], ids=["in place", "as kernels"])
+def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk, fused):
     random = torch.Generator().manual_seed(vocab)
     n, d = 12, 6
     hidden, weight = (torch.randn(size, d, generator=random, dtype=torch.float64) for size in (n, vocab))
@@ -26,7 +27,7 @@ def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk):
     grads = torch.randn(2, n, generator=random, dtype=torch.float64)
     wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1]))
 
-    ranks = pool.run(tp, tensor_parallel, hidden, weight, rows, targets, (grads[0], grads[1]), chunk * rows)
+    ranks = pool.run(tp, tensor_parallel, hidden, weight, rows, targets, (grads[0], grads[1]), chunk * rows, fused)
     for logprobs, entropy, hidden_grad, _ in ranks:
         for got, reference in zip((logprobs, entropy, hidden_grad), wanted):
             torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-12)

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from support import rollouts
-from support.families import MODELS, VOCAB, tensors_of
-from transformers import AutoModelForCausalLM
+from support.families import MODELS, VOCAB, published, tensors_of, write_config
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
+from isoloss.engine.rl.backends import in_process
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
 
 SAMPLING = Sampling(max_new_tokens=20, seed=3)
@@ -42,6 +44,30 @@ def test_log_probabilities_are_the_trainers_after_every_sync(family, world, para
         assert [c.id for c in done[0].completions] == [r.id for r in requests]
         assert {v for c in done[0].completions for v in c.versions} == {version}
         assert all(round.worst <= 1e-4 < 1e-1 < round.stale for round in done)
+
+
+def test_a_name_that_only_code_beside_the_file_knows(tmp_path):
+    """Kimi-K2's: the model is built of transformers' own class, of the same numbers."""
+    plain = published("deepseek-v3")
+    named = {**plain, "model_type": "kimi_k2", "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    built = []
+    for name, config in (("plain", plain), ("named", named)):
+        folder = write_config(tmp_path / name, config)
+        arch = read_architecture(folder)
+        built.append((arch, in_process.build(folder, arch, torch.float32, torch.device("meta"))))
+    assert built[0][0] == built[1][0]
+    one, other = ({name: t.shape for name, t in model.state_dict().items()} for _, model in built)
+    assert one == other and type(built[0][1]) is type(built[1][1])
+    wanted, found = (model.config.to_diff_dict() for _, model in built)
+    assert {k: v for k, v in found.items() if k != "auto_map"} == wanted
+
+
+def test_a_class_that_transformers_does_not_choose_by_itself(tmp_path, monkeypatch):
+    """Mistral 4's: of the name in the file."""
+    folder = write_config(tmp_path / "model", published("mistral-4"))
+    monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, Mistral4Config)
+    model = in_process.build(folder, read_architecture(folder), torch.float32, torch.device("meta"))
+    assert type(model) is Mistral4ForCausalLM
 
 
 @pytest.mark.parametrize("count", [1, 11])

@@ -39,7 +39,7 @@ def halves(trajectory: Trajectory) -> float:
 
 
 def tokens_of(trajectory: Trajectory) -> tuple[int, ...]:
-    return trajectory.prompt.tokens + trajectory.completion.tokens
+    return (*trajectory.prompt.tokens, *trajectory.completion.tokens)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ def rollout(sorter) -> Rollout:
 
     def generating(self, prompts, ids):
         found = generate(self, prompts, ids)
-        generated.append([(prompt.tokens, completion.tokens) for prompt, completion in zip(prompts, found[0])])
+        generated.append([(prompt.tokens, tuple(completion.tokens)) for prompt, completion in zip(prompts, found[0])])
         return found
 
     def stepping(self, samples, loss):

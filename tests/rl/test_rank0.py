@@ -14,3 +14,9 @@ from support import rank0
 )
 def test_every_rank_hears_it(pool, kind, of_rank_0, of_others):
     assert pool.run(3, rank0.told, kind) == [(*of_rank_0, 1), (*of_others, 0), (*of_others, 0)]
+
+
+def test_ranks_agree_on_the_failure_of_the_first(pool):
+    """That rank has the exception itself."""
+    heard = ("RuntimeError", "rank 1 failed: 'spoiled by 1'")
+    assert pool.run(3, rank0.agreed) == [(None, heard), (None, ("KeyError", "'spoiled by 1'")), (None, heard)]

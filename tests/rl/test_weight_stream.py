@@ -35,13 +35,23 @@ def test_every_tensor_arrives_once(family, world, parallel, tiny_hf, pool):
     arrived = pool.run(world, rollouts.buckets, folder, BUCKET_BYTES, parallel)
     assert len({len(buckets) for of_rank in arrived for buckets in of_rank.values()}) == 1
     assert not any(bucket for of_rank in arrived[1:] for bucket in of_rank["rank 0"])
-    for buckets in [arrived[0]["rank 0"], *(of_rank["every rank"] for of_rank in arrived)]:
+    of_holders = list(zip(*(of_rank["its holder"] for of_rank in arrived)))
+    assert all(sum(map(bool, buckets)) == 1 for buckets in of_holders)  # one rank at a time
+    held = [next(filter(None, buckets)) for buckets in of_holders]
+    for buckets in [arrived[0]["rank 0"], held, *(of_rank["every rank"] for of_rank in arrived)]:
         assert len(buckets) > 1
         for bucket in buckets:
             assert len(bucket) == 1 or 0 < sum(tensor.nbytes for _, tensor in bucket) <= BUCKET_BYTES
         named = [pair for bucket in buckets for pair in bucket]
         assert sorted(name for name, _ in named) == sorted(wanted)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in named)
+
+
+def test_messages_go_in_batches(tiny_hf, pool):
+    """NCCL sends those through the communicator of the world, and would make one for the two ranks of a single one."""
+    batches = pool.run(4, rollouts.batches_of_messages, tiny_hf("qwen3-moe"), {"pp": 2, "ep": 2})
+    assert set(batches[0]) == {1} and all(batches)
+    assert len(batches[0]) == sum(map(len, batches[1:]))
 
 
 def test_tensors_of_two_types_share_a_bucket(tiny_hf, pool):

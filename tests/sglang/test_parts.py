@@ -209,7 +209,7 @@ def test_servers_do_not_inherit_torchruns_variables(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("LOCAL_MODELS", "kept")
-    left = environment.without_torchrun()
+    left = environment.of_other_programs()
     assert left["LOCAL_MODELS"] == "kept" and left["PATH"] == os.environ["PATH"]
     assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} & set(left)
     assert not any(name.startswith("TORCHELASTIC") for name in left)

@@ -1,13 +1,16 @@
 """Attention over a grid of ranks, and dense masked attention over the whole row as its reference."""
 
 from dataclasses import dataclass
+from unittest import mock
 
 import torch
+from doubles import flash_attention
 from torch import Tensor
 
-from isoloss.parallel import Layout, Mesh
+from isoloss.parallel import Layout, Mesh, attention
 from isoloss.parallel.attention import Heads, PackedRow, grid_attention
-from isoloss.parallel.block_attention import attend, attend_backward, blocks_of
+from isoloss.parallel.block_attention import attend, attend_backward
+from isoloss.parallel.blocks import blocks_of
 from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.sequence import own_tokens, tokens_of
 
@@ -48,6 +51,14 @@ def dense_reference(case: Case) -> list[Tensor]:
     return [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
+def on_slices_by_flash(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]]:
+    """`on_slices` as a GPU computes it, the kernels played by plain products."""
+    with flash_attention.installed() as forward, mock.patch.object(attention, "_by_document", lambda *_: False):
+        found = on_slices(case, ulysses, ring)
+    assert forward.called
+    return found
+
+
 def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]]:
     """The same of this rank's tokens, and which they are; of the sinks, which every rank holds, this rank's part."""
     mesh = Mesh.create(Layout(ulysses=ulysses, ring=ring))
@@ -62,26 +73,29 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
     return tokens_R, [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
 
 
-def round_the_ring(case: Case, ring: int) -> list[Tensor]:
-    """Output and gradients as all ranks of a ring make them, in this process: rank by rank and owner by owner."""
+def round_the_ring(case: Case, ring: int, *, flash: bool = True) -> list[Tensor]:
+    """Output and gradients as all ranks of a ring make them, in this process: rank by rank, each with its own keys
+    first."""
     tokens, uploads = [tokens_of(case.lengths, ring, rank) for rank in range(ring)], Uploads()
     whole = (case.query_WHD, case.key_WKD, case.value_WKU)
     dtype = torch.promote_types(case.grad_WHU.dtype, torch.float32)
     results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_WHU, *whole)]
     for rank, mine in enumerate(tokens):
-        query, grad = case.query_WHD[mine], case.grad_WHU[mine]
-        out = torch.zeros_like(grad, dtype=dtype)
-        lse = out.new_full(query.shape[:2], -torch.inf)
-        owners = [
-            (case.key_WKD[theirs], case.value_WKU[theirs], blocks_of(case.lengths, ring, rank, owner, case.window))
-            for owner, theirs in enumerate(tokens)
-        ]
-        for key, value, blocks in owners:
-            attend(query, key, value, blocks, SCALE, case.window, out, lse, uploads)
-        results[0][mine] = out
-        for theirs, (key, value, blocks) in zip(tokens, owners):
-            given = (grad, query, key, value, out.to(query.dtype), lse)
-            parts = attend_backward(*given, blocks, SCALE, case.window, uploads)
-            for result, where, part in zip(results[1:], (mine, theirs, theirs), parts):
+        query, grad, seen = case.query_WHD[mine], case.grad_WHU[mine], None
+        owners = [(rank - step) % ring for step in range(ring)]
+        given = [
+            (case.key_WKD[tokens[owner]], case.value_WKU[tokens[owner]],
+             blocks_of(case.lengths, ring, rank, owner, case.window), SCALE, uploads)
+            for owner in owners
+        ]  # fmt: skip
+        for of_owner in given:
+            seen = attend(query, *of_owner, seen, flash=flash)
+        assert seen is not None
+        out, lse = seen
+        results[0][mine] = out.to(dtype)
+        for owner, (key, value, *more) in zip(owners, given):
+            of_keys = (grad, query, key, value, out.to(query.dtype), lse)
+            parts = attend_backward(*of_keys, *more, flash=flash)
+            for result, where, part in zip(results[1:], (mine, tokens[owner], tokens[owner]), parts):
                 result[where] += part
     return results

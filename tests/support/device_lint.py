@@ -27,6 +27,7 @@ LOWER = "cd tests; python -m support.device_lint"
 PINNED = Path(__file__).parents[1] / "numerics/device_counts.json"
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 1024, "head_dim": 32}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+DELTA_OF = {"qwen3.5-moe": {"shared_expert_intermediate_size": 64}}  # families with more than these sizes
 RL = ("rollout.backend=sglang", "rollout.servers=[http://a:1]", "reward.function=math", "data.train=[x]",
       "rollout.max_new_tokens=32")  # fmt: skip
 # Recipe, family, rank of four, whether it saves, loads and exports, and keys.
@@ -35,6 +36,9 @@ ROWS = {
     "interleaved": ("sft", "qwen3", 0, True, "parallel.pp=2", "parallel.vpp=2"),
     "ulysses and ring": ("sft", "qwen3", 0, False, "parallel.ulysses=2", "parallel.ring=2"),
     "experts": ("sft", "qwen3-moe", 0, True, "parallel.ep=2", "parallel.tp=2", "memory.recompute=full"),
+    "delta rule": ("sft", "qwen3.5", 0, True, "parallel.tp=2"),
+    "delta rule and experts on the context axes": ("sft", "qwen3.5-moe", 0, False, "parallel.ulysses=2",
+                                                   "parallel.ring=2", "parallel.ep=2"),
     "critic and reference on the last stage": ("grpo", "qwen3", 2, False, "parallel.pp=2", "algorithm.advantage=gae",
                                          "algorithm.kl_coef=0.1", *RL),
     "weights to servers without sequence parallelism": ("dapo", "qwen3", 0, False, "parallel.tp=2",
@@ -51,6 +55,7 @@ def row(folder: Path, name: str, *faults: str) -> dry_runs.Row:
     model.mkdir(exist_ok=True)
     layers = {"num_hidden_layers": 4 if name == "interleaved" else 2}  # one a stage
     changes = SIZES | layers | (EXPERTS if "moe" in family else {})
+    changes |= DELTA_OF.get(family, {})
     (model / "config.json").write_text(json.dumps(families.published(family, **changes)))
     given = [f"model.path={model}", "train.precision=bf16", "batch.max_tokens=512", "data.max_length=64", *keys]
     saved = str(folder / name) if files and not faults else None

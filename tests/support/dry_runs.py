@@ -59,7 +59,7 @@ MARK = "outcome: "  # of the lines that are one: Megatron prints too
 
 def _fewer(count: int) -> contextlib.AbstractContextManager:
     rows = rank.full_rows
-    return mock.patch.object(rank, "full_rows", lambda tokens, layout: rows(tokens, layout)[: count * layout.dp])
+    return mock.patch.object(rank, "full_rows", lambda *sizes: rows(*sizes)[: count * sizes[1].dp])
 
 
 def _outcome(row: Row) -> str:

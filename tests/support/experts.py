@@ -19,6 +19,14 @@ MODELS = {
     "mixtral": FOUR_LAYERS | {"hidden_size": 48, "intermediate_size": 28, "sliding_window": None},
     # A selection bias, groups of which some are kept, a shared expert and a dense first layer.
     "glm-4.5": FOUR_LAYERS | {"head_dim": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7},
+    # The same with latent attention.
+    "glm-4.7-flash": FOUR_LAYERS | {"num_key_value_heads": 8},
+    # Queries that grow with their position, past many of the original length; a softmax over groups of experts.
+    "mistral-4": FOUR_LAYERS | {"num_key_value_heads": 8},
+    # A shared expert with a gate, and every other layer Gated DeltaNet.
+    "qwen3.5-moe": FOUR_LAYERS | {"num_experts": 8, "head_dim": 20},
+    # A norm over all heads together, of which TP ranks have a share each.
+    "minimax-m2": FOUR_LAYERS | {"intermediate_size": 28, "head_dim": 8, "rotary_dim": 4},
 }
 
 

@@ -16,16 +16,27 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    Mistral4Config,
+    Mistral4ForCausalLM,
     MistralConfig,
     MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
+
+# Among the classes that transformers chooses by a configuration, 5.23 has it for multimodal models only.
+AutoModelForCausalLM.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 VOCAB = 307  # prime: every TP degree pads it
 SIZES = {
@@ -41,10 +52,16 @@ YARN_ROPE = {
     "rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 8.0, "beta_slow": 1.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+SCALED_QUERIES = {**YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3}
 QWEN3_MOE = {"moe_intermediate_size": 28, "num_experts": 6, "num_experts_per_tok": 3, "rope_parameters": PLAIN_ROPE}
 # A selection bias, shared experts, and none for multi-token prediction.
 GROUPED = {"moe_intermediate_size": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "num_nextn_predict_layers": 0}
 LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 20, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 14}
+# Value heads are twice the key heads; no two sizes are equal.
+GATED_DELTA = {
+    "head_dim": 20, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 14,
+    "linear_value_head_dim": 10, "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.4},
+}  # fmt: skip
 Row = tuple[type[PreTrainedConfig], dict[str, Any]]
 DENSE: dict[str, Row] = {
     # Wavelengths below 10.7, between, and above 21.3 all occur among the 8 frequencies of a head of 16.
@@ -52,9 +69,12 @@ DENSE: dict[str, Row] = {
                             "rope_parameters": LLAMA3_ROPE}),
     "mistral": (MistralConfig, {"intermediate_size": 80, "num_attention_heads": 6, "head_dim": 12,
                                 "sliding_window": 11, "rope_parameters": PLAIN_ROPE}),
+    "ministral-3": (Ministral3Config, {"intermediate_size": 88, "num_attention_heads": 6, "head_dim": 16,
+                                       "rope_parameters": {**SCALED_QUERIES, "mscale": 1.0, "mscale_all_dim": 1.0}}),
     "qwen2": (Qwen2Config, {"num_attention_heads": 6, "rope_parameters": PLAIN_ROPE | {"rope_theta": 1e6},
                             "tie_word_embeddings": True}),
     "qwen2-yarn": (Qwen2Config, {"num_attention_heads": 6, "rope_parameters": YARN_ROPE}),
+    "qwen3.5": (Qwen3_5TextConfig, {**GATED_DELTA, "full_attention_interval": 2}),
     "qwen3": (Qwen3Config, {"intermediate_size": 80, "head_dim": 20, "rope_parameters": PLAIN_ROPE}),
 }  # fmt: skip
 SPARSE: dict[str, Row] = {
@@ -72,14 +92,34 @@ SPARSE: dict[str, Row] = {
         **GROUPED, **LATENT, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 0,
         "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": PLAIN_ROPE,
     }),
+    "mistral-4": (Mistral4Config, {
+        **GROUPED, **LATENT, "n_group": 4, "topk_group": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+        "q_lora_rank": 22, "v_head_dim": 16, "routed_scaling_factor": 1.3,
+        "rope_parameters": {**SCALED_QUERIES, "mscale": 0.8, "mscale_all_dim": 1.2},
+    }),
     "glm-4.5": (Glm4MoeConfig, {
         **GROUPED, "head_dim": 16, "n_shared_experts": 1, "first_k_dense_replace": 1, "attention_bias": True,
         "use_qk_norm": True, "routed_scaling_factor": 2.0,
         "rope_parameters": {**PLAIN_ROPE, "partial_rotary_factor": 0.5},
     }),
+    "glm-4.7-flash": (Glm4MoeLiteConfig, {
+        **GROUPED, **LATENT, "n_group": 2, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 22,
+        "routed_scaling_factor": 1.8, "v_head_dim": 16, "rope_parameters": PLAIN_ROPE,
+    }),
+    "qwen3.5-moe": (Qwen3_5MoeTextConfig, {
+        **GATED_DELTA, "full_attention_interval": 2, "moe_intermediate_size": 28, "num_experts": 6,
+        "num_experts_per_tok": 3, "shared_expert_intermediate_size": 36,
+    }),
+    "qwen3-next": (Qwen3NextConfig, {
+        **GATED_DELTA, "full_attention_interval": 2, "moe_intermediate_size": 28, "num_experts": 6,
+        "num_experts_per_tok": 3, "shared_expert_intermediate_size": 36, "tie_word_embeddings": True,
+    }),
     "gpt-oss": (GptOssConfig, {"intermediate_size": 40, "num_attention_heads": 6, "head_dim": 16,
                                "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 9,
                                "rope_parameters": {**YARN_ROPE, "truncate": False}}),
+    "minimax-m2": (MiniMaxM2Config, {"intermediate_size": 40, "num_attention_heads": 6, "head_dim": 20,
+                                     "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 12,
+                                     "rope_parameters": PLAIN_ROPE}),
 }  # fmt: skip
 MODELS = DENSE | SPARSE
 # One row of each architecture: without those that say of one what another row does not.
@@ -107,17 +147,27 @@ def make(
     """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config(name, **changes), attn_implementation="eager")
+    return fill(model, gain).to(dtype)
+
+
+def fill(model: PreTrainedModel, gain: float = 1.5) -> PreTrainedModel:
+    """Random numbers in every weight of a model."""
+    text = model.config.get_text_config()
     with torch.no_grad():
         for tensor_name, tensor in model.state_dict().items():
             if tensor_name.endswith("e_score_correction_bias"):
                 tensor.normal_(0.0, 0.1)  # of the size of the scores' differences
             elif tensor_name.endswith(("bias", "sinks")):
                 tensor.normal_(0.0, 0.5)
+            elif tensor_name.endswith("A_log"):
+                tensor.copy_(torch.logspace(-2.3, 1.2, len(tensor)).log())  # from slow decays, in which leaks show
             elif tensor.ndim == 1:
-                tensor.normal_(1.0, 0.3)
+                zero_centered = hasattr(text, "linear_num_key_heads") and "linear_attn" not in tensor_name
+                tensor.normal_(0.0 if zero_centered else 1.0, 0.3)
             else:
-                tensor.normal_(0.0, gain * tensor.shape[-1] ** -0.5)
-    return model.to(dtype)
+                # A delta rule solves a system of its keys, which must not be close to singular.
+                tensor.normal_(0.0, (1.0 if "linear_attn" in tensor_name else gain) * tensor.shape[-1] ** -0.5)
+    return model
 
 
 def write_folder(name: str, path: Path, *, max_shard_size: str = "50GB", **options: Any) -> Path:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.mesh import of_the_world
 from isoloss.parallel.schedule import Messages
 
 AXES = ("tp", "pp", "ulysses", "ring", "context", "dp", "dp_context", "stage", "ep", "etp", "expert_dp")
@@ -71,3 +72,13 @@ def planned_messages(layout: Layout, rows: list[int]) -> tuple[list[list[list[in
             except AssertionError:
                 pass
     return channels, refused
+
+
+def for_scalars(layout: Layout) -> tuple[str | None, bool, list[str]]:
+    """The axis whose group a stage shares, whether that of tp x dp x context is the world's own, and the axes over
+    which sums of losses go."""
+    mesh = Mesh.create(layout)
+    shared = next((axis for axis in ("tp", "pp") if mesh.stage is getattr(mesh, axis)), None)
+    world = of_the_world(mesh.megatron.tp_dp_cp) is dist.group.WORLD
+    names = {id(mesh.dp_context): "dp_context", id(mesh.pp): "pp"}
+    return shared, world, [names[id(group)] for group in mesh.of_losses]

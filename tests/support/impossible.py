@@ -18,6 +18,9 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": published("deepseek-v3", **WIDE | {"num_key_value_heads": 8, "n_shared_experts": 1}),
     "moe": published("qwen3-moe", **WIDE | {"head_dim": 6, "num_experts_per_tok": 2}),
     "gpt-oss": published("gpt-oss", **WIDE),
+    "delta": published("qwen3.5", **WIDE | {"num_key_value_heads": 4, "linear_num_key_heads": 6,
+                                            "linear_num_value_heads": 12}),
+    "minimax-m2": published("minimax-m2", **WIDE | {"num_key_value_heads": 2}),
 }  # fmt: skip
 
 
@@ -49,12 +52,16 @@ LAYOUT = (
     no("dense", "parallel.tp=3", "8 attention heads", "[1, 2, 4, 8]", world=3),
     no("latent", "parallel.tp=5", "8 attention heads", "[1, 2, 4, 8]", world=5),
     no("tied", "parallel.tp=6", "4 key/value heads", "[1, 2, 4]", world=6),
+    no("minimax-m2", "parallel.tp=4", "2 key/value heads, which are normed together", "[1, 2]", world=4),
     no("dense", "parallel.tp=8", "intermediate_size 76", "[1, 2, 4, 19, 38, 76]", world=8),
     no("dense", "parallel.tp=4 algorithm.advantage=gae rollout.num_generations=1", "hidden_size 50", "value head",
        "[1, 2, 5, 10, 25, 50]", world=4, recipe="grpo"),
     no("dense", "parallel.ulysses=3", "8 attention heads", "[1, 2, 4, 8]", "parallel.ring", world=3),
     no("tied", "parallel.ulysses=8 parallel.tp=2", "6 attention heads of a TP rank", "[1, 2, 3, 6]", world=16),
     no("gpt-oss", "parallel.ulysses=16", "8 attention heads", "[1, 2, 4, 8]", world=16),
+    no("delta", "parallel.tp=4", "6 key heads", "Gated DeltaNet", "[1, 2, 3, 6]", world=4),
+    no("delta", "parallel.ring=4 parallel.tp=2", "x ulysses=1", "6 value heads of a TP rank", "[1, 2, 3, 6]", world=8),
+    no("delta", "parallel.ulysses=8", "x ring=1", "12 value heads of a TP rank", "parallel.ulysses x", world=8),
     no("dense", "parallel.sequence_parallel=true", "parallel.tp of at least 2", "null"),
     no("dense", "parallel.tp=2", "world size 3", "start a multiple", shown="tp 2", world=3),
     no("moe", "parallel.ep=3", "does not divide the 4 ranks", "lower one of them", world=4),
@@ -89,6 +96,19 @@ BALANCE = (
     no("dense", "moe.aux_loss=sequence moe.aux_loss_coef=1e-4", "this one is dense", "leave it at none"),
     no("tied", "moe.z_loss_coef=0.001", "this one is dense", "leave it at 0"),
     no("dense", "moe.bias_update_rate=0.001", "this one is dense", "leave it at 0"),
+    no("dense", "moe.dispatcher=deepep", "this one is dense", "leave it at alltoall"),
+    no("moe", "moe.dispatcher=deepep", "every rank has all experts", "moe.dispatcher=alltoall"),
+    no("moe", "moe.dispatcher=hybridep parallel.ep=2 train.precision=fp32", "train.precision=fp32", "alltoall",
+       world=2),
+    no("moe", "moe.dispatcher=deepep parallel.ep=2 train.precision=bf16", "package deep_ep", "install it", world=2),
+    no("dense", "moe.dispatch_bound=1.5", "this one is dense", "leave it at null"),
+    no("moe", "moe.dispatch_bound=0.5 parallel.ep=2", "at least 1", world=2),
+    no("moe", "moe.dispatch_bound=1.5 parallel.ep=2 moe.dispatcher=deepep train.precision=bf16",
+       "messages of its own", "leave it at null", world=2),
+    no("moe", "moe.dispatch_bound=1.5", "here it is 1", "leave it at null"),
+    no("moe", "moe.dispatch_bound=1.5 parallel.ep=2 kernels.grouped_experts=false", "kernels.grouped_experts=true",
+       world=2),
+    no("gpt-oss", "moe.dispatch_bound=1.5 parallel.ep=2", "run one by one", "leave it at null", world=2),
     no("moe", "moe.bias_update_rate=0.001", "qwen3_moe have none", "moe.aux_loss=sequence"),
     no("gpt-oss", "moe.bias_update_rate=0.001", "gpt_oss have none", "moe.aux_loss=sequence"),
     no("moe", "moe.aux_loss=seq_aux_loss moe.aux_loss_coef=1e-3", "a packed row for one sequence", "none, sequence",
@@ -107,12 +127,18 @@ BALANCE = (
 PRECISION_AND_OPTIMIZER = (
     no("dense", "train.precision=fp16", "fp32, bf16, fp64", shown="train.precision='fp16'"),
     no("moe", "parallel.distributed_optimizer=true train.precision=fp64", "train.precision=fp64", "leave it at null"),
-    no("dense", "parallel.gradient_accumulation_fusion=true", "NVIDIA's apex", "leave it at false"),
-    no("dense", "parallel.gradient_accumulation_fusion=true train.precision=fp64", "fp64", "leave it at false"),
+    no("dense", "parallel.gradient_accumulation_fusion=true train.precision=fp64", "fp64", "leave it at null"),
+    no("moe", "parallel.overlap_param_gather=true train.precision=fp64", "distributed optimizer", "leave it at null"),
+    no("dense", "parallel.grad_reduce_dtype=bf16", "train.precision=fp32", "use train.precision=bf16"),
     no("dense", "optim.min_lr=1e-3 optim.lr=1e-4", "between 0 and optim.lr=0.0001", shown="optim.min_lr=0.001"),
     no("dense", "optim.clip=-1", "0 switches clipping off", shown="optim.clip=-1.0"),
     no("dense", "optim.betas=[0.9,1]", "in [0, 1)", shown="optim.betas=(0.9, 1.0)"),
     no("dense", "optim.schedule=step", "constant, linear, cosine", shown="optim.schedule='step'"),
+)
+
+KERNELS = (
+    no("dense", "kernels.attention=fa3", "flash_attn_interface", "auto"),
+    no("dense", "kernels.attention=fa4", "auto, fa2, fa3, blocks", shown="kernels.attention='fa4'"),
 )
 
 # What else its rules refuse takes an installed one: tests/te/test_te_rules.py.
@@ -122,6 +148,10 @@ TRANSFORMER_ENGINE = (
 )
 
 MEMORY = (
+    no("dense", "memory.offload_optimizer=0.5 parallel.grad_reduce_dtype=bf16 train.precision=bf16", "fp32 gradients",
+       "use parallel.grad_reduce_dtype=fp32, or 0"),
+    no("dense", "parallel.overlap_param_gather=true memory.offload_optimizer=0.5 train.precision=bf16",
+       "memory.offload_optimizer", "leave it at null"),
     no("dense", "memory.recompute=some", "none, selective, full", shown="memory.recompute='some'"),
     no("dense", "memory.recompute_modules=[mlp]", "memory.recompute=selective", shown="recompute_modules=('mlp',)"),
     no("dense", "memory.recompute_modules=[mlp] memory.recompute=full", "memory.recompute=selective",
@@ -130,6 +160,8 @@ MEMORY = (
        shown="recompute_modules=('attention',)"),
     no("moe", "memory.recompute_modules=[moe_act] memory.recompute=selective", "core_attn, mlp, moe",
        shown="recompute_modules=('moe_act',)"),
+    no("dense", "memory.recompute_modules=[experts] memory.recompute=selective", "names experts", "no experts",
+       "core_attn, mlp, layernorm"),
     no("dense", "memory.recompute_modules=[moe,mlp] memory.recompute=selective", "names moe", "no experts",
        "core_attn, mlp, layernorm"),
     no("tied", "memory.recompute_modules=[shared_experts] memory.recompute=selective", "no shared experts",
@@ -137,6 +169,8 @@ MEMORY = (
     no("moe", "memory.recompute_modules=[shared_experts] memory.recompute=selective", "no shared experts",
        "core_attn, moe, layernorm"),
     no("moe", "memory.recompute_modules=[mlp] memory.recompute=selective", "experts in every layer",
+       "core_attn, moe, layernorm"),
+    no("moe", "memory.recompute_modules=[mlp_act] memory.recompute=selective", "experts in every layer",
        "core_attn, moe, layernorm"),
     no("gpt-oss", "memory.recompute_modules=[core_attn,mlp] memory.recompute=selective", "names mlp",
        "core_attn, moe, layernorm"),
@@ -173,7 +207,7 @@ LOSS = (
 
 
 ROWS = (
-    *LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *TRANSFORMER_ENGINE, *MEMORY, *LOSS,
+    *LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *KERNELS, *TRANSFORMER_ENGINE, *MEMORY, *LOSS,
 )  # fmt: skip
 
 

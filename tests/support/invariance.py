@@ -1,6 +1,7 @@
 """The models of the invariance tests, and what their ranks run."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from unittest import mock
 
 import torch
@@ -50,6 +51,22 @@ def cases(pairs: Iterable[tuple[str, int]], norm_length: int = MAX_LENGTH) -> li
     return [Case(budget, loss_of(mode, norm_length)) for mode, budget in pairs]
 
 
+@dataclass(frozen=True)
+class Steps:
+    """Of each step."""
+
+    losses: list[float]
+    norms: list[float]
+
+
+def steps(config: Config, frozen: bytes, count: int) -> Steps:
+    """Of `count` optimizer steps on the same samples."""
+    engine = Engine(config)
+    samples, loss = thaw(frozen), cross_entropy(LossConfig())
+    done = [engine.train_step(samples, loss) for _ in range(count)]
+    return Steps([metrics.loss for metrics, _ in done], [result.grad_norm for _, result in done])
+
+
 def losses(config: Config, frozen: bytes, steps: int) -> list[float]:
     """The loss of each of `steps` optimizer steps on the same samples."""
     engine = Engine(config)
@@ -67,7 +84,7 @@ def count_reductions(config: Config, frozen: bytes) -> tuple[int, int]:
 
     def all_reduce(tensor, *args, **kwargs):
         if tensor.dtype == torch.int64:
-            assert kwargs["group"] is engine.mesh.dp
+            assert kwargs["group"] is engine.mesh.dp_context
             calls.append(tensor.shape)
         return original(tensor, *args, **kwargs)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
@@ -69,10 +69,8 @@ def fp64_model(folder: Path) -> Iterator[nn.Module]:
     they are replaced. Rotary angles stay fp32, as they do in the engine."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").double()
     module = sys.modules[type(model).__module__]
-    with (
-        mock.patch.object(module, "eager_attention_forward", transformers_fp64.eager_attention),
-        mock.patch.object(type(model.model.norm), "forward", transformers_fp64.rms_norm),
-    ):
+    with pytest.MonkeyPatch.context() as patches:
+        transformers_fp64.compute_in(module, patches)
         yield model
 
 

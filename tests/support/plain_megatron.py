@@ -1,5 +1,6 @@
 """Checkpoints of plain Megatron-Core: its own GPTModel of the local spec, saved by its own dist_checkpointing."""
 
+import copy
 from pathlib import Path
 from unittest import mock
 
@@ -10,10 +11,16 @@ from megatron.core.dist_checkpointing.serialization import get_default_save_shar
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm import gated_delta_net
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
 from isoloss.models.architecture import Architecture
@@ -78,11 +85,34 @@ def save(
     return names
 
 
+# Megatron's local layers in its own place for them; its spec of these layers is Transformer Engine's only.
+GATED_DELTA_NET = ModuleSpec(
+    module=gated_delta_net.GatedDeltaNet,
+    submodules=gated_delta_net.GatedDeltaNetSubmodules(
+        in_proj=ColumnParallelLinear, out_norm=WrappedTorchNorm, out_proj=RowParallelLinear
+    ),
+)
+
+
 class LatentCoreAttention(DotProductAttention):
     """The local core attention lacks the arguments that Megatron's latent attention gives it; it has no weights."""
 
     def __init__(self, *args, k_channels: int = 0, v_channels: int = 0, **kwargs):
         super().__init__(*args, **kwargs)
+
+
+class JointNorm(nn.Module):
+    """Megatron has no norm over all heads together; its place in a checkpoint, with each TP rank's share."""
+
+    def __init__(self, config, hidden_size: int, eps: float, *, heads: int, tp_group):
+        super().__init__()
+        self.weight, self.tp_group = nn.Parameter(torch.empty(heads * hidden_size // tp_group.size())), tp_group
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight}, prefix, {"weight": 0}, sharded_offsets, tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )  # fmt: skip
 
 
 def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
@@ -92,7 +122,7 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
         "num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "num_attention_heads": arch.num_heads,
         "num_query_groups": arch.num_kv_heads, "kv_channels": arch.head_dim, "ffn_hidden_size": arch.intermediate_size,
         "normalization": "RMSNorm", "gated_linear_unit": True, "add_bias_linear": arch.linear_bias,
-        "add_qkv_bias": arch.qkv_bias, "qk_layernorm": arch.qk_norm or bool(latent), "use_cpu_initialization": True,
+        "add_qkv_bias": arch.qkv_bias, "qk_layernorm": bool(arch.qk_norm or latent), "use_cpu_initialization": True,
         "activation_func": nn.functional.silu, "bias_activation_fusion": False,
         "tensor_model_parallel_size": layout.tp, "pipeline_model_parallel_size": layout.pp,
         "expert_model_parallel_size": layout.ep, "expert_tensor_parallel_size": layout.etp,
@@ -102,7 +132,8 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
         options |= {
             "num_moe_experts": moe.count, "moe_router_topk": moe.top_k, "moe_ffn_hidden_size": moe.intermediate_size,
             "moe_router_score_function": moe.score, "moe_router_enable_expert_bias": moe.selection_bias,
-            "moe_shared_expert_intermediate_size": moe.shared_size or None, "moe_token_dispatcher_type": "allgather",
+            "moe_shared_expert_intermediate_size": moe.shared_size or None,
+            "moe_shared_expert_gate": moe.shared_gate, "moe_token_dispatcher_type": "allgather",
         }  # fmt: skip
         if moe.dense_layers:
             options["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
@@ -112,13 +143,36 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             "qk_head_dim": latent.nope_dim, "qk_pos_emb_head_dim": latent.rope_dim, "v_head_dim": latent.value_dim,
         }  # fmt: skip
         del options["kv_channels"], options["num_query_groups"]
+    if arch.delta:
+        options |= {
+            "linear_attention_freq": [int(linear) for linear in arch.delta.layers],
+            "linear_conv_kernel_dim": arch.delta.conv_width, "linear_key_head_dim": arch.delta.key_dim,
+            "linear_value_head_dim": arch.delta.value_dim, "linear_num_key_heads": arch.delta.key_heads,
+            "linear_num_value_heads": arch.delta.value_heads, "attention_output_gate": arch.output_gate,
+        }  # fmt: skip
     config = (MLATransformerConfig if latent else TransformerConfig)(**options)
     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
     if latent:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
+    if arch.joint_qk_norm:
+        for layer in spec.layer_specs:
+            attention = layer.submodules.self_attention.submodules
+            for slot, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
+                setattr(attention, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
+    if arch.delta:
+        first = get_transformer_layer_offset(config, pp_rank=mesh.pp.rank())
+        spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # layers of a kind share one
+        for layer, linear in zip(spec.layer_specs, arch.delta.layers[first:]):
+            if linear:
+                layer.submodules.self_attention = GATED_DELTA_NET
+                layer.submodules.sharded_state_dict_keys_map["input_layernorm."] = "self_attention.in_proj.layer_norm_"
     # Megatron takes Transformer Engine for present as soon as a part of it that needs none imports.
-    with mock.patch.object(multi_latent_attention, "HAVE_TE", False):
+    # Its GatedDeltaNet is only built without fla's kernels, and saved.
+    with (
+        mock.patch.object(multi_latent_attention, "HAVE_TE", False),
+        mock.patch.object(gated_delta_net, "HAVE_FLA", True),
+    ):
         return GPTModel(
             config,
             spec,

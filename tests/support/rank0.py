@@ -23,3 +23,17 @@ def told(kind: str) -> tuple[str, str, int]:
         found = (type(error).__name__, str(error))
     rank0.close()
     return (*found, len(calls))
+
+
+def agreed() -> tuple[None, tuple[str, str]]:
+    """What ranks agree on that all succeed, and then where all but the first fail."""
+    launch.init_process_group()
+    rank0, rank = RankZero(), dist.get_rank()
+
+    def call() -> None:
+        if rank:
+            raise KeyError(f"spoiled by {rank}")
+
+    fine, failure = rank0.agree(None), rank0.agree(rank0.attempt_here(call))
+    rank0.close()
+    return fine, (type(failure).__name__, str(failure))

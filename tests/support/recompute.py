@@ -1,16 +1,39 @@
 """What a step keeps for its backward, and computes again in it."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.config import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.tools.parity import thaw
+
+KEEP = MemoryConfig()
+
+
+def fp64_config(folder: Path, memory: MemoryConfig = KEEP, **parallel: Any) -> Config:
+    """Of several micro-batches."""
+    return Config(
+        ModelConfig(str(folder)),
+        batch=BatchConfig(max_tokens=128),
+        parallel=ParallelConfig(**parallel),
+        memory=memory,
+        train=TrainConfig(precision="fp64"),
+    )
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,20 @@ def buckets(folder: Path, bucket_bytes: int, parallel: dict) -> dict[Receives, l
     return {receives: copied(stream(engine, bucket_bytes, receives)) for receives in get_args(Receives)}
 
 
+def batches_of_messages(folder: Path, parallel: dict) -> list[int]:
+    """Of a stream to rank 0: how many messages are in each batch that this rank takes part in."""
+    engine, batches, batch = make_engine(folder, "fp32", **parallel), [], dist.batch_isend_irecv
+
+    def counted(messages: list[dist.P2POp]) -> list[dist.Work]:
+        batches.append(len(messages))
+        return batch(messages)
+
+    with mock.patch.object(dist, "batch_isend_irecv", counted):
+        for _ in stream(engine, receives="rank 0"):
+            pass
+    return batches
+
+
 def copied(buckets: Iterable[list[Named]]) -> list[list[Named]]:
     return [[(name, tensor.cpu().clone()) for name, tensor in bucket] for bucket in buckets]
 
@@ -42,7 +57,7 @@ def worst_difference(engine: Engine, requests: Sequence[Request], completions: S
     """Between the log-probabilities of a rollout and the engine's of the same tokens, over all tokens."""
     samples = []
     for request, completion in zip(requests, completions, strict=True):
-        tokens = torch.tensor(request.prompt_tokens + completion.tokens)
+        tokens = torch.tensor([*request.prompt_tokens, *completion.tokens])
         samples.append(Sample(tokens, torch.arange(len(tokens)) >= len(request.prompt_tokens)))
     worst = 0.0
     for request, completion, logprobs in zip(requests, completions, engine.logprobs(samples)):

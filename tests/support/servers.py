@@ -69,33 +69,40 @@ def greedy(model: PreTrainedModel, request: Request, length: int) -> tuple[int, 
 
 
 def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[str, Any]:
-    """What a rank sees of an update, a generation, a refused update and a refused request."""
+    """What a rank sees of an update, a generation, an update refused to each of the ranks that send, and a refused
+    request."""
     config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
     backend = ServerBackend(config, model_folder, sync_dir, SGLangServer, weight_sync)
     model, seen = policy(5), {}
     drawn = []
 
-    def mine(spoiled: bool = False) -> Iterator[Bucket]:
-        """As the trainer makes them: every rank takes part in making each bucket, and some get none of it."""
-        for bucket in buckets(model):
+    def mine(spoiled: Sequence[int] = ()) -> Iterator[Bucket]:
+        """As the trainer makes them: every rank takes part in making each bucket, and some get none of it.
+
+        spoiled: the ranks whose buckets the servers refuse.
+        """
+        for k, bucket in enumerate(buckets(model)):
             dist.barrier()
             drawn.append(len(bucket))
-            has = backend.receives == "every rank" or dist.get_rank() == 0
-            yield [(name, tensor[:-1] if spoiled else tensor) for name, tensor in bucket] if has else []
+            holder = k % 2 if backend.receives == "its holder" else 0
+            has = backend.receives == "every rank" or dist.get_rank() == holder
+            yield [(name, tensor[:-1] if holder in spoiled else tensor) for name, tensor in bucket] if has else []
 
     try:
         backend.update_weights(mine(), 3)
         seen["version"] = backend.weight_version()
         seen["completions"] = backend.generate(requests(3), Sampling(6))
-        seen["mistakes"] = []
+        seen["mistakes"], seen["claimed"] = [], []
         for wrong in (
-            lambda: backend.update_weights(mine(spoiled=True), 4),
+            lambda: backend.update_weights(mine(spoiled=(0, 1)), 4),
+            lambda: backend.update_weights(mine(spoiled=(1,) if backend.receives == "its holder" else (0,)), 4),
             lambda: backend.generate([Request("row:9", (1,) * 5000)], Sampling(6)),
         ):
             try:
                 seen["mistakes"].append(wrong())
             except UserError as error:
                 seen["mistakes"].append(str(error))
+            seen["claimed"].append((backend.weight_version(), backend._servers[0].weight_version()))
             backend.update_weights(mine(), 5)
         seen["drawn"] = sum(drawn)
     finally:

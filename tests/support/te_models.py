@@ -84,13 +84,13 @@ def evaluate(
     """A step."""
     engine = make_engine(folder, fused, precision, moe, **parallel)
     layer = unwrap(engine.chunks[0]).decoder.layers[0]
-    some_module = layer.input_layernorm if engine.arch.latent else layer.self_attention.linear_proj
+    some_module = layer.input_layernorm if engine.arch.latent or engine.arch.delta else layer.self_attention.linear_proj
     assert type(some_module).__module__.endswith("transformer_engine") == fused
     logits = torch.cat(engine.logits(samples))
     metrics = engine.forward_backward(samples, TOKEN_MEAN)
     gradients = {name: gradient.clone() for name, gradient in engine.gradients()}
     engine.optimizer.prepare_grads()
-    arguments = getattr(layer.self_attention.core_attention, "received", {})
+    arguments = getattr(getattr(layer.self_attention, "core_attention", None), "received", {})
     norm = global_grad_norm(engine.optimizer)
     return Evaluated(logits, metrics.loss, dict(metrics.terms), norm, gradients, arguments)
 

@@ -125,6 +125,30 @@ def gradients(config: Config, frozen: bytes, calls: Sequence[Sequence[int]]) -> 
     return engine.optim_step().grad_norm, found
 
 
+def between_steps(config: Config, frozen: bytes, calls: Sequence[Sequence[int]]) -> tuple[list[float], Arrays]:
+    """Gradient norms of three steps, and gradients of the one in the middle, which is taken in several calls."""
+    engine, samples = Engine(config), thaw(frozen)
+    loss = cross_entropy(LossConfig("sum"))
+    first = engine.train_step(samples, loss)[1].grad_norm
+    for indices in calls:
+        engine.forward_backward([samples[i] for i in indices], loss)
+    found = {name: gradient.numpy(force=True).copy() for name, gradient in engine.gradients()}
+    middle = engine.optim_step().grad_norm
+    return [first, middle, engine.train_step(samples, loss)[1].grad_norm], found
+
+
+def failed_reduction(config: Config, frozen: bytes) -> tuple[float, float]:
+    """The gradient norm of a step without learning, and of the same step after one that ended in its backward, when
+    ranks had begun to exchange."""
+    engine, samples = Engine(config), thaw(frozen)
+    loss = cross_entropy(LossConfig())
+    engine.train_step(samples, loss, 0.0)
+    before = engine.train_step(samples, loss, 0.0)[1].grad_norm
+    with mock.patch.object(engine, "optim_step", side_effect=Killed), contextlib.suppress(Killed):
+        engine.train_step(samples, loss, 0.0)
+    return before, engine.train_step(samples, loss, 0.0)[1].grad_norm
+
+
 def misused_calls(config: Config, frozen: bytes) -> dict[str, str]:
     """What an engine answers to calls of forward_backward that would train on a wrong gradient; "" where it runs."""
     engine, samples = Engine(config), thaw(frozen)

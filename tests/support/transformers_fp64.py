@@ -1,17 +1,44 @@
-"""What transformers computes in fp32 whatever the model's type is, in fp64: to be put in its place. Rotary angles stay
-fp32, as they do in the engine."""
+"""What transformers computes in fp32 whatever the model's type is, in fp64: its own source, with the type replaced.
 
-import torch
-from torch import Tensor, nn
+Rotary angles stay fp32, as they do in the engine.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Protocol
+
+_SINGLE = re.compile(r"torch\.float(32)?\b|\.float\(\)")
 
 
-def rms_norm(self: nn.Module, x: Tensor) -> Tensor:
-    assert x.dtype == torch.float64
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+class Patches(Protocol):
+    def setattr(self, target: Any, name: str, value: Any, /) -> None: ...
 
 
-def eager_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **_):
-    assert query.dtype == torch.float64 and dropout == 0.0
-    key, value = (t.repeat_interleave(module.num_key_value_groups, dim=1) for t in (key, value))
-    weights = (query @ key.transpose(2, 3) * scaling + attention_mask).softmax(-1)
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+def compute_in(module: ModuleType, patches: Patches) -> None:
+    """Let the models of a modeling_*.py of transformers compute in fp64 throughout, until the patches are undone."""
+    for name, found in list(vars(module).items()):
+        if getattr(found, "__module__", None) != module.__name__:
+            continue
+        if inspect.isfunction(found) and _is_single(found):
+            patches.setattr(module, name, doubled(found, module))
+        elif inspect.isclass(found) and "Rotary" not in name:
+            for method, own in list(vars(found).items()):
+                if inspect.isfunction(own) and not method.startswith("__") and _is_single(own):
+                    patches.setattr(found, method, doubled(own, module))
+
+
+def doubled(function: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:
+    """The function, compiled again with fp64 in place of fp32."""
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(function)))
+    source = source[re.search(r"^def ", source, re.MULTILINE).start() :]
+    source = _SINGLE.sub(lambda found: ".double()" if "(" in found[0] else "torch.float64", source)
+    found: dict[str, Any] = {}
+    exec(compile(source, f"fp64 of {function.__qualname__}", "exec"), vars(module), found)
+    return found[inspect.unwrap(function).__name__]
+
+
+def _is_single(function: Callable[..., Any]) -> bool:
+    return bool(_SINGLE.search(inspect.getsource(inspect.unwrap(function))))

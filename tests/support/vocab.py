@@ -26,6 +26,7 @@ def tensor_parallel(
     targets_N: Tensor,
     grads: tuple[Tensor, Tensor],
     chunk_elements: int,
+    fused: bool = False,
 ):
     """The same four on this rank: its gradient of the output matrix is that of its rows, padding included.
 
@@ -38,7 +39,14 @@ def tensor_parallel(
     weight[: own.shape[0]] = own
     hidden, weight = hidden_ND.clone().requires_grad_(), weight.requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
-        sum_gradient(hidden, group), weight, targets_N, true, group, with_entropy=True, chunk_elements=chunk_elements
+        sum_gradient(hidden, group),
+        weight,
+        targets_N,
+        true,
+        group,
+        with_entropy=True,
+        fused=fused,
+        chunk_elements=chunk_elements,
     )
     (grads[0] * logprobs + grads[1] * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad

@@ -77,6 +77,7 @@ def test_every_layout_takes_the_same_step(name, world, parallel, te_pool, tmp_pa
         ("qwen3-moe", 4, {"cp_kernel": "all_gather", "ring": 2, "tp": 2}),
         ("qwen2-yarn", 4, {"cp_kernel": "p2p", "ring": 4}),  # documents of 2 tokens in 8 chunks; a scale of its own
         ("llama", 4, {"cp_kernel": "a2a+p2p", "ulysses": 2, "ring": 2}),
+        ("ministral-3", 2, {"cp_kernel": "p2p", "ring": 2}),  # queries that grow with their position
     ],
     ids=lambda value: degrees(value) if isinstance(value, dict) else str(value),
 )

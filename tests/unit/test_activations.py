@@ -1,9 +1,17 @@
 """Gated activations against their formulas in plain torch, values and gradients, far beyond where they are clamped."""
 
+import pytest
 import torch
+from support.compiled_kernels import as_on_a_gpu
 from torch.nn.functional import silu
 
+from isoloss.models.mcore import activations
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+
+KERNELS = {
+    swiglu: (activations.swiglu_forward, activations.swiglu_backward),
+    clamped_swiglu: (activations.clamped_swiglu_forward, activations.clamped_swiglu_backward),
+}
 
 
 def wide() -> torch.Tensor:
@@ -24,3 +32,36 @@ def test_the_clamped_one_of_gpt_oss():
     assert (x[:, :3] < -7).any() and (x[:, :3] > 7).any()
     by_hand = clamped_swiglu(torch.tensor([[-10.0, 1.0]], dtype=torch.float64))
     torch.testing.assert_close(by_hand, torch.tensor([[-20.0 / (1 + 2.718281828459045**17.02)]], dtype=torch.float64))
+
+
+@pytest.mark.parametrize("activation", KERNELS, ids=lambda activation: activation.__name__)
+def test_the_kernels_of_a_gpu_compute_the_same(activation):
+    x, again, grad = wide(), wide(), wide()[:, :3].detach()
+    expected, found = activation(x), activations.InOneKernel.apply(again, *KERNELS[activation])
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    for result in (expected, found):
+        result.backward(grad)
+    torch.testing.assert_close(again.grad, x.grad, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("activation", KERNELS, ids=lambda activation: activation.__name__)
+def test_a_compiler_makes_one_kernel_of_each_that_loses_no_more(activation):
+    """Op by op every step rounds."""
+    forward, backward = KERNELS[activation]
+    x, grad = wide().detach().bfloat16(), wide().detach().flip(0)[:, :3].bfloat16()
+    exact, exact_grad = forward.op_by_op(x.double()), backward.op_by_op(x.double(), grad.double())
+    rounded = x.clone().requires_grad_()
+    (by_ops := activation(rounded)).backward(grad)
+    assert rounded.grad is not None
+    for function, inputs, op_by_op, right in (
+        (forward, (x,), by_ops, exact),
+        (backward, (x, grad), rounded.grad, exact_grad),
+    ):
+        found, kernels = as_on_a_gpu(function, *inputs)
+        assert kernels == 1
+        assert found.dtype == torch.bfloat16 and found.is_contiguous()
+        torch.testing.assert_close(found.double(), right, rtol=2**-8, atol=1e-30)  # half a unit in the last place
+        lost, lost_op_by_op = (
+            ((got.detach().double() - right) / right).abs().nan_to_num() for got in (found, op_by_op)
+        )
+        assert lost.max() <= lost_op_by_op.max() and lost.mean() < 0.9 * lost_op_by_op.mean()

@@ -1,26 +1,32 @@
 """The blocks of all pairs of ring ranks, merged in one process, are dense attention; so is the call that a GPU gets."""
 
+from itertools import accumulate
+
 import pytest
 import torch
-from support.attention import Case, dense_reference, round_the_ring
-from torch import Tensor
+from doubles import flash_attention
+from support.attention import SCALE, Case, dense_reference, round_the_ring
+from support.compiled_kernels import as_on_a_gpu
 
 from isoloss.parallel import block_attention
-from isoloss.parallel.block_attention import blocks_of
+from isoloss.parallel.block_attention import attend
+from isoloss.parallel.blocks import blocks_of
+from isoloss.parallel.ragged import Uploads
 
 LENGTHS = (1, 37, 2, 90, 5, 9)  # 144 tokens
 
 
-def make_case(window: int | None) -> Case:
+def make_case(window: int | None, width: int = 8, value_width: int = 8) -> Case:
     random = torch.Generator().manual_seed(2)
     query, key, value, grad = (
-        torch.randn(sum(LENGTHS), heads, 8, generator=random, dtype=torch.float64) for heads in (6, 2, 2, 6)
+        torch.randn(sum(LENGTHS), heads, of, generator=random, dtype=torch.float64)
+        for heads, of in ((6, width), (2, width), (2, value_width), (6, value_width))
     )
     return Case(query, key, value, grad, LENGTHS, window)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60, 500])
-@pytest.mark.parametrize("ring", [2, 3, 4, 8])
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
 def test_all_pairs_of_ranks_are_dense_attention(ring, window):
     case = make_case(window)
     for found, wanted in zip(round_the_ring(case, ring), dense_reference(case), strict=True):
@@ -47,56 +53,77 @@ def test_plain_matrix_products_do_what_the_fused_kernel_does(monkeypatch):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
-def segments(starts: Tensor) -> list[slice]:
-    return [slice(a, b) for a, b in zip(starts.tolist(), starts[1:].tolist())]
+@pytest.mark.parametrize("window", [None, 1, 20, 60, 500])
+@pytest.mark.parametrize("ring", [1, 2, 3, 4, 8])
+def test_what_a_gpu_is_asked_is_dense_attention(ring, window):
+    """Calls for all documents, also of heads whose widths differ and are no multiple of 8."""
+    for case in (make_case(window), make_case(window, width=11, value_width=6)):
+        with flash_attention.installed():
+            found = round_the_ring(case, ring)
+        for one, other in zip(found, dense_reference(case), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def softmax_of(query: Tensor, key: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Scores [H, t, j] of one segment, hidden ones -inf, and the keys for every query head."""
-    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
-    scores = torch.einsum("thd,jhd->htj", query, key) * scale
-    hidden = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1) if causal else torch.zeros(scores.shape[1:]).bool()
-    return scores.masked_fill(hidden, -torch.inf), key
+@pytest.mark.parametrize("window", [None, 20])
+def test_a_whole_row_is_one_call_and_nothing_is_copied_for_it(window):
+    case = make_case(window)
+    with flash_attention.installed() as forward:
+        out, _ = attend(
+            case.query_WHD, case.key_WKD, case.value_WKU, blocks_of(LENGTHS, 1, 0, 0, window), SCALE, Uploads(), None
+        )
+    (call,) = forward.call_args_list
+    assert call.args[0] is case.query_WHD and call.args[2] is case.value_WKU
+    assert call.args[3].tolist() == call.args[4].tolist() == [0, *accumulate(LENGTHS)]
+    assert call.kwargs["window_size_left"] == (-1 if window is None else 19)
+    torch.testing.assert_close(out, dense_reference(case)[0], rtol=1e-12, atol=1e-12)
 
 
-def flash_forward(q, k, v, starts_q, starts_k, longest_q, longest_k, dropout, causal, debug, *, scale):
-    """torch.ops.aten._flash_attention_forward over ragged segments, as FlashAttention 2 documents it."""
-    assert starts_q.dtype == starts_k.dtype == torch.int32 and dropout == 0.0 and not debug
-    assert longest_q == starts_q.diff().max() and longest_k == starts_k.diff().max()
-    outs, sums = [], []
-    for of_q, of_k in zip(segments(starts_q), segments(starts_k), strict=True):
-        scores, _ = softmax_of(q[of_q], k[of_k], causal, scale)
-        value = v[of_k].repeat_interleave(q.shape[1] // v.shape[1], 1)
-        outs.append(torch.einsum("htj,jhe->the", scores.softmax(-1), value))
-        sums.append(scores.logsumexp(-1))
-    return torch.cat(outs), torch.cat(sums, 1), None, None, None
+def test_a_window_of_a_ring_takes_few_calls_whatever_the_number_of_documents():
+    """One for its own chunks, and one for every other position that the end of a chunk of keys can have."""
+    case = make_case(20)
+    with flash_attention.installed() as forward:
+        round_the_ring(case, 2)
+    assert forward.call_count <= 2 * (1 + 2 * len(LENGTHS))
+    own = blocks_of(LENGTHS, 2, 0, 0, 20)
+    assert len(Uploads().calls(own, 72, 72, torch.device("cpu"))) < len(own)
 
 
-def flash_backward(
-    grad, q, k, v, out, lse, starts_q, starts_k, longest_q, longest_k, dropout, causal, seed, offset, *, scale
-):
-    del longest_q, longest_k, seed, offset
-    assert dropout == 0.0
-    grads = [torch.zeros_like(t) for t in (q, k, v)]
-    group = q.shape[1] // k.shape[1]
-    for of_q, of_k in zip(segments(starts_q), segments(starts_k), strict=True):
-        scores, key = softmax_of(q[of_q], k[of_k], causal, scale)
-        weights = (scores - lse[:, of_q, None]).exp()
-        value = v[of_k].repeat_interleave(group, 1)
-        delta = (grad[of_q] * out[of_q]).sum(-1).T[..., None]
-        of_scores = weights * (torch.einsum("the,jhe->htj", grad[of_q], value) - delta) * scale
-        grads[0][of_q] += torch.einsum("htj,jhd->thd", of_scores, key)
-        grads[1][of_k] += torch.einsum("htj,thd->jhd", of_scores, q[of_q]).unflatten(1, (-1, group)).sum(2)
-        grads[2][of_k] += torch.einsum("htj,the->jhe", weights, grad[of_q]).unflatten(1, (-1, group)).sum(2)
-    return grads
+def test_without_a_kernel_or_where_it_is_not_wanted_blocks_of_queries_do():
+    case = make_case(20)
+    with flash_attention.installed() as forward:
+        found = round_the_ring(case, 2, flash=False)
+    assert not forward.called
+    for one, other in zip(found, dense_reference(case), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("ring", [2, 4])
-def test_what_a_gpu_is_asked_is_dense_attention(monkeypatch, ring):
-    """The one call for all documents, its operators played by plain products."""
-    case = make_case(None)
-    monkeypatch.setattr(block_attention, "_fused_on_gpu", lambda _q, _v, blocks: bool(blocks))
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
-    monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
-    for found, wanted in zip(round_the_ring(case, ring), dense_reference(case), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+def test_two_sets_of_keys_are_merged_by_two_kernels():
+    """Compiled here for the CPU; in fp32, with the output of a kernel in bf16, against fp64."""
+    random = torch.Generator().manual_seed(4)
+    lse, more = (torch.randn(33, 4, generator=random) * 9 for _ in range(2))
+    out, more_out = torch.randn(33, 4, 16, generator=random), torch.randn(33, 4, 16, generator=random).bfloat16()
+    shares = block_attention.union.op_by_op(lse.double(), more.double())
+    torch.testing.assert_close(shares[0], (lse.double().exp() + more.double().exp()).log())
+    torch.testing.assert_close(shares[1] + shares[2], torch.ones(33, 4, dtype=torch.float64))
+    for kernel, given in ((block_attention.union, (lse, more)), (block_attention.weighted, (out, lse, more_out, more))):
+        exact = kernel.op_by_op(*(t.double() for t in given))
+        found, count = as_on_a_gpu(kernel, *given)
+        assert count == 1
+        for one, other in zip(*((of if isinstance(of, tuple) else (of,)) for of in (found, exact)), strict=True):
+            torch.testing.assert_close(one.double(), other, rtol=1e-5, atol=1e-5)
+
+
+def test_scores_never_exist_for_more_than_a_block_of_queries_and_what_they_see(monkeypatch):
+    """So memory does not grow with the square of a document, nor work where there is a window."""
+    case, scores = make_case(20), block_attention._scores
+    seen: list[tuple[int, int]] = []
+
+    def noted(query, key, scale, visible):
+        seen.append((query.shape[2], key.shape[1]))
+        return scores(query, key, scale, visible)
+
+    monkeypatch.setattr(block_attention, "_scores", noted)
+    monkeypatch.setattr(block_attention, "_fused_on_cpu", lambda *_: False)
+    monkeypatch.setattr(block_attention, "QUERY_BLOCK", 16)
+    round_the_ring(case, 1)
+    assert max(queries for queries, _ in seen) == 16 and max(keys for _, keys in seen) == 16 + 20 - 1

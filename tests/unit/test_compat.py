@@ -1,14 +1,15 @@
 """What releases of Megatron-Core are given, in the form of the newer ones as well as of the older."""
 
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 from torch import nn
 from torch.nn.functional import silu
@@ -17,9 +18,11 @@ import isoloss.models.mcore.build  # noqa: F401  it applies the patches
 from isoloss.models.architecture import Experts
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, gradients_for_norm, submodules_of
+from isoloss.models.mcore.dense_mlp import RecomputingMLP
+from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.router import Router
 
-CONFIG = TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
+CONFIG = LayerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
 
 
 def test_submodules_of_what_is_yet_to_be_built():
@@ -72,3 +75,36 @@ def test_where_there_is_no_transformer_engine_it_has_no_version(told, version, m
     """0.17 calls that version 0.0.0."""
     monkeypatch.setattr(transformer_engine, "get_te_version", lambda: told)
     assert transformer_engine.installed() == version
+
+
+class _Biased(nn.Linear):
+    """As Megatron builds and calls its own."""
+
+    def __init__(self, inputs, outputs, **unused):
+        super().__init__(inputs, outputs)
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight), self.bias
+
+
+def test_an_mlp_that_recomputes_its_activation_is_megatrons():
+    """With biases, too: the same output and the same gradients, bit by bit. Megatron's alone holds the product of gate
+    and up until the backward."""
+    config = replace(CONFIG, gated_linear_unit=True, use_te_activation_func=True, ffn_hidden_size=12)
+    parts = MLPSubmodules(linear_fc1=_Biased, linear_fc2=_Biased, activation_func=SwiGLU)
+    expected, found = (kind(config, parts, ffn_hidden_size=12, tp_group=mock.Mock()) for kind in (MLP, RecomputingMLP))
+    found.load_state_dict(expected.state_dict())
+    outputs, gradients, freed = [], [], []
+    for mlp in (expected, found):
+        products = []
+        mlp.activation_func.register_forward_hook(
+            lambda module, inputs, product, products=products: products.append(product.untyped_storage())
+        )
+        x = torch.linspace(-1, 1, 40).view(5, 1, 8).requires_grad_()
+        output, bias = mlp(x)
+        freed.append(products[0].nbytes() == 0)
+        (output + bias).square().sum().backward()
+        outputs.append(output)
+        gradients.append([x.grad, *(parameter.grad for parameter in mlp.parameters())])
+    assert torch.equal(*outputs) and len(gradients[0]) == 5 and all(map(torch.equal, *gradients))
+    assert freed == [False, True]

@@ -5,11 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.transformer.moe import fused_a2a
 from support import impossible
 from support.refusals import Refusal, first_refusal, rule_lines, silent
 
 from isoloss.engine import compatibility
-from isoloss.engine.config import RECOMPUTE_MODULES, Config, MemoryConfig, ModelConfig, ParallelConfig
+from isoloss.engine.config import (
+    RECOMPUTE_MODULES,
+    Config,
+    MemoryConfig,
+    ModelConfig,
+    MoeConfig,
+    ParallelConfig,
+    TrainConfig,
+)
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
@@ -53,9 +62,18 @@ def test_every_key_and_module_of_a_rule_in_a_loop_is_refused(refusals):
     """One rule refuses several keys of a dense model, another one several modules that a model lacks."""
     of_rules = [refusal for refusal in refusals.values() if refusal]
     keys = {refusal.key for refusal in of_rules if "this one is dense" in refusal.why}
-    assert keys == {"parallel.ep", "parallel.etp", "moe.aux_loss", "moe.z_loss_coef", "moe.bias_update_rate"}
+    assert keys == {
+        "parallel.ep",
+        "parallel.etp",
+        "moe.aux_loss",
+        "moe.z_loss_coef",
+        "moe.bias_update_rate",
+        "moe.dispatcher",
+        "moe.dispatch_bound",
+    }
     modules = {refusal.why.split(",")[0] for refusal in of_rules if refusal.key == "memory.recompute_modules"}
-    assert modules == {f"names {module}" for module in ("mlp", "moe", "shared_experts", "mla_up_proj")}
+    named = ("mlp", "mlp_act", "moe", "experts", "shared_experts", "mla_up_proj")
+    assert modules == {f"names {module}" for module in named}
 
 
 def test_the_first_override_is_what_is_refused(refusals):
@@ -98,3 +116,20 @@ def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
         assert bool(built.recompute_granularity) == (memory.recompute != "none")
         assert built.cpu_offloading_num_layers == memory.offload_layers
     assert 0 < refused < len(LAYOUTS) * len(STAGES) * len(MEMORY)
+
+
+@pytest.mark.parametrize("dispatcher", ("alltoall", "deepep", "hybridep"))
+def test_a_dispatcher_whose_package_is_here_is_megatrons(models, monkeypatch, dispatcher):
+    """Each is another part of the package."""
+    monkeypatch.setattr(fused_a2a, "HAVE_DEEP_EP", dispatcher == "deepep")
+    monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", dispatcher == "hybridep")
+    arch, layout = read_architecture(models / "moe"), Layout.parse("ep2")
+    config = Config(ModelConfig("anywhere"), moe=MoeConfig(dispatcher=dispatcher), train=TrainConfig(precision="bf16"))
+    compatibility.check(config, arch, layout)
+    built = transformer_config(
+        arch, layout, torch.bfloat16, stage_layers(arch, layout, ()), MemoryConfig(), dispatcher=dispatcher
+    )
+    if dispatcher == "alltoall":
+        assert built.moe_token_dispatcher_type == "alltoall"
+    else:
+        assert (built.moe_token_dispatcher_type, built.moe_flex_dispatcher_backend) == ("flex", dispatcher)

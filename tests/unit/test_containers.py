@@ -1,19 +1,15 @@
 """The images: their versions are those of the table, and what they copy and run is there. None is built: that takes a
 Docker engine, and gigabytes."""
 
-import json
 import re
 import subprocess
-import sys
 import tomllib
-import zipfile
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from support import dockerfile
 
-from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import versions
 
 ROOT = Path(__file__).parents[2]
@@ -23,29 +19,6 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["option
 UBUNTUS_PYTHON = "3.12"  # of 24.04
 # What they have that is no version of the table.
 OF_THE_BUILD = {("TORCH_CUDA_ARCH_LIST", "9.0"), ("MAX_JOBS", "8")}
-# apex's setup.py at the commit of the table, by hand: the sources of its extension fused_weight_gradient_mlp_cuda.
-APEX_SOURCES = [
-    "csrc/megatron/fused_weight_gradient_dense.cpp",
-    "csrc/megatron/fused_weight_gradient_dense_cuda.cu",
-    "csrc/megatron/fused_weight_gradient_dense_16bit_prec_cuda.cu",
-]
-# In the place of torch: what it is asked to build is recorded, and an empty file is what was built.
-STUB = """
-import json, os
-from setuptools import Extension
-from setuptools.command.build_ext import build_ext
-def CUDAExtension(name, sources, include_dirs, extra_compile_args):
-    extension = Extension(name, sources, include_dirs=include_dirs)
-    extension.flags = extra_compile_args
-    return extension
-class BuildExtension(build_ext):
-    def build_extension(self, extension):
-        path = self.get_ext_fullpath(extension.name)
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        open(path, "w").close()
-        told = {"name": extension.name, "sources": extension.sources, "flags": extension.flags}
-        print(json.dumps(told | {"include": extension.include_dirs, "here": os.getcwd()}), flush=True)
-"""
 
 
 def test_versions_are_those_of_the_table():
@@ -55,7 +28,6 @@ def test_versions_are_those_of_the_table():
         ("NCCL", made.nccl),
         ("SGLANG", made.sglang),
         ("CUDA", images.cuda),
-        ("APEX", images.apex),
     }
     assert dockerfile.arguments(FILE) == wanted | OF_THE_BUILD
 
@@ -124,28 +96,3 @@ def test_the_shell_reads_every_command():
         assert (done.returncode, done.stderr) == (0, ""), each.text
     pips = [each.text for each in FILE if each.stage == "trainer" and "pip install" in each.text]
     assert '"torch==${TORCH}"' in pips[0] and ".[gpu]" in pips[-1] and "--no-build-isolation" in pips[-1]
-
-
-def test_one_kernel_of_apex_is_built_and_nothing_else(tmp_path, monkeypatch):
-    """The wheel holds the module that a run looks for; setuptools is real, the compiler is not."""
-    stub, checkout, wheels = (tmp_path / name for name in ("stub", "checkout", "wheels"))
-    (stub / "torch/utils").mkdir(parents=True)
-    (stub / "torch/__init__.py").touch()
-    (stub / "torch/utils/__init__.py").touch()
-    (stub / "torch/utils/cpp_extension.py").write_text(STUB)
-    (checkout / "apex/optimizers").mkdir(parents=True)
-    (checkout / "apex/__init__.py").touch()
-    command = [sys.executable, str(FOLDER / "apex_kernel.py"), "checkout", "wheels"]
-    environment = {"PYTHONPATH": str(stub), "PATH": "/usr/bin:/bin"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    assert (told["sources"], told["include"]) == (APEX_SOURCES, [str(checkout / "csrc")])
-    assert told["here"] == str(checkout) and "-U__CUDA_NO_HALF_CONVERSIONS__" in told["flags"]["nvcc"]
-    (wheel,) = wheels.glob("*.whl")
-    names = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
-    assert len(names) == 1 and names[0].startswith("fused_weight_gradient_mlp_cuda.")
-    assert not nvidia_apex.fuses_weight_gradients()
-    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    assert nvidia_apex.fuses_weight_gradients()

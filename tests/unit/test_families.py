@@ -9,13 +9,20 @@ from support.published import QWEN3_8B, QWEN3_30B_A3B
 from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
+    Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiniMaxM2Config,
+    Ministral3Config,
+    Mistral4Config,
     MistralConfig,
     MixtralConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -24,13 +31,29 @@ from isoloss.models.architecture import (
     Architecture,
     ExpertNames,
     Experts,
+    GatedDelta,
     Latent,
     LinearScaling,
     Llama3Scaling,
+    QueryScaling,
     Rope,
     YarnScaling,
 )
-from isoloss.models.families import deepseek_v3, glm4_moe, gpt_oss, llama, mistral, mixtral, qwen2, qwen3, qwen3_moe
+from isoloss.models.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    minimax_m2,
+    ministral3,
+    mistral,
+    mistral4,
+    mixtral,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from isoloss.models.families.registry import family_of, read_architecture
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.errors import UserError
@@ -97,6 +120,33 @@ GLM_45_AIR = {
     "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
     "transformers_version": "4.54.0", "use_cache": True, "use_qk_norm": False, "vocab_size": 151552,
 }  # fmt: skip
+KIMI_K2 = {  # without its quantization_config
+    **DEEPSEEK_V3, "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072, "model_type": "kimi_k2", "n_group": 1, "n_routed_experts": 384,
+    "num_attention_heads": 64, "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    "rope_scaling": {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+    "routed_scaling_factor": 2.827, "topk_group": 1, "vocab_size": 163840, "aux_loss_alpha": 0.001, "seq_aux": True,
+    "pretraining_tp": 1,
+}  # fmt: skip
+MOONLIGHT = {
+    **KIMI_K2, "hidden_size": 2048, "intermediate_size": 11264, "max_position_embeddings": 8192,
+    "model_type": "deepseek_v3", "moe_intermediate_size": 1408, "n_routed_experts": 64, "n_shared_experts": 2,
+    "num_attention_heads": 16, "num_experts_per_tok": 6, "num_hidden_layers": 27, "num_key_value_heads": 16,
+    "q_lora_rank": None, "rms_norm_eps": 1e-05, "rope_scaling": None, "routed_scaling_factor": 2.446,
+}  # fmt: skip
+GLM_47_FLASH = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "pad_token_id": 154820, "eos_token_id": [154820, 154827, 154829], "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": True, "num_attention_heads": 20,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "tie_word_embeddings": False, "dtype": "bfloat16", "transformers_version": "5.0.0rc0",
+    "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
+    "vocab_size": 154880,
+}  # fmt: skip
 GPT_OSS_20B = {  # without its quantization_config
     "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
     "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
@@ -109,12 +159,27 @@ GPT_OSS_20B = {  # without its quantization_config
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "transformers_version": "4.55.0.dev0", "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+MINIMAX_M2 = {  # without its quantization_config
+    "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [1] * 62,
+    "auto_map": {"AutoConfig": "configuration_minimax_m2.MiniMaxM2Config"}, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 3072, "initializer_range": 0.02, "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+    "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid",
+    "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_cache": True, "use_mtp": True,
+    "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
+}  # fmt: skip
 HUB = [
     (llama, LLAMA_31_8B, LlamaConfig), (mistral, MISTRAL_7B, MistralConfig), (qwen2, QWEN25_7B, Qwen2Config),
     (qwen3, QWEN3_8B, Qwen3Config), (qwen3_moe, QWEN3_30B_A3B, Qwen3MoeConfig), (mixtral, MIXTRAL_8X7B, MixtralConfig),
     (deepseek_v3, DEEPSEEK_V3, DeepseekV3Config), (glm4_moe, GLM_45_AIR, Glm4MoeConfig),
-    (gpt_oss, GPT_OSS_20B, GptOssConfig),
+    (gpt_oss, GPT_OSS_20B, GptOssConfig), (glm4_moe_lite, GLM_47_FLASH, Glm4MoeLiteConfig),
+    (deepseek_v3, MOONLIGHT, DeepseekV3Config), (minimax_m2, MINIMAX_M2, MiniMaxM2Config),
 ]  # fmt: skip
+GLM_47_EXPERTS = Experts(64, 4, 1536, "sigmoid", True, 1.8, True, 1, 1, 1536, dense_layers=1)
 LLAMA3 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 2.0, "high_freq_factor": 8.0,
           "original_max_position_embeddings": 512, "rope_theta": 500000.0}  # fmt: skip
 
@@ -144,17 +209,77 @@ def test_other_families_as_published():
     assert arch.windows == () and arch.experts == Experts(8, 2, 14336, "softmax", True, names=names)
     assert qwen3_moe.architecture(QWEN3_30B_A3B).experts == Experts(128, 8, 768, "softmax", True)
     arch = deepseek_v3.architecture(DEEPSEEK_V3)
-    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048, 3)
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, 2.5, True, 8, 4, 2048, dense_layers=3)
     assert arch.latent == Latent(1536, 512, 128, 64, 128) and (arch.head_dim, arch.rotary_dim) == (192, 64)
     mscale = 0.1 * math.log(40) + 1
     assert arch.rope == Rope(10000.0, YarnScaling(40, 4096, 32, 1, True, 1.0, mscale**2), interleaved=True)
     assert arch.mtp_layers == 1
     arch = glm4_moe.architecture(GLM_45_AIR)
     assert (arch.head_dim, arch.rotary_dim, arch.qkv_bias, arch.qk_norm) == (128, 64, True, False)
-    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408, 1)
+    assert arch.experts == Experts(128, 8, 1408, "sigmoid", True, 1.0, True, 1, 1, 1408, dense_layers=1)
+    arch = glm4_moe_lite.architecture(GLM_47_FLASH)
+    assert arch.experts == GLM_47_EXPERTS
+    assert arch.latent == Latent(768, 512, 192, 64, 256) and arch.rope == Rope(1e6, interleaved=True)
+    assert arch.mtp_layers == 1
+    arch = minimax_m2.architecture(MINIMAX_M2)
+    assert (arch.rotary_dim, arch.qk_norm, arch.joint_qk_norm, arch.mtp_layers) == (64, True, True, 3)
+    names = ExpertNames("block_sparse_moe", "gate", ("w1", "w3", "w2"), selection_bias="e_score_correction_bias")
+    assert arch.experts == Experts(256, 8, 1536, "sigmoid", True, selection_bias=True, names=names)
     arch = gpt_oss.architecture(GPT_OSS_20B)
     assert arch.windows == (128, None) * 12 and arch.sinks and arch.linear_bias and arch.clamped_swiglu
     assert arch.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
+
+
+# What transformers' configurations of these say, which are of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
+QWEN35_ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25,
+               "mrope_section": [11, 11, 10], "mrope_interleaved": True}  # fmt: skip
+
+
+def test_layers_of_gated_delta_net_as_published(tmp_path):
+    text = {**Qwen3_5TextConfig().to_dict(), "rope_parameters": QWEN35_ROPE, "mtp_num_hidden_layers": 1,
+            "attn_output_gate": True, "mamba_ssm_dtype": "float32", "full_attention_interval": 4}  # fmt: skip
+    del text["layer_types"]
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text,
+             "vision_config": {"depth": 27}, "image_token_id": 248056, "tie_word_embeddings": False}  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    arch = read_architecture(tmp_path)
+    layers = (True, True, True, False) * 8
+    assert arch.delta == GatedDelta(16, 32, 128, 128, 4, layers) and arch.delta.channels == 8192
+    assert arch.tensor_prefix == "model.language_model." and arch.mtp_layers == 1
+    assert (arch.head_dim, arch.rotary_dim, arch.rope) == (256, 64, Rope(1e7))
+    assert arch.output_gate and arch.zero_centered_norm and arch.qk_norm and not arch.qkv_bias
+    experts = family_of("Qwen3_5MoeForCausalLM").architecture(Qwen3_5MoeTextConfig().to_dict())
+    names = ExpertNames(shared="shared_expert", stacked="rows")
+    assert experts.experts == Experts(256, 8, 512, "softmax", True, shared_size=512, shared_gate=True, names=names)
+    assert round(num_parameters(experts) / 1e9, 1) == 34.7
+    woven = family_of("Qwen3NextForCausalLM").architecture(Qwen3NextConfig().to_dict())
+    assert woven.delta == GatedDelta(16, 32, 128, 128, 4, (True, True, True, False) * 12, woven=True)
+    assert woven.experts is not None and (woven.experts.count, woven.experts.top_k) == (512, 10)
+    assert round(num_parameters(woven) / 1e9, 1) == 79.7
+
+
+@pytest.mark.parametrize(("change", "field"), [
+    ({"tie_word_embeddings": True}, "tie_word_embeddings"),
+    ({"dtype": "float16"}, "dtype"),
+    ({"audio_config": {}}, "audio_config"),
+    ({"text_config": 3}, "text_config"),
+])  # fmt: skip
+def test_a_multimodal_model_that_is_not_understood_is_refused(change, field):
+    text = {**Qwen3_5TextConfig().to_dict(), "dtype": "bfloat16"}
+    whole = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": text}
+    with pytest.raises(UserError, match=f"config.json: {field}="):
+        family_of("Qwen3_5ForConditionalGeneration").architecture(whole | change)
+
+
+@pytest.mark.parametrize(("change", "field"), [
+    ({"linear_num_value_heads": 24}, "linear_num_value_heads"),
+    ({"layer_types": ["linear_attention"]}, "layer_types"),
+    ({"output_gate_type": "sigmoid"}, "output_gate_type"),
+    ({"attn_output_gate": False}, "attn_output_gate"),
+])  # fmt: skip
+def test_gated_delta_net_that_is_not_understood_is_refused(change, field):
+    with pytest.raises(UserError, match=f"config.json: {field}="):
+        family_of("Qwen3_5ForCausalLM").architecture(Qwen3_5TextConfig().to_dict() | change)
 
 
 @pytest.mark.parametrize(("published", "billions"), [
@@ -241,6 +366,38 @@ def test_an_absent_head_width_is_that_of_transformers(family, config_class):
     assert family.architecture(saved).head_dim == (128 if family is qwen3 else 64) == wanted
 
 
+def test_mistrals_whose_queries_grow():
+    """What transformers' configurations write, and files that leave it to their defaults."""
+    written = Ministral3Config().to_dict()
+    arch = ministral3.architecture(written)
+    yarn = YarnScaling(16.0, 16384, 32.0, 1.0, True, 1.0, 1.0)
+    assert arch.rope == Rope(1e6, yarn, query_scaling=QueryScaling(0.1, 16384))
+    assert arch.windows == () and (arch.head_dim, arch.num_kv_heads) == (128, 8)
+    assert ministral3.architecture({k: v for k, v in written.items() if k != "rope_parameters"}) == arch
+    assert ministral3.architecture({**written, "sliding_window": 4096}).windows == (4096,) * 34
+
+    written = Mistral4Config().to_dict()
+    arch = mistral4.architecture(written)
+    yarn = YarnScaling(128.0, 8192, 32.0, 1.0, True, 1.0, (0.1 * math.log(128) + 1) ** 2)
+    assert arch.rope == Rope(1e4, yarn, interleaved=True, query_scaling=QueryScaling(0.1, 8192))
+    assert arch.latent == Latent(1024, 256, 64, 64, 128) and (arch.head_dim, arch.rotary_dim) == (128, 64)
+    names = ExpertNames(stacked="rows")
+    assert arch.experts == Experts(128, 4, 2048, "softmax", True, shared_size=2048, names=names)
+    assert mistral4.architecture({k: v for k, v in written.items() if k != "rope_parameters"}) == arch
+
+
+@pytest.mark.parametrize("name", ("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"))
+def test_kimi_k2_is_deepseek_v3_whatever_its_file_calls_it(name):
+    config = {**KIMI_K2, "architectures": [name]}
+    arch = family_of(name).architecture(config)
+    assert arch == deepseek_v3.architecture({**config, "model_type": "deepseek_v3"})
+    assert arch.experts == Experts(384, 8, 2048, "sigmoid", True, 2.827, True, 1, 1, 2048, dense_layers=1)
+    assert arch.rope.scaling == YarnScaling(32.0, 4096, 1.0, 1.0, True, 1.0, (0.1 * math.log(32) + 1) ** 2)
+
+
+MINISTRAL_3 = {**Ministral3Config().to_dict(), "architectures": ["Ministral3ForCausalLM"]}
+MISTRAL_4 = {**Mistral4Config().to_dict(), "architectures": ["Mistral4ForCausalLM"]}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
 REFUSED = [
     (LLAMA_31_8B, {"hidden_act": "gelu"}, "hidden_act='gelu' .* only 'silu' is"),
     (LLAMA_31_8B, {"attention_bias": True}, "attention_bias=True"),
@@ -307,9 +464,40 @@ REFUSED = [
     (DEEPSEEK_V3, {"rope_interleave": False}, "rope_interleave=False"),
     (DEEPSEEK_V3, {"first_k_dense_replace": -1}, "first_k_dense_replace=-1 must be a whole number"),
     (DEEPSEEK_V3, {"qk_rope_head_dim": 63}, "qk_rope_head_dim=63 must be even"),
+    (DEEPSEEK_V3, {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported for this family"),
+    (KIMI_K2, {"quantization_config": {"format": "pack-quantized"}}, "weights are quantized, so let transformers"),
+    (KIMI_K2, {"model_type": "kimi_k3"}, "model_type='kimi_k3'"),
+    (GLM_47_FLASH, {"mlp_layer_types": ["dense", "sparse"] * 23 + ["dense"]}, "mlp_layer_types=.* must be a list of"),
+    (GLM_47_FLASH, {"mlp_layer_types": ["dense"] * 47}, "mlp_layer_types=.* some of them sparse"),
+    (GLM_47_FLASH, {"mlp_layer_types": ["dense"] + ["sparse"] * 45}, "mlp_layer_types=.* num_hidden_layers=47"),
+    (GLM_47_FLASH, {"first_k_dense_replace": 2}, "first_k_dense_replace=2 contradicts 1 dense layers"),
     (GLM_45_AIR, {"partial_rotary_factor": 1.5}, "partial_rotary_factor=1.5 must be a number greater than 0"),
     (GLM_45_AIR, {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "together with YaRN's attention factor"),
     (GLM_45_AIR, {"sliding_window": 128}, "sliding_window=128 is a field that the glm4_moe family does not know"),
+    (
+        MINISTRAL_3,
+        {"rope_parameters": {**YARN, "llama_4_scaling_beta": None}},
+        "rope_parameters.llama_4_scaling_beta is missing",
+    ),
+    (
+        MINISTRAL_3,
+        {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
+        "rope_parameters.llama_4_scaling_beta=0.1 is supported together with rope_type 'yarn' only",
+    ),
+    (LLAMA_31_8B, {"rope_scaling": YARN}, "rope_scaling.llama_4_scaling_beta=0.1 is not a parameter"),
+    (MISTRAL_4, {"rope_parameters": {**YARN, "partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25 is not qk"),
+    (MISTRAL_4, {"rope_parameters": "yarn"}, "rope_parameters='yarn' must be an object"),
+    (MISTRAL_4, {"scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported for mistral4; only 'softmax' is"),
+    (MINIMAX_M2, {"attn_type_list": [1] * 61 + [0]}, "attn_type_list=.* only .1, 1, "),
+    (MINIMAX_M2, {"qk_norm_type": "per_head"}, "qk_norm_type='per_head'"),
+    (MINIMAX_M2, {"rotary_dim": 63}, "partial_rotary_factor=0.4921875 rotates an odd number of the 128 channels"),
+    (MINIMAX_M2, {"partial_rotary_factor": 0.25}, "rotary_dim=64 contradicts partial_rotary_factor"),
+    (
+        MINIMAX_M2,
+        {"rope_parameters": {"partial_rotary_factor": 0.25, "rope_type": "default"}},
+        "partial_rotary_factor=0.5",
+    ),
+    (MINIMAX_M2, {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
     (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok"),
     (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
     (GPT_OSS_20B, {"sliding_window": None}, "sliding_window is missing"),
@@ -338,6 +526,14 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     refused("is not valid JSON", "{")
     refused("must hold a JSON object, not list", "[]")
     refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Mistral", "{}")
+    for name, why in (
+        ("DeepseekV32ForCausalLM", "DSA"), ("GlmMoeDsaForCausalLM", "DSA"), ("Glm5NextForCausalLM", "Delta Attention"),
+        ("DeepseekV4ForCausalLM", "hyper-connections"), ("KimiLinearForCausalLM", "Delta Attention"),
+        ("KimiK3ForConditionalGeneration", "Delta Attention"), ("KimiK25ForConditionalGeneration", "int4"),
+        ("Kimi_K25ForConditionalGeneration", "int4"), ("MiMoV2FlashForCausalLM", "kinds of layer"),
+        ("MiniMaxM3SparseForConditionalGeneration", "indexer"),
+    ):  # fmt: skip
+        refused(rf"architectures={name} is not supported: .*{why}", json.dumps({"architectures": [name]}))
     refused("did you mean Qwen3MoeForCausalLM", json.dumps({"architectures": ["Qwen2MoeForCausalLM"]}))
     refused(f"{tmp_path}/config.json: mlp_bias=True", json.dumps({**LLAMA_31_8B, "mlp_bias": True}))
 
@@ -346,7 +542,10 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     ("family", "published", "absent", "of", "value"),
     [
         (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
+        (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "experts", GLM_47_EXPERTS),
         (gpt_oss, GPT_OSS_20B, "layer_types", "windows", (128, None) * 12),
+        (minimax_m2, MINIMAX_M2, "rotary_dim", "rotary_dim", 128),
+        (minimax_m2, MINIMAX_M2, "rope_theta", "rope", Rope(5e6)),
         (mistral, MISTRAL_7B, "layer_types", "windows", (4096,) * 32),
         (mixtral, MIXTRAL_8X7B, "rope_theta", "rope", Rope(1e6)),
         (qwen3, QWEN3_8B, "head_dim", "head_dim", 128),

@@ -49,13 +49,31 @@ def test_a_rank_takes_the_gpu_of_its_place_in_the_node(second_node, joined, monk
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     launch.init_process_group(timedelta(seconds=7))
     assert taken == [3]
-    assert joined == [(("nccl",), {"timeout": timedelta(seconds=7)})]  # torch reads the rest from the environment
+    # Torch reads the rest from the environment. Bound to a device, the world's communicator is made at once.
+    assert joined == [(("nccl",), {"timeout": timedelta(seconds=7), "device_id": torch.device("cuda", 3)})]
+
+
+def test_groups_of_a_world_on_gpus_are_not_split_off_it(one_rank, second_node, monkeypatch):
+    """torch splits every group off a world that is bound to a device, with all ranks of the world and no others."""
+
+    def join(*args, device_id, **options):
+        one_rank.bound_device_id = device_id
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(dist, "init_process_group", join)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    try:
+        launch.init_process_group()
+        assert one_rank.bound_device_id is None
+    finally:
+        one_rank.bound_device_id = None
 
 
 def test_ranks_without_gpus(second_node, joined, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     launch.init_process_group()
-    assert joined == [(("gloo",), {"timeout": timedelta(minutes=30)})]
+    assert joined == [(("gloo",), {"timeout": timedelta(minutes=30), "device_id": None})]
 
 
 def test_one_rank_needs_no_rendezvous(joined, monkeypatch):
@@ -75,21 +93,20 @@ def test_who_has_joined_does_not_join_again(second_node, joined, monkeypatch):
 
 def test_other_programs_get_nothing_of_torchruns(second_node, monkeypatch):
     monkeypatch.setenv("MINE", "kept")
-    theirs = environment.without_torchrun()
+    theirs = environment.of_other_programs()
     assert theirs.keys() & SECOND_NODE.keys() == set()
     assert theirs["MINE"] == "kept" and theirs["PATH"] == os.environ["PATH"]
 
 
-def test_deterministic_algorithms(monkeypatch):
-    """cuBLAS's workspace is one of the two that NVIDIA names for it; a user's own choice stays."""
-    asked = []
+@pytest.mark.parametrize("deterministic", (False, True))
+def test_kernels_that_torch_may_choose(deterministic, monkeypatch):
+    """Parts of a long sum are never rounded to bf16; an operation that repeats otherwise is an error where asked."""
+    asked, matmul = [], torch.backends.cuda.matmul
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    launch.use_deterministic_algorithms()
-    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    launch.use_deterministic_algorithms()
-    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8") and asked == [True, True]
+    monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
+    launch.choose_kernels(deterministic=deterministic)
+    assert not matmul.allow_bf16_reduced_precision_reduction
+    assert asked == [True] * deterministic
 
 
 def test_gpus_that_are_left_to_this_process(monkeypatch):

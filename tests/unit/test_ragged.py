@@ -1,23 +1,48 @@
-"""Index tensors of a packed row's pieces, against lists worked by hand."""
+"""What a call of FlashAttention is told of a packed row's pieces, against lists worked by hand."""
 
 import torch
 
-from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.blocks import Block
+from isoloss.parallel.ragged import Ragged, Uploads
 
 CPU = torch.device("cpu")
+SQUARE = (Block(slice(0, 3), slice(0, 3), right=0), Block(slice(3, 4), slice(3, 4), right=0))
 
 
 def test_tokens_starts_and_the_longest():
-    ragged = Uploads().ragged([slice(2, 5), slice(7, 8), slice(10, 14)], CPU)
-    assert ragged.tokens.tolist() == [2, 3, 4, 7, 10, 11, 12, 13] and ragged.tokens.dtype == torch.int64
+    ragged = Ragged.of([slice(2, 5), slice(7, 8), slice(10, 14)], 14, CPU)
+    assert ragged.tokens is not None and ragged.tokens.dtype == torch.int64
+    assert ragged.tokens.tolist() == [2, 3, 4, 7, 10, 11, 12, 13]
     assert ragged.starts.tolist() == [0, 3, 4, 8] and ragged.starts.dtype == torch.int32
     assert ragged.longest == 4
 
 
-def test_the_same_pieces_are_uploaded_once_and_others_are_others():
+def test_all_tokens_in_order_are_not_gathered():
+    whole = torch.arange(14)
+    ragged = Ragged.of([slice(0, 5), slice(5, 14)], 14, CPU)
+    assert ragged.take(whole) is whole and ragged.starts.tolist() == [0, 5, 14]
+    assert Ragged.of([slice(0, 5), slice(5, 13)], 14, CPU).take(whole).tolist() == list(range(13))
+    assert Ragged.of([slice(0, 5), slice(6, 14)], 14, CPU).take(whole).tolist() == [*range(5), *range(6, 14)]
+
+
+def test_a_call_for_every_mask_and_queries_once_in_each():
+    """A chunk of queries that sees two chunks of keys under one mask is in two calls."""
+    blocks = (
+        Block(slice(0, 2), slice(0, 4), left=3),
+        Block(slice(0, 2), slice(4, 8), left=3),
+        Block(slice(2, 4), slice(0, 4), left=3),
+        Block(slice(4, 6), slice(4, 6), right=0),
+    )
+    calls = Uploads().calls(blocks, 6, 8, CPU)
+    assert [(call.left, call.right, call.causal) for call in calls] == [(3, -1, False), (3, -1, False), (-1, 0, True)]
+    assert [call.queries.take(torch.arange(6)).tolist() for call in calls] == [[0, 1, 2, 3], [0, 1], [4, 5]]
+    assert [call.keys.take(torch.arange(8)).tolist() for call in calls] == [[*range(4)] * 2, [4, 5, 6, 7], [4, 5]]
+
+
+def test_the_same_blocks_are_uploaded_once_and_others_are_others():
     uploads = Uploads()
-    first = uploads.ragged([slice(0, 3), slice(3, 4)], CPU)
-    assert uploads.ragged((slice(0, 3), slice(3, 4)), CPU) is first
-    assert uploads.ragged([slice(0, 2), slice(3, 4)], CPU).tokens.tolist() == [0, 1, 3]
-    assert uploads.ragged([slice(0, 3), slice(3, 4)], torch.device("meta")).tokens.is_meta
-    assert Uploads().ragged([slice(0, 3), slice(3, 4)], CPU) is not first
+    (first,) = uploads.calls(SQUARE, 4, 4, CPU)
+    assert uploads.calls(SQUARE, 4, 4, CPU)[0] is first and first.queries is first.keys
+    other = (Block(slice(0, 2), slice(0, 2), right=0), SQUARE[1])
+    assert uploads.calls(other, 4, 4, CPU)[0].queries.take(torch.arange(4)).tolist() == [0, 1, 3]
+    assert Uploads().calls(SQUARE, 4, 4, CPU)[0] is not first

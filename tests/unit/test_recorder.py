@@ -1,5 +1,7 @@
 """What a dry run counts of single ops, on meta tensors, and how it is told."""
 
+from collections import Counter
+
 import pytest
 import torch
 from support import device_lint
@@ -49,6 +51,21 @@ def test_bytes_are_those_of_the_allocator_and_each_once(recorder):
     assert not phase.launches and len(views) == 3
 
 
+def test_a_copy_of_pinned_memory_goes_alone_if_it_may(recorder):
+    pinned, pageable, here = torch.empty(8), torch.empty(8), torch.empty(8, device="meta")
+    recorder.pin(pinned)
+    with recorder.phase("alone") as alone:
+        here.copy_(pinned, non_blocking=True)
+        pinned.copy_(here, non_blocking=True)
+    with recorder.phase("waits") as waits:
+        here.copy_(pinned)
+        here.copy_(pageable, non_blocking=True)
+        pinned.copy_(here)
+        pageable.copy_(here, non_blocking=True)
+    assert not alone.waits
+    assert Counter(kind for kind, _ in waits.waits.elements()) == {"to the device": 2, "to the host": 2}
+
+
 def test_a_storage_that_is_given_back_is_gone(recorder):
     with recorder.phase("only") as phase:
         x = empty(4 * KIB)
@@ -72,6 +89,26 @@ def test_products_are_counted_by_their_formula_and_all_else_by_its_bytes(recorde
     assert causal == attention / 2
     assert phase.traffic == {"aten.add_": 2 * 3 * 7 * 4}
     assert sum(phase.launches.values()) == sum(phase.launch_sites.values()) == 4
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "left", "right", "pairs"),
+    [
+        (12, 12, -1, 0, 2 * 6 * 6 // 2),  # causal: half of the squares of two documents
+        (12, 6, -1, -1, 2 * 6 * 3),  # what ring ranks have in common: all of it, and as many keys as there are
+        (6, 12, -1, -1, 2 * 3 * 6),
+        (12, 12, 2, 0, 2 * (1 + 2 + 3 + 3 + 3 + 3)),  # a window of three tokens
+    ],
+)
+def test_attention_over_segments_counts_the_pairs_that_see_each_other(recorder, queries, keys, left, right, pairs):
+    heads, starts = 4, torch.empty(3, dtype=torch.int32, device="meta")
+    q, k = torch.empty(queries, heads, 8, device="meta"), torch.empty(keys, 2, 8, device="meta")
+    with recorder.phase("only") as phase:
+        torch.ops.aten._flash_attention_forward(
+            q, k, k, starts, starts, queries // 2, keys // 2, 0.0, (left, right) == (-1, 0), False,
+            window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+    assert phase.flops["aten._flash_attention_forward"] == 2 * 2 * pairs * heads * 8
 
 
 def test_the_host_waits_for_numbers_of_the_device_alone(recorder):

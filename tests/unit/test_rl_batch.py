@@ -5,9 +5,11 @@ The models are functions of token and place, so that every number tells where it
 
 import itertools
 import math
+import pickle
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from oracles.rl import formulas
 from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.packing import pack
 from isoloss.engine.rl import advantages
-from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.batch import RolloutBatch, minibatches, on_the_host, with_advantages, with_logprobs
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
@@ -392,3 +394,30 @@ def test_state_goes_through_a_file(advantage, tmp_path):
             assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
             assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
     assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch(7)
+
+
+def test_numbers_of_a_completion_are_compact_and_equal_their_tuples():
+    tokens, logprobs = tuple(range(1000, 1300)), tuple(-math.pi / each for each in range(1, 301))
+    made = Completion("a", tokens, logprobs, (3,) * 300, "stop")
+    assert (made.tokens, made.logprobs, made.versions) == (tokens, logprobs, (3,) * 300)
+    assert made == Completion("a", list(tokens), list(logprobs), [3] * 300, "stop")
+    assert made != replace(made, tokens=tokens[::-1])
+    assert len(pickle.dumps(made)) < 16 * 300 + 500 and pickle.loads(pickle.dumps(made)) == made
+    assert np.asarray(made.logprobs).tolist() == list(logprobs) and np.asarray(made.tokens).dtype == np.int32
+    assert made.tokens[2:4] == (1002, 1003) and made.tokens[-1] == 1299 and hash(made) == hash(replace(made))
+    assert repr(Completion("a", (1,), (0.5,), (2,), "stop")) == (
+        "Completion(id='a', tokens=(1,), logprobs=(0.5,), versions=(2,), finish='stop')"
+    )
+    empty = Completion("a", (), (), (), "abort")
+    assert empty.tokens == () and np.asarray(empty.logprobs).shape == (0,)
+
+
+def test_values_of_all_samples_come_from_a_device_in_one_copy():
+    """A meta tensor has no values, so this counts copies; on a CPU nothing is copied."""
+    here = [torch.arange(3.0), torch.arange(2.0)]
+    assert on_the_host(here) is here and on_the_host([]) == []
+    copies = []
+    there = [torch.empty(3, device="meta"), torch.empty(2, device="meta")]
+    with mock.patch.object(torch.Tensor, "cpu", lambda self: copies.append(len(self)) or torch.arange(5.0)):
+        assert [each.tolist() for each in on_the_host(there)] == [[0, 1, 2], [3, 4]]
+    assert copies == [5]

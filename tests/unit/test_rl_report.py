@@ -2,14 +2,17 @@
 
 import json
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.metrics import MetricsLog
+from isoloss.engine.rl import report
 from isoloss.engine.rl.batch import RolloutBatch
-from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, rollout_stats
+from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, copy_of_the_model, rollout_stats
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
@@ -138,3 +141,17 @@ def test_a_resumed_run_takes_out_what_comes_again(tmp_path):
         pass
     kept = {name: (tmp_path / name).read_text().split() for name in ("rollouts.jsonl", "eval_rollouts.jsonl")}
     assert [len(lines) // 2 for lines in kept.values()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("backend", "device", "says"),
+    [("transformers", "cuda", "3.0 GiB"), ("transformers", "cpu", None), ("sglang", "cuda", None)],
+)
+def test_a_copy_of_the_model_on_every_gpu_is_told(backend, device, says, monkeypatch):
+    monkeypatch.setattr(report, "num_parameters", lambda arch: arch)
+    config: Any = SimpleNamespace(rollout=SimpleNamespace(backend=backend))
+    engine: Any = SimpleNamespace(
+        arch=3 << 29, device=torch.device(device), model=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    found = copy_of_the_model(config, engine)
+    assert (found == []) if says is None else (says in found[0] and "rollout.backend=sglang" in found[0])

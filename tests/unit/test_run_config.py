@@ -39,6 +39,13 @@ DEFAULTS = {
 }  # fmt: skip
 GROUPED = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 LATENT = {**GROUPED, "qk_layernorm": True, "multi_latent_attention": True, "moe_router_pre_softmax": True}
+# Megatron-Bridge's providers of Qwen3-Next and Qwen3.5 set these.
+DELTA: dict[str, Any] = {
+    "qk_layernorm": True, "layernorm_zero_centered_gamma": True, "attention_output_gate": True,
+    "experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 14, "linear_value_head_dim": 10, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "rotary_percent": 0.4,
+}  # fmt: skip
 SET: dict[str, dict[str, Any]] = {
     "llama": {"rope_scaling": True, "rope_scaling_factor": 4.0},
     "qwen2": {"add_qkv_bias": True},
@@ -50,6 +57,15 @@ SET: dict[str, dict[str, Any]] = {
                     "rope_type": "yarn", "rotary_scaling_factor": 4.0},
     "deepseek-v3-plain": {**LATENT, "moe_shared_expert_intermediate_size": 28, "rotary_scaling_factor": 1.0},
     "glm-4.5": {**GROUPED, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 28, "rotary_percent": 0.5},
+    "glm-4.7-flash": {**LATENT, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 28,
+                      "rotary_scaling_factor": 1.0},
+    "ministral-3": {"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0},
+    "mistral-4": {"qk_layernorm": True, "multi_latent_attention": True, "moe_layer_freq": [0, 1],
+                  "moe_shared_expert_intermediate_size": 28, "rope_type": "yarn", "rotary_scaling_factor": 4.0},
+    "minimax-m2": {**GROUPED, "moe_ffn_hidden_size": 40, "rotary_percent": 12 / 20},
+    "qwen3.5": {**DELTA, "ffn_hidden_size": 72},
+    "qwen3.5-moe": {**DELTA, "moe_shared_expert_intermediate_size": 36, "moe_shared_expert_gate": True},
+    "qwen3-next": {**DELTA, "moe_shared_expert_intermediate_size": 36, "moe_shared_expert_gate": True},
     "gpt-oss": {"add_bias_linear": True, "add_qkv_bias": True, "softmax_type": "learnable",
                 "activation_func": {"_target_": "megatron.core.activations.quick_gelu", "_call_": False},
                 "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0},
@@ -82,9 +98,18 @@ def arch(tmp_path):
     return of
 
 
-@pytest.mark.parametrize("name", MODELS)
+OUT_NORM_MINUS_1 = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OUT_NORM_MINUS_1])
 def test_the_same_model_is_taken(name, arch, tmp_path):
     run_config.check(write(tmp_path, provider(name)), arch(name))
+
+
+@pytest.mark.parametrize("name", OUT_NORM_MINUS_1)
+def test_the_same_model_with_another_norm_inside_is_refused(name, arch, tmp_path):
+    with pytest.raises(UserError, match="out_norm"):
+        run_config.check(write(tmp_path, provider(name)), arch(name))
 
 
 def test_a_folder_without_one_is_taken(arch, tmp_path):
@@ -117,6 +142,11 @@ CHANGES = {
         "num_moe_experts": None, "moe_router_topk": 2, "moe_ffn_hidden_size": None, "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": 28, "moe_router_score_function": "sigmoid", "moe_layer_freq": 2,
         "moe_router_enable_expert_bias": True, "moe_router_topk_scaling_factor": 2.5,
+    },
+    "qwen3.5-moe": {
+        "layernorm_zero_centered_gamma": False, "attention_output_gate": False, "linear_attention_freq": 4,
+        "linear_conv_kernel_dim": 3, "linear_key_head_dim": 15, "linear_value_head_dim": 11, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "moe_shared_expert_gate": False,
     },
     "deepseek-v3": {
         "q_lora_rank": None, "kv_lora_rank": 21, "qk_head_dim": 13, "qk_pos_emb_head_dim": 9, "v_head_dim": 15,

@@ -49,14 +49,14 @@ def seconds(config, arch, gpus, gpu=H100):
 # Ops that a layer launches in a step of one micro-batch, forward and backward: counted by dry runs of two and of four
 # layers of the published sizes, on 16 GPUs.
 COUNTED = {
-    ("8b", "parallel.tp=2"): 78,
-    ("8b", "parallel.tp=2", "memory.recompute=full"): 114,
-    ("30b_a3b", "parallel.ep=8"): 460,
-    ("30b_a3b", "parallel.ep=4"): 796,
-    ("30b_a3b", "parallel.ep=1"): 2807,
-    ("30b_a3b", "parallel.ep=8", "parallel.tp=4"): 459,
-    ("30b_a3b", "parallel.ep=8", "memory.recompute=full"): 620,
-    ("30b_a3b", "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"): 594,
+    ("8b", "parallel.tp=2"): 43,
+    ("8b", "parallel.tp=2", "memory.recompute=full"): 58,
+    ("30b_a3b", "parallel.ep=8"): 110,
+    ("30b_a3b", "parallel.ep=4"): 110,
+    ("30b_a3b", "parallel.ep=1"): 98,
+    ("30b_a3b", "parallel.ep=8", "parallel.tp=4"): 110,
+    ("30b_a3b", "parallel.ep=8", "memory.recompute=full"): 154,
+    ("30b_a3b", "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"): 148,
 }
 
 
@@ -69,12 +69,12 @@ def test_the_host_launches_what_dry_runs_count(of, setup):
     assert found == pytest.approx(2 * COUNTED[setup], rel=0.05)
 
 
-def test_a_host_that_is_slow_makes_many_experts_slow(of, monkeypatch):
+def test_where_the_host_is_slow_its_launches_are_the_time(of, monkeypatch):
     """A device waits for it; what is dense has few ops."""
-    monkeypatch.setattr(searching, "LAUNCH_SECONDS", 1e-3)
-    config, arch = of("30b_a3b", "parallel.ep=4", "memory.recompute=full")
-    few, _ = of("30b_a3b", "parallel.ep=8", "memory.recompute=full")
-    assert 1.6 < seconds(config, arch, 8) / seconds(few, arch, 8) < 1.9  # (46 + 78 + 21 x 32) / (46 + 78 + 21 x 16)
+    monkeypatch.setattr(searching, "LAUNCH_SECONDS", 1e-2)
+    config, arch = of("30b_a3b", "parallel.ep=8", "memory.recompute=full")
+    kept, _ = of("30b_a3b", "parallel.ep=8")
+    assert seconds(config, arch, 8) / seconds(kept, arch, 8) == pytest.approx(154 / 110, rel=0.02)
 
 
 @pytest.mark.parametrize("keys", (("parallel.tp=4", "parallel.ep=8"), ("parallel.ep=8",), ("parallel.tp=8",)))

@@ -8,7 +8,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.vocab import dense_reference
+from torch._inductor.utils import run_and_get_code
 
+from isoloss.parallel import logits as kernels
 from isoloss.parallel import vocab
 from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
@@ -24,7 +26,7 @@ def problems(draw):
     return n, d, v, padding, chunk, scale, draw(st.integers(0, 2**31))
 
 
-def check(group, problem, dtype, with_entropy, tolerance):
+def check(group, problem, dtype, with_entropy, fused, tolerance):
     n, d, v, padding, chunk, scale, seed = problem
     random = torch.Generator().manual_seed(seed)
     # Logits of about `scale`.
@@ -37,7 +39,7 @@ def check(group, problem, dtype, with_entropy, tolerance):
     grads = torch.randn(2, n, generator=random).to(compute) * torch.tensor([[1.0], [float(with_entropy)]])
 
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, v, group, with_entropy=with_entropy, chunk_elements=chunk
+        hidden, weight, targets, v, group, with_entropy=with_entropy, fused=fused, chunk_elements=chunk
     )
     assert logprobs.dtype == compute and logprobs.shape == (n,)
     assert (entropy is not None) == with_entropy
@@ -66,20 +68,25 @@ def check(group, problem, dtype, with_entropy, tolerance):
             assert error <= tolerance * ROUNDING[dtype] * reach * size[name], (name, error)
 
 
+FUSED = pytest.mark.parametrize("fused", [False, True], ids=["in place", "as kernels"])
+
+
+@FUSED
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 4), (torch.float32, 4), (torch.bfloat16, 1)])
-def test_values_and_gradients_are_those_of_a_dense_log_softmax(dtype, tolerance, with_entropy, one_rank):
+def test_values_and_gradients_are_those_of_a_dense_log_softmax(dtype, tolerance, with_entropy, fused, one_rank):
     @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(problems())
     def check_all(problem):
-        check(one_rank, problem, dtype, with_entropy, tolerance)
+        check(one_rank, problem, dtype, with_entropy, fused, tolerance)
 
     check_all()
 
 
+@FUSED
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
 @pytest.mark.parametrize("std", [3.0, 6.0])
-def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, one_rank):
+def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, fused, one_rank):
     """Nothing is rounded to bf16 on the way, neither logits nor what a temperature divides: that would move log p by
     0.01 to 0.02 on average."""
     random = torch.Generator().manual_seed(0)
@@ -91,7 +98,7 @@ def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, 
     targets = torch.multinomial(likely, 1, generator=random).squeeze(1)
     nothing = (torch.zeros(256), torch.zeros(256))
     wanted = dense_reference(hidden, weight, targets, nothing, temperature)
-    options = {"temperature": temperature, "with_entropy": True, "chunk_elements": 4000 * 100}
+    options = {"temperature": temperature, "with_entropy": True, "fused": fused, "chunk_elements": 4000 * 100}
     found = vocab_parallel_logprobs(hidden, weight, targets, 4000, one_rank, **options)
     for got, reference in zip(found, wanted):
         error = (got.double() - reference).abs()
@@ -104,9 +111,10 @@ def test_a_large_bf16_matrix_is_converted_in_parts(one_rank, monkeypatch):
     torch.testing.assert_close(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
 
 
+@FUSED
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_chunks_change_rounding_only(one_rank, with_entropy, temperature):
+def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, fused):
     """13 positions in chunks of 1, 2, 5, 13 and 1000: a short last chunk, and logits kept for the backward."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(13, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
@@ -114,7 +122,12 @@ def test_chunks_change_rounding_only(one_rank, with_entropy, temperature):
     wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy), temperature)
     for chunk in (1, 2, 5, 13, 1000):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        options = {"temperature": temperature, "with_entropy": with_entropy, "chunk_elements": 31 * chunk}
+        options = {
+            "temperature": temperature,
+            "with_entropy": with_entropy,
+            "chunk_elements": 31 * chunk,
+            "fused": fused,
+        }
         logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, **options)
         ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
         for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
@@ -132,7 +145,8 @@ def test_bf16_weight_gradients_are_accumulated_in_fp32(one_rank):
     assert torch.equal(weight.grad, torch.tensor([[256.0] * 4, [-256.0] * 4]).bfloat16())
 
 
-def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank):
+@FUSED
+def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank, fused):
     """5000 columns in fp32: neither may lose more than a few roundings of its log-sum-exp."""
     random = torch.Generator().manual_seed(0)
     hidden, weight = torch.randn(64, 64, generator=random), torch.randn(5000, 64, generator=random)
@@ -140,7 +154,9 @@ def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank):
     for scale in (0.0, 0.1, 1.0, 3.0):
         nothing = (torch.zeros(64), torch.zeros(64))
         _, wanted, _, _ = dense_reference(hidden * scale, weight, targets, nothing)
-        _, entropy = vocab_parallel_logprobs(hidden * scale, weight, targets, 5000, one_rank, with_entropy=True)
+        _, entropy = vocab_parallel_logprobs(
+            hidden * scale, weight, targets, 5000, one_rank, with_entropy=True, fused=fused
+        )
         largest = float((hidden * scale @ weight.T).logsumexp(1).max())
         assert float((entropy - wanted).abs().max()) <= 4 * 2.0**-24 * largest, scale
 
@@ -162,13 +178,14 @@ def test_a_second_backward_is_right_or_refused(one_rank):
             assert all(torch.equal(a, b) for a, b in zip(first, second))
 
 
+@FUSED
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_without_positions_the_result_is_an_empty_one_that_is_connected(dtype, with_entropy, one_rank):
+def test_without_positions_the_result_is_an_empty_one_that_is_connected(dtype, with_entropy, fused, one_rank):
     hidden, weight = torch.zeros(0, 8, dtype=dtype, requires_grad=True), torch.ones(16, 8, dtype=dtype)
     weight.requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, torch.zeros(0, dtype=torch.int64), 13, one_rank, with_entropy=with_entropy
+        hidden, weight, torch.zeros(0, dtype=torch.int64), 13, one_rank, with_entropy=with_entropy, fused=fused
     )
     assert logprobs.shape == (0,) and logprobs.requires_grad
     (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
@@ -176,12 +193,57 @@ def test_without_positions_the_result_is_an_empty_one_that_is_connected(dtype, w
     assert weight.grad is not None and torch.equal(weight.grad, torch.zeros(16, 8, dtype=dtype))
 
 
-def test_large_logits_neither_overflow_nor_lose_the_entropy(one_rank):
+@FUSED
+def test_large_logits_neither_overflow_nor_lose_the_entropy(one_rank, fused):
     """Logits of +-2000: a naive exp would be infinite, and 0 * inf NaN."""
     hidden = torch.tensor([[2000.0], [-2000.0], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
-    logprobs, entropy = vocab_parallel_logprobs(hidden, weight, torch.tensor([0, 0, 1]), 3, one_rank, with_entropy=True)
+    logprobs, entropy = vocab_parallel_logprobs(
+        hidden, weight, torch.tensor([0, 0, 1]), 3, one_rank, with_entropy=True, fused=fused
+    )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.tolist() == pytest.approx([0.0, -4000.0, -1.0986123], rel=1e-6)
     assert entropy.tolist() == pytest.approx([0.0, 0.0, 1.0986123], rel=1e-6)
     assert torch.isfinite(hidden.grad).all() and torch.isfinite(weight.grad).all()
+
+
+@FUSED
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_a_gradient_added_to_a_buffer_is_that_of_autograd(one_rank, fused, chunk):
+    """The padding of the buffer stays; what autograd gets has no meaning, which Megatron's hook is told."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(13, 8).bfloat16(), torch.randn(31, 8).bfloat16()
+    targets, before = torch.randint(29, (13,)), torch.randn(31, 8)
+    options = {"fused": fused, "chunk_elements": 29 * chunk}
+    found = []
+    for main_grad in (None, before.clone()):
+        h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+        logprobs, _ = vocab_parallel_logprobs(h, w, targets, 29, one_rank, main_grad_VD=main_grad, **options)
+        logprobs.sum().backward()
+        assert getattr(w, "grad_added_to_main_grad", False) == (main_grad is not None)
+        found.append((h.grad, before + w.grad if main_grad is None else main_grad))
+    exact = dense_reference(hidden, weight[:29], targets, (torch.ones(13), torch.zeros(13)))[3]
+    (h_autograd, sum_autograd), (h_buffer, sum_buffer) = found
+    assert torch.equal(h_autograd, h_buffer) and torch.equal(sum_buffer[29:], before[29:])
+    errors = [float((each[:29].double() - before[:29].double() - exact).norm()) for each in (sum_autograd, sum_buffer)]
+    assert errors[1] <= errors[0] <= 0.02 * float(exact.norm())
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_chunk_of_logits_is_passed_over_by_one_kernel_each_way(with_entropy):
+    """The compiler puts all of each function into one, and its numbers are those op by op. In a large chunk, whose rows
+    a GPU goes over with one block of threads each."""
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randn(300, 2003, generator=random) * 3
+    targets = torch.randint(-1, 2003, (300,), generator=random)
+    lse, grad, entropy, grad_entropy = torch.randn(4, 300, generator=random) + torch.tensor([[9.0], [0], [0], [0]])
+    calls = [(kernels.statistics, (logits, targets, 0.7, with_entropy))]
+    if with_entropy:
+        arguments = (logits, targets, lse, grad, entropy, grad_entropy, 0.7, torch.bfloat16)
+        calls.append((kernels.gradient_with_entropy, arguments))
+    else:
+        calls.append((kernels.gradient, (logits, targets, lse, grad, 0.7, torch.bfloat16)))
+    for kernel, arguments in calls:
+        found, (code,) = run_and_get_code(kernel.compiled, *arguments)
+        assert code.count("async_compile.cpp") == 1, kernel.__name__
+        torch.testing.assert_close(found, kernel.op_by_op(*arguments))

@@ -24,17 +24,19 @@ from isoloss.tools.dryrun.hardware import (
 from isoloss.tools.dryrun.report import Exchange, PhaseReport, RankReport
 
 GRADIENT_GROUPS = ("dp_context", "expert_dp")
+GATHER_OF_WEIGHTS = "allgather_into_tensor_coalesced_"
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Of a phase on one rank. gradients: exchange of gradients and weights over data-parallel ranks."""
+    """Of a phase on one rank. gradients, weights: their exchange over data-parallel ranks."""
 
     matrices: float
     attention: float
     memory: float
     exchange: float
     gradients: float
+    weights: float
     launches: float
 
     @property
@@ -55,13 +57,16 @@ class Estimate:
 
 def seconds_of(phase: PhaseReport, gpu: Gpu) -> Seconds:
     attention = sum(flops for op, flops in phase.flops.items() if "attention" in op)
-    gradients = sum(transfer(e, gpu) for e in phase.exchanges if e.group in GRADIENT_GROUPS)
+    of_weights = [e for e in phase.exchanges if e.group in GRADIENT_GROUPS and e.op == GATHER_OF_WEIGHTS]
+    weights = sum(transfer(e, gpu) for e in of_weights)
+    gradients = sum(transfer(e, gpu) for e in phase.exchanges if e.group in GRADIENT_GROUPS) - weights
     return Seconds(
         (sum(phase.flops.values()) - attention) / (MATRIX_SHARE * gpu.flops),
         attention / (ATTENTION_SHARE * gpu.flops),
         sum(phase.traffic.values()) / (MEMORY_SHARE * gpu.bandwidth),
         sum(transfer(e, gpu) for e in phase.exchanges if e.group not in GRADIENT_GROUPS),
         gradients,
+        weights,
         LAUNCH_SECONDS * sum(phase.launches.values()),
     )
 
@@ -120,12 +125,13 @@ def estimate(config: Config, arch: Architecture, layout: Layout, stages: Sequenc
         micro_batch = seconds_of(report.phase("forward and backward"), gpu)
         one = (micro_batch.compute + micro_batch.exchange) / report.micro_batches
         slowest = max(slowest, one)
-        backward = one * 2 / 3
-        hidden = backward if config.parallel.overlap_grad_reduce else 0.0
-        exposed = max(exposed, micro_batch.gradients - hidden)
+        backward = one * 2 / 3 if config.overlaps_grad_reduce(on_gpu=True) else 0.0
+        forward = one / 3 if config.overlaps_param_gather(on_gpu=True) else 0.0
+        parts = ((micro_batch.gradients, backward), (micro_batch.weights, forward))
+        exposed = max(exposed, sum(max(exchange - hidden, 0.0) for exchange, hidden in parts))
         end = seconds_of(report.phase("optimizer"), gpu)
-        ends = max(ends, end.compute + end.exchange + end.gradients)
-    seconds = (count + (layout.pp - 1) / layout.vpp) * slowest + max(exposed, 0.0) + ends
+        ends = max(ends, end.compute + end.exchange + end.gradients + end.weights)
+    seconds = (count + (layout.pp - 1) / layout.vpp) * slowest + exposed + ends
     seconds += host_seconds(config, arch, layout)
     tokens = sequences(config) * config.data.max_length
     model_flops = 3 * sequences(config) * float(CostModel.of(arch).cost(config.data.max_length))

@@ -37,5 +37,6 @@ LAUNCH_SECONDS = 5e-6  # of the host, for each op
 ASSUMPTIONS = (
     f"matrix products {MATRIX_SHARE:.0%}, attention {ATTENTION_SHARE:.0%}, memory {MEMORY_SHARE:.0%} and network "
     f"{NETWORK_SHARE:.0%} of the data sheet; {1e6 * LAUNCH_SECONDS:.0f} us of the host for each op; full rows; "
-    "exchanges of gradients overlap with the backward if so configured, all others with nothing"
+    "exchanges of gradients overlap with the backward and those of weights with the forward if so configured, all "
+    "others with nothing"
 )

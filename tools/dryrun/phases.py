@@ -15,6 +15,7 @@ from isoloss.engine.rl.backends.sglang.bucket import flatten
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
 from isoloss.engine.rl.reference import Reference
+from isoloss.models.mcore.weight_stream import Receives
 from isoloss.parallel import Layout
 from isoloss.tools.dryrun.recorder import Recorder
 
@@ -88,23 +89,26 @@ def _train(
     """Steps of optimization. Returns the micro-batches of the last."""
     whole, half = ("", samples), (HALF, samples[: len(samples) // 2])
     for suffix, part in [half] * steps + [whole] if halves else [whole] * steps:
-        with recorder.phase(f"{whose}forward and backward{suffix}"):
-            metrics = engine._forward_backward(part, loss)
-        with recorder.phase(f"{whose}optimizer"):
-            engine.optim_step()
+        with engine.overlap.now():  # as in `train_step`
+            with recorder.phase(f"{whose}forward and backward{suffix}"):
+                metrics = engine._forward_backward(part, loss, engine.config.moe.dispatch_bound)
+            with recorder.phase(f"{whose}optimizer"):
+                engine.optim_step()
     return metrics.micro_batches
 
 
 def _stream(engine: Engine, config: RLConfig) -> None:
     """Every bucket as it is sent: as one tensor of bytes."""
-    receives = "every rank" if config.rollout.weight_sync == "tensor" else "rank 0"
-    for bucket in engine.weight_stream(config.rollout.bucket_mb << 20, receives):
+    receives: dict[str, Receives] = {"tensor": "every rank", "broadcast": "its holder", "disk": "rank 0"}
+    for bucket in engine.weight_stream(config.rollout.bucket_mb << 20, receives[config.rollout.weight_sync]):
         if bucket:
             flatten(bucket)
 
 
-def full_rows(tokens: int, layout: Layout) -> Sequence[Sample]:
-    """Twice as many rows for every data-parallel rank as its pipeline has stages, each one document of targets."""
-    mask_T = torch.ones(tokens, dtype=torch.bool)
+def full_rows(tokens: int, layout: Layout, documents: int = 1) -> Sequence[Sample]:
+    """Twice as many rows for every data-parallel rank as its pipeline has stages, each of so many documents of equal
+    length, all of their tokens targets."""
+    length = tokens // documents
+    mask_T = torch.ones(length, dtype=torch.bool)
     mask_T[0] = False
-    return [Sample(torch.zeros(tokens, dtype=torch.int64), mask_T)] * (layout.dp * 2 * layout.pp)
+    return [Sample(torch.zeros(length, dtype=torch.int64), mask_T)] * (layout.dp * 2 * layout.pp * documents)

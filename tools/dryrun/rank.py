@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore import patches, weight_stream
+from isoloss.models.mcore import dispatch, patches, weight_stream
 from isoloss.models.mcore.weight_stream import Label
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
@@ -53,10 +54,12 @@ def dry_run(
     device: Device = "meta",
     halves: bool = False,
     files: Path | None = None,
+    documents: int = 1,
 ) -> RankReport:
-    """The last of the phases of each name: rows are full (batch.max_tokens), each one document, all tokens targets.
+    """The last of the phases of each name: rows are full (batch.max_tokens), and all tokens are targets.
 
-    halves: see `take`. files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
+    documents: of a row. halves: see `take`.
+    files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
     The optimizer takes its step on the device, as a copy to the host needs values; what memory.offload_optimizer keeps
     there is taken off after.
     """
@@ -70,7 +73,7 @@ def dry_run(
     )
     source = dataclasses.replace(resolve(config), weights=NoWeights())
     answer_exchanges(source.arch, source.layout, recorder)
-    rows = full_rows(config.batch.max_tokens, source.layout)
+    rows = full_rows(config.batch.max_tokens, source.layout, documents)
     with without_values(recorder):
         with recorder.phase("build"):
             engine = Engine(config, source)
@@ -117,8 +120,17 @@ def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> 
     """Tell the ranks that share experts, and those that stream weights, what they would ask each other."""
     if arch.experts is not None:
         patches.answer_split_sizes(arch.experts.top_k, wait)
+        dispatch.to_host = even_counts
         recorder.share_selected = arch.experts.top_k / arch.experts.count
     weight_stream.gather_objects = partial(labels_of_all, layout=layout)
+
+
+def even_counts(counts: Tensor, rows: int) -> np.ndarray:
+    """Every rank sends as many rows as this one, and each expert gets the same number of them."""
+    wait("split sizes")
+    even = np.full(counts.shape, rows // counts[0, 0].numel())
+    even[..., -1, -1] += rows - even[0, 0].sum()
+    return even
 
 
 def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
@@ -142,10 +154,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("rank", type=int)
     parser.add_argument("file", type=Path)
     parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--documents", type=int, default=1, help="of a row; default: %(default)s")
+    parser.add_argument("--halves", action="store_true", help="also a step of half the rows")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
     config = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)[0]
-    report = dry_run(config, arguments.rank, arguments.world_size, kernels=arguments.kernels)
+    report = dry_run(
+        config,
+        arguments.rank,
+        arguments.world_size,
+        kernels=arguments.kernels,
+        halves=arguments.halves,
+        documents=arguments.documents,
+    )
     arguments.file.write_text(report.dumps())
     return 0
 

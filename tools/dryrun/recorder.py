@@ -3,7 +3,7 @@
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,16 +15,16 @@ from torch._C._distributed_c10d import FakeWork
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.flop_counter import flop_registry
 
 from isoloss.parallel import Mesh
+from isoloss.tools.dryrun.flops import flops_of
 from isoloss.tools.dryrun.sites import site
 
 aten = torch.ops.aten
 ALLOCATION = 512  # bytes: PyTorch's caching allocator rounds up to it
 # Ops of torch that launch nothing: they make room, or say the same in another way.
 NO_LAUNCH = {"aten.detach", "aten.empty", "aten.empty_like", "aten.empty_strided", "aten.new_empty", "aten.alias",
-             "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh"}  # fmt: skip
+             "aten._unsafe_view", "aten.new_empty_strided", "aten.lift_fresh", "aten.set_"}  # fmt: skip
 # Where a made-up number would end the run: by the file that asks. Here, whether a rank failed to write.
 ANSWERS = {"megatron/core/dist_checkpointing/strategies/state_dict_saver.py": False}
 LARGEST_HOST_COPY = 1 << 20  # bytes that a copy to the host really takes there
@@ -88,6 +88,7 @@ class Recorder(TorchDispatchMode):
         self.fake: contextlib.AbstractContextManager = (
             contextlib.nullcontext()
         )  # in which the device's tensors are made
+        self._within_kernel = False
         self._device_type, self._gpus_per_node = device_type, gpus_per_node
         self._live: dict[int, tuple[weakref.ref, int, int]] = {}  # storage -> itself, bytes, origin
         self._origins: dict[tuple[str, str], int] = {}  # (phase, site) that allocated
@@ -167,7 +168,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping | None = None):
         del types
         kwargs = kwargs or {}
-        if func.namespace == "prim" or not self.phases:
+        if func.namespace == "prim" or not self.phases or self._within_kernel:
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
@@ -182,7 +183,8 @@ class Recorder(TorchDispatchMode):
             self.wait("to the host")
             return self._host_copy(args[0], kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and self._counted(args[1]) and not self._has_no_value(args[0]):
-            self.wait("to the host")
+            if not self._goes_alone(args, kwargs, args[0]):
+                self.wait("to the host")
             return args[0]  # with what was there before
         if func is aten.masked_select.default and self._counted(args[0]):
             out = args[0].new_empty(round(args[1].numel() * self.share_selected))
@@ -202,6 +204,19 @@ class Recorder(TorchDispatchMode):
                     self._track(tensor, where)
         return out
 
+    def one_kernel(self, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """What a compiler makes one kernel of: it reads what goes in, writes what comes out, and keeps nothing else."""
+        self._within_kernel = True
+        out = function(*args)
+        self._within_kernel = False
+        phase, where = self.phases[-1], site()
+        phase.launches[function.__name__] += 1
+        phase.launch_sites[where] += 1
+        phase.traffic[function.__name__] += _nbytes(args) + _nbytes(out)
+        for tensor in tree_leaves(out):
+            self._track(tensor, where)
+        return out
+
     def _host_copy(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Made up; a large one has no values either, and is not counted. It stays where it was, so nobody sees when
         it meets tensors of the device: the models of a lint are small."""
@@ -218,6 +233,11 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         return device is not None and torch.device(device).type == self._device_type and not self._has_no_value(tensor)
 
+    def _goes_alone(self, args: Sequence[Any], kwargs: Mapping, host: Tensor) -> bool:
+        """Whether a copy between host and device needs nobody who waits for it."""
+        asked = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
+        return bool(asked) and host.untyped_storage()._cdata in self._pinned
+
     def _of_device(self, tensor: Tensor) -> Tensor:
         if self._counted(tensor):
             return tensor
@@ -231,25 +251,25 @@ class Recorder(TorchDispatchMode):
         return tensor.device.type == self._device_type
 
     def _count(self, func: Any, args: Any, kwargs: Any, out: Any, counted: Sequence[Tensor], where: str) -> None:
-        phase, packet = self.phases[-1], func._overloadpacket
-        name = str(packet)
+        phase, name = self.phases[-1], str(func._overloadpacket)
         if func is aten._to_copy.default and not self._counted(args[0]):
-            if not (kwargs.get("non_blocking") and args[0].untyped_storage()._cdata in self._pinned):
+            if not self._goes_alone(args, kwargs, args[0]):
                 self.wait("to the device")
         elif func is aten.copy_.default and args[0].device.type != args[1].device.type:
-            self.wait("to the device" if self._counted(args[0]) else "to the host")
+            to, source = args[:2]
+            if not self._goes_alone(args, kwargs, source if self._counted(to) else to):
+                self.wait("to the device" if self._counted(to) else "to the host")
         elif name in ("aten.nonzero", "aten.masked_select", "aten._unique2", "aten.bincount"):
             self.wait(name.removeprefix("aten."))
         if func.is_view or name in NO_LAUNCH or _is_own_copy(func, args):
             return
         phase.launches[name] += 1
         phase.launch_sites[where] += 1
-        if packet in flop_registry:
-            flops = flop_registry[packet](*args, **kwargs, out_val=out)
-            # The registry counts attention square; causal attention is half of it.
-            phase.flops[name] += flops // 2 if _is_causal(func, args, kwargs) else flops
-        else:
+        flops = flops_of(func, args, kwargs, out)
+        if flops is None:
             phase.traffic[name] += _nbytes(counted)
+        else:
+            phase.flops[name] += flops
 
     def _collective(self, func: Any, args: Sequence[Any], kwargs: Mapping) -> Any:
         op = str(func._overloadpacket).removeprefix("c10d.")
@@ -275,11 +295,6 @@ class Recorder(TorchDispatchMode):
         if "coalesced" in op:  # without a kernel for tensors without values
             return FakeWork().boxed()
         return func(*args, **kwargs)
-
-
-def _is_causal(func: Any, args: Sequence[Any], kwargs: Mapping) -> bool:
-    names = [argument.name for argument in func._schema.arguments]
-    return bool((dict(zip(names, args)) | dict(kwargs)).get("is_causal"))
 
 
 def _asks_for_host(kwargs: Mapping) -> bool:

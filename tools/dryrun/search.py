@@ -31,13 +31,14 @@ DEGREES = (1, 2, 4, 8)
 LONG = 16384  # tokens of a sequence from which on it is worth dividing
 ROWS = (1, 2, 4)  # sequences of the largest length in a micro-batch
 OFFLOADED = (0.5, 1.0)  # shares of the optimizer's state in CPU memory
-# Bytes that ops without FLOPs move, for each byte that is kept for the backward: what dry runs count.
-MOVED_PER_KEPT = 10.5
+# Bytes that ops without FLOPs move, for each byte that is kept for the backward, with all kernels: what dry runs count.
+# A ring merges its steps in fp32; experts copy their matrices side by side, and sort tokens.
+MOVED_PER_KEPT, MOVED_BY_RINGS, MOVED_BY_EXPERTS = 4.2, 8.0, 10.4
 # Share of a forward's matrix products that is computed again.
-AGAIN = {"layernorm": 0.0, "mlp": 0.65, "moe": 0.75, "full": 1.0}
-# Ops that the host launches, forward and backward: of a layer, of its router and exchange, and of each expert on a rank
-# (they are a loop); and the share of them that computing all of it again adds. What dry runs count.
-OPS_OF_LAYER, OPS_OF_ROUTER, OPS_OF_EXPERT, OPS_AGAIN = 78, 46, 21, 0.4
+AGAIN = {"layernorm": 0.0, "mlp_act": 0.0, "mlp": 0.65, "moe": 0.75, "experts": 0.5, "full": 1.0}
+# Ops that the host launches, forward and backward: of a layer, of its router and experts, and of an exchange with other
+# ranks' experts; and the share of them that computing all of it again adds. What dry runs count.
+OPS_OF_LAYER, OPS_OF_EXPERTS, OPS_OF_EXCHANGE, OPS_AGAIN = 43, 55, 12, 0.4
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ def _micro_batch(config: Config, arch: Architecture, layout: Layout, layers: int
     compute += attention * (3.5 + again) / (ATTENTION_SHARE * gpu.flops)
     plain = replace(config, memory=MemoryConfig())
     kept = kept_by_layers(plain, arch, layout, range(arch.num_layers - layers, arch.num_layers))
-    traffic = MOVED_PER_KEPT * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
+    moved = MOVED_BY_EXPERTS if arch.experts else MOVED_BY_RINGS if layout.ring > 1 else MOVED_PER_KEPT
+    traffic = moved * kept * (1 + again / 3) / (MEMORY_SHARE * gpu.bandwidth)
     device = max(compute + traffic, LAUNCH_SECONDS * _launches(arch, layout, layers, again))
     return device + _exchange(config, arch, layout, layers, again, gpu)
 
@@ -159,7 +161,7 @@ def _launches(arch: Architecture, layout: Layout, layers: int, again: float) -> 
     """Ops of so many layers, forward and backward, and of what is computed again."""
     ops = OPS_OF_LAYER
     if arch.experts is not None:
-        ops += OPS_OF_ROUTER + OPS_OF_EXPERT * (arch.experts.count // layout.ep)
+        ops += OPS_OF_EXPERTS + OPS_OF_EXCHANGE * (layout.ep * layout.etp > 1)
     return layers * ops * (1 + OPS_AGAIN * again)
 
 
@@ -196,12 +198,14 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
 
 
 def _gradients(config: Config, arch: Architecture, layout: Layout, gpu: Gpu, one: float) -> float:
-    """Exchange of gradients and weights over data-parallel ranks, what of it the last backward does not hide."""
+    """Exchange of gradients and weights over data-parallel ranks, what of it the last backward and the first
+    forward do not hide."""
     ranks = layout.dp * layout.context
     if ranks == 1:
         return 0.0
-    weights = step_memory(config, arch, layout)[0].weights
+    stage = step_memory(config, arch, layout)[0]
     link = NETWORK_SHARE * (gpu.nvlink if layout.world_size <= GPUS_PER_NODE else gpu.infiniband)
-    reduce, gather = (size * weights * (ranks - 1) / ranks / link for size in (2, 1))
-    hidden = one * 2 / 3 if config.parallel.overlap_grad_reduce else 0.0
-    return max(reduce - hidden, 0.0) + gather
+    reduce, gather = (size * (ranks - 1) / ranks / link for size in (stage.gradients, stage.weights))
+    backward = one * 2 / 3 if config.overlaps_grad_reduce(on_gpu=True) else 0.0
+    forward = one / 3 if config.overlaps_param_gather(on_gpu=True) else 0.0
+    return max(reduce - backward, 0.0) + max(gather - forward, 0.0)

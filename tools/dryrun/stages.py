@@ -21,17 +21,18 @@ def dry_runs(recipe: str, overrides: Sequence[str], layout: Layout) -> list[Rank
     """
     ranks = [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
     with ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(lambda rank: _dry_run(recipe, overrides, layout.world_size, rank), ranks))
+        return list(pool.map(lambda rank: dry_run(recipe, overrides, layout.world_size, rank), ranks))
 
 
-def _dry_run(recipe: str, overrides: Sequence[str], world_size: int, rank: int) -> RankReport:
+def dry_run(recipe: str, overrides: Sequence[str], world_size: int, rank: int, *options: str) -> RankReport:
+    """Of one rank. options: more of isoloss.tools.dryrun.rank. Raises as `dry_runs`."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "report.json"
         command = [sys.executable, "-m", "isoloss.tools.dryrun.rank", recipe, str(world_size), str(rank), str(file)]
         # GPUs are hidden: what stands in for CUDA takes no effect where there is one.
         environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [*command, *overrides], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+            [*command, *options, *overrides], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
         )
         if done.returncode == 2:
             raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("isoloss: error: "))

@@ -46,7 +46,7 @@ def phase_table(stages: Sequence[RankReport], gpu: Gpu) -> str:
             f"{phase.name:28}{gib(phase.peak):>9}{sum(phase.flops.values()) / 1e12:>9.0f}"
             f"{sum(phase.traffic.values()) / 1e9:>10.0f}{sent / 1e9:>9.1f}{sum(phase.launches.values()):>8}"
             f"{sum(count for *_, count in phase.waits):>7}"
-            f"{seconds.compute + seconds.exchange + seconds.gradients:>8.2f}"
+            f"{seconds.compute + seconds.exchange + seconds.gradients + seconds.weights:>8.2f}"
         )
     return "\n".join(lines)
 

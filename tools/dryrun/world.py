@@ -9,7 +9,7 @@ that torch chooses on a GPU, or those of a CPU, which a real run on this machine
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from isoloss.engine import step
 from isoloss.engine.packing import PackedBatch
-from isoloss.parallel import cuda_stubs, mesh, normalizer
+from isoloss.parallel import cuda_stubs, flash_linear_attention, mesh, normalizer, one_kernel
 from isoloss.tools.dryrun import files
 from isoloss.tools.dryrun.recorder import Recorder, made_up
 
@@ -31,6 +31,7 @@ Device = Literal["meta", "gpu"]
 Kernels = Literal["cuda", "cpu"]
 # What torch chooses where it keeps other tensors than the decompositions that meta tensors get.
 DEVICE = torch.device("meta")  # `join` may choose the other one
+MULTIPROCESSORS = 132  # of an H100
 _CHOICE = torch.library.Library("aten", "IMPL")
 _installed: tuple[Kernels, Device] | None = None
 _recorder: Recorder  # of the rank that this process is
@@ -90,14 +91,21 @@ def _install(kernels: Kernels, device: Device) -> None:
     _exchange_objects()
     _answer_the_host()
     files.stand_in()
+    torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
+    flash_linear_attention.installed = lambda: False  # its kernels want values
     if kernels == "cuda":
-        torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device.type == device)
         _CHOICE.impl("rms_norm", _FusedRMSNorm.of, autograd)
+        one_kernel.compiled = _counted_as_one
     else:
         Tensor.is_cpu = property(lambda self: self.device.type in ("cpu", device))
-    _CHOICE.impl("scaled_dot_product_attention", ATTENTION[kernels], autograd)
+        _CHOICE.impl("scaled_dot_product_attention", attention_of_cpu, autograd)
+
+
+def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    del options
+    return lambda *args: _recorder.one_kernel(function, args)
 
 
 def _pack_on_the_host() -> None:
@@ -123,7 +131,7 @@ def _exchange_objects() -> None:
 
 def _answer_the_host() -> None:
     """Numbers that the host asks of a tensor, and sizes that depend on them; memory that copies are made from."""
-    tolist, resize = Tensor.tolist, torch.UntypedStorage.resize_
+    tolist, resize, empty = Tensor.tolist, torch.UntypedStorage.resize_, torch.empty
 
     def made_up_list(self: Tensor) -> Any:
         if self.device != DEVICE and not isinstance(self, FakeTensor):
@@ -140,6 +148,13 @@ def _answer_the_host() -> None:
         _recorder.pin(self)
         return self
 
+    def recorded_empty(*args: Any, **kwargs: Any) -> Tensor:
+        out = empty(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            _recorder.pin(out)
+        return out
+
+    torch.empty = recorded_empty
     Tensor.tolist = made_up_list
     Tensor.pin_memory = pinned
     torch.UntypedStorage.resize_ = recorded_resize
@@ -150,7 +165,8 @@ def _answer_the_host() -> None:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """CUDA's keeps the input, the weight and one number a row."""
+    """CUDA's (aten/src/ATen/native/cuda/layer_norm_kernel.cu): a kernel forth, two back. It keeps the input, the weight
+    and one number a row; a tensor with gaps is copied first."""
 
     @staticmethod
     def of(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
@@ -159,36 +175,40 @@ class _FusedRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
+        out, scale = _recorder.one_kernel(rms_norm, (x.contiguous(), weight))
+        ctx.save_for_backward(x, weight, scale)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        x, weight, scale = ctx.saved_tensors
+        grad, x = grad.contiguous(), x.contiguous()
+        grad_x = _recorder.one_kernel(rms_norm_input_gradient, (grad, x, weight, scale))
+        return grad_x, _weight_gradient(grad, x, scale)
 
 
-def attention_of_cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """On an H100: the flash kernel, which takes grouped heads, for 16-bit numbers without a mask and heads of one
-    width; else the efficient one, which does not."""
-    one_width = query.shape[-1] == key.shape[-1] == value.shape[-1]
-    if attn_mask is None and one_width and query.dtype in (torch.bfloat16, torch.float16):
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
-    if enable_gqa:
-        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+def _weight_gradient(grad: Tensor, x: Tensor, scale: Tensor) -> Tensor:
+    """One kernel; of many short rows it makes parts, which a second one adds up."""
+    rows, blocks = scale.numel(), -(-x.shape[-1] // 32)
+    many = rows > 64 * 1024 and x.shape[-1] // 32 < MULTIPROCESSORS // 2
+    parts = min(32 * 1024 // blocks, -(-rows // 32)) if many else 1
+    gradients = _recorder.one_kernel(rms_norm_weight_gradients, (grad, x, scale, parts))
+    return gradients.sum(0) if many else gradients[0]
+
+
+def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    del weight
+    return torch.empty_like(x), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+
+
+def rms_norm_input_gradient(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    del grad, weight, scale
+    return torch.empty_like(x)
+
+
+def rms_norm_weight_gradients(grad: Tensor, x: Tensor, scale: Tensor, parts: int) -> Tensor:
+    del grad, scale
+    return x.new_empty(parts, x.shape[-1])
 
 
 def attention_of_cpu(
@@ -207,6 +227,3 @@ def attention_of_cpu(
     return aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
     )[0]
-
-
-ATTENTION = {"cuda": attention_of_cuda, "cpu": attention_of_cpu}

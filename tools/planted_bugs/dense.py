@@ -2,18 +2,15 @@
 
 import dataclasses
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 
-from isoloss.parallel import Mesh
 from isoloss.parallel.attention import document_attention
 from isoloss.parallel.sequence import tokens_of
 from isoloss.tools.planted_bugs.bug import (
-    PREPARE_STEP,
     PlantedBug,
     RunTraits,
-    Wrong,
     gradients_changed,
     means_differ,
     weights_changed,
@@ -39,20 +36,9 @@ def _context_factor_twice(samples, plan, mesh):
     return lambda i, weights: weights * mesh.layout.context
 
 
-def _counts_over_dp_and_sp() -> Mapping[str, Wrong]:
-    mesh_of_step: list[Mesh] = []
-
-    def remember(prepare_step: Callable) -> Callable:
-        def prepare_and_remember(samples, loss, plan, mesh, device):
-            mesh_of_step.append(mesh)
-            return prepare_step(samples, loss, plan, mesh, device)
-
-        return prepare_and_remember
-
-    def over_too_many(count_tokens: Callable) -> Callable:
-        return lambda masks, dp_group, **kwargs: count_tokens(masks, mesh_of_step[-1].dp_context, **kwargs)
-
-    return {PREPARE_STEP: remember, "isoloss.engine.step.count_tokens": over_too_many}
+def _counts_over_dp_and_sp(count_tokens: Callable) -> Callable:
+    """Ranks that share rows hold the same samples: of them one counts."""
+    return lambda masks, group, **kwargs: count_tokens(masks, group, **kwargs | {"counted": True})
 
 
 def _gradients_averaged_over_dp(chunks, groups):
@@ -109,7 +95,7 @@ DENSE = (
     ),
     PlantedBug(
         "counts-over-dp-and-sp",
-        _counts_over_dp_and_sp(),
+        {"isoloss.engine.step.count_tokens": _counts_over_dp_and_sp},
         lambda run: run.layout.context > 1 and any(mode != "sum" for mode in run.aggregations),
         f"{CONTEXT}, and another aggregation than sum",
     ),
@@ -123,8 +109,8 @@ DENSE = (
     PlantedBug(
         "rank-local-denominators",
         {"isoloss.parallel.normalizer.dist": _deaf},
-        lambda run: run.layout.dp > 1 and any(mode != "sum" for mode in run.aggregations),
-        "a layout with dp, and another aggregation than sum",
+        lambda run: run.layout.dp * run.layout.context > 1 and any(mode != "sum" for mode in run.aggregations),
+        "a layout with dp, ulysses or ring, and another aggregation than sum",
     ),
     PlantedBug(
         "targets-shifted-after-sharding",

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionLayer
 
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
@@ -67,7 +68,8 @@ class ActiveSequence:
 @dataclass
 class Batch:
     """Rows that decode together, and their keys and values: the last row.length - 1 columns of a row of the cache are
-    its own (all but those of its newest token, which no forward has read), the columns before them padding."""
+    its own (all but those of its newest token, which no forward has read), the columns before them padding. A layer of
+    linear attention has a state of each row in their place, which padding leaves as it is."""
 
     rows: list[ActiveSequence]
     cache: DynamicCache
@@ -78,19 +80,22 @@ class Batch:
             return self
         rows = [self.rows[k] for k in keep]
         if rows:
-            indices = torch.tensor(keep, device=_layers(self.cache)[0].keys.device)
+            _take_rows(self.cache, keep)
             columns = max(row.length for row in rows) - 1
-            _change(self.cache, lambda x: x.index_select(0, indices)[:, :, x.shape[2] - columns :])
+            for layer in _attention(self.cache):
+                layer.keys, layer.values = (x[:, :, x.shape[2] - columns :] for x in (layer.keys, layer.values))
         return Batch(rows, self.cache)
 
     def join(self, other: "Batch") -> "Batch":
         """The rows of both."""
         if not self.rows or not other.rows:
             return self if self.rows else other
-        columns = max(self.cache.get_seq_length(), other.cache.get_seq_length())
-        for mine, theirs in zip(_layers(self.cache), _layers(other.cache), strict=True):
+        columns = max(_columns(self.cache), _columns(other.cache))
+        for mine, theirs in zip(_attention(self.cache), _attention(other.cache), strict=True):
             mine.keys = torch.cat([_widened(mine.keys, columns), _widened(theirs.keys, columns)])
             mine.values = torch.cat([_widened(mine.values, columns), _widened(theirs.values, columns)])
+        for mine, theirs in zip(_states(self.cache), _states(other.cache), strict=True):
+            mine[0] = torch.cat([mine[0], theirs[0]])
         return Batch(self.rows + other.rows, self.cache)
 
 
@@ -144,12 +149,11 @@ def prefill(model: PreTrainedModel, rows: Sequence[ActiveSequence]) -> tuple[Bat
     columns = max(map(len, place))
     tokens_BT = torch.tensor([[0] * (columns - len(context)) + list(context) for context in place])
     lengths_B = torch.tensor([len(context) for context in place])
-    cache = DynamicCache()  # without the configuration: sliding layers keep everything too, and only mask it
+    cache = _empty_cache(model)
     logits_BV = _forward(model, tokens_BT, lengths_B, cache)
     if len(place) < len(rows):
-        indices = torch.tensor(source, device=logits_BV.device)
-        _change(cache, lambda x: x.index_select(0, indices))
-        logits_BV = logits_BV.index_select(0, indices)
+        _take_rows(cache, source)
+        logits_BV = logits_BV[source]
     return Batch(list(rows), cache), logits_BV
 
 
@@ -161,7 +165,7 @@ def decode(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 def _forward(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, cache: DynamicCache) -> Tensor:
     """lengths_B: of the rows with these tokens. The head is the trainer's, so that rounding is the same in both."""
-    columns = cache.get_seq_length() + tokens_BT.shape[1]
+    columns = _columns(cache) + tokens_BT.shape[1]
     positions_BT = torch.arange(columns) - (columns - lengths_B)[:, None]
     output: Any = model.base_model(
         input_ids=tokens_BT.to(model.device),
@@ -263,14 +267,35 @@ def check_requests(requests: Sequence[Request], sampling: Sampling, max_position
         raise ValueError(f"two requests are called {twice}; they would draw the same random numbers")
 
 
-def _layers(cache: DynamicCache) -> Any:
-    """Each with its keys and its values, [B, heads, T, D]; typed as if they were not there yet."""
-    return cache.layers
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    """Without the configuration where it can be: sliding layers keep everything too then, and only mask it."""
+    kinds = getattr(model.config, "layer_types", None) or ()
+    return DynamicCache(config=model.config) if "linear_attention" in kinds else DynamicCache()
 
 
-def _change(cache: DynamicCache, change: Callable[[Tensor], Tensor]) -> None:
-    for layer in _layers(cache):
-        layer.keys, layer.values = change(layer.keys), change(layer.values)
+def _attention(cache: DynamicCache) -> list[Any]:
+    """Layers with keys and values, [B, heads, T, D]."""
+    return [layer for layer in cache.layers if not isinstance(layer, LinearAttentionLayer)]
+
+
+def _states(cache: DynamicCache) -> list[Any]:
+    """What layers of linear attention keep, each in a mapping, under 0: the last inputs of the convolution, and the
+    state; rows first."""
+    linear = [layer for layer in cache.layers if isinstance(layer, LinearAttentionLayer)]
+    return [kept for layer in linear for kept in (layer.conv_states, layer.recurrent_states)]
+
+
+def _columns(cache: DynamicCache) -> int:
+    layers = _attention(cache)
+    return layers[0].get_seq_length() if layers else 0
+
+
+def _take_rows(cache: DynamicCache, rows: Sequence[int]) -> None:
+    for layer in _attention(cache):
+        indices = torch.tensor(rows, device=layer.keys.device)
+        layer.keys, layer.values = layer.keys.index_select(0, indices), layer.values.index_select(0, indices)
+    for kept in _states(cache):
+        kept[0] = kept[0].index_select(0, torch.tensor(rows, device=kept[0].device))
 
 
 def _widened(x: Tensor, columns: int) -> Tensor:

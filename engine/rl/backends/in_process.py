@@ -9,15 +9,23 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.initialization import no_init_weights
 
 from isoloss.engine.rl.backends.generation import check_requests, generate
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.families.registry import hf_folder, read_architecture, read_config
 from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, weight_map
 from isoloss.parallel.collectives import gather_objects
 
@@ -28,6 +36,8 @@ class InProcessBackend:
     """A whole copy of the model on every rank, besides the trainer's, in whatever layout that one is.
 
     folder: a Hugging Face folder or a checkpoint; only its config.json is read, weights come through `update_weights`.
+    For small models: on a GPU the copy stays there while the trainer trains, however little the layout leaves there.
+
     concurrency: rows that decode together on this rank.
     dtype: of the weights here.
     Collective over the world.
@@ -125,7 +135,11 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
     grouped = dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
     options = {} if grouped else {"experts_implementation": "eager"}
     with no_init_weights(), torch.device(device):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, **options)
+        config = _config(folder, arch)
+        if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # transformers 5.23 has Mistral 4's class and not its entry
+            name = read_config(folder)["architectures"][0]
+            AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
     model.tie_weights()  # part of the initialisation that was left out
     for weight in weight_map(arch):
         if not weight.trained:  # the experts' selection bias: rounded to bf16 it would choose other experts
@@ -133,6 +147,15 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
             owner = model.get_submodule(module)
             setattr(owner, name, getattr(owner, name).float())
     return model.eval()
+
+
+def _config(folder: Path, arch: Architecture) -> PreTrainedConfig:
+    """Of transformers' own class, whose name is that of the family, also where a file gives it a name that only the
+    code beside the file knows (Kimi-K2)."""
+    written = read_config(folder)
+    if written.get("model_type") in CONFIG_MAPPING:
+        return AutoConfig.from_pretrained(folder)
+    return CONFIG_MAPPING[arch.family].from_dict({**written, "model_type": arch.family})
 
 
 def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
@@ -161,6 +184,8 @@ def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
 
 def _transformers_name(tensor: str, arch: Architecture) -> str:
     """What transformers calls in memory what the files of some families call otherwise."""
+    if tensor.startswith(arch.tensor_prefix):
+        tensor = "model." + tensor.removeprefix(arch.tensor_prefix)
     return tensor.replace(f".{arch.experts.names.module}.", ".mlp.") if arch.experts else tensor
 
 

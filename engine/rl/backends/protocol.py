@@ -12,7 +12,8 @@ Bucket = list[Named]
 class RolloutBackend(Protocol):
     """Every rank holds one and calls the collective methods with the same arguments.
 
-    receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets.
+    receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets. "its holder" is a
+        rank that has them without asking another.
     """
 
     receives: Receives

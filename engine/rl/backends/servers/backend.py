@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -122,37 +123,50 @@ class ServerBackend:
         none may be, and the servers take back the memory of their weights first, and that of their caches when they
         next generate."""
         last, self._version = self._version, None
-        failure = self._rank0.attempt(lambda: self._begin_update(last))
-        self._rank0.meet()  # before a rank takes memory for a bucket, the servers have given theirs
+        failure: Exception | None = None
+        try:  # before a rank takes memory for a bucket, the servers have given theirs
+            changed = self._rank0.run(lambda: self._begin_update(last))
+        except Exception as error:
+            failure, changed = error, True
+        if changed:
+            self._sync.forget()
         for bucket in buckets:  # to its end in any case: the other ranks take part in making it
             payload = self._sync.prepare(bucket)
             if failure is None:
-                failure = self._rank0.attempt(lambda payload=payload: self._sync.send(self._servers, payload))
+                failure = self._send(payload)
         if failure is None:
             failure = self._rank0.attempt(lambda: self._end_update(version))
         if failure is not None:
             self._abandon_update()
-
-        def outcome() -> None:
-            if failure is not None:
-                raise failure
-
-        try:
-            self._rank0.run(outcome)
-        finally:
-            self._sync.release()
+        failure = self._rank0.agree(failure)
+        self._sync.release()
+        if failure is not None:
+            raise failure
         self._version = version
 
-    def _begin_update(self, last: int | None) -> None:
+    def _send(self, payload: Any) -> Exception | None:
+        """Send what `prepare` made, from rank 0, or from the rank that has something: all ranks then wait for it, since
+        a server that hears of two groups at a time may wait in one of them for another that waits in the second."""
+
+        def send() -> None:
+            self._sync.send(self._servers, payload)
+
+        if self.receives != "its holder":
+            return self._rank0.attempt(send)
+        return self._rank0.agree(None if payload is None else self._rank0.attempt_here(send))
+
+    def _begin_update(self, last: int | None) -> bool:
+        """Returns whether a server may have left what the last update set up."""
         self._come_up(lambda server: server.check_alive())
-        # A server that was restarted, or that an update failed on, is no member of what the last update set up.
-        rebuild = last is None or set(self._served_versions().values()) != {last}
+        # One that was restarted has, and one that an update failed on may be in the middle of something.
+        changed = last is None or set(self._served_versions().values()) != {last}
         self.sleep(["kv_cache"])  # a server that has just come up has all of its memory
         self.wake(["weights"])
         on_all(self._servers, lambda server: server.pause())
         on_all(self._servers, lambda server: server.flush_cache())
         on_all(self._servers, lambda server: server.begin_update())
-        self._sync.begin(self._servers, rebuild)
+        self._sync.begin(self._servers)
+        return changed
 
     def _end_update(self, version: int) -> None:
         self._sync.end(self._servers)
@@ -205,7 +219,7 @@ class ServerBackend:
         if self._closed:
             return
         self._closed = True
-        failure = self._rank0.attempt(self._close)
+        failure = self._rank0.attempt_here(self._close)
         self._rank0.close()
         if failure is not None:
             raise failure

@@ -50,7 +50,7 @@ class ServerProcess:
             log.write(f"$ {shlex.join(self._command)}\n".encode())
             log.flush()
             command = [sys.executable, "-IS", GUARD, *self._command]
-            self._process = Helper(command, stdout=log.fileno(), env=environment.without_torchrun())
+            self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
         """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long."""

@@ -188,19 +188,24 @@ class Server(ABC):
 
 class WeightSync:
     """One way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
-    bucket. Of its methods only `prepare` and `release` are called on every rank.
+    bucket. `begin`, `end` and, but for receives="its holder", `send` are called on rank 0 alone.
 
-    receives: which ranks `prepare` needs the tensors on.
+    receives: which ranks `prepare` needs the tensors on. Of "its holder", the rank that has a bucket sends it too, one
+        rank at a time.
     """
 
     receives: Receives
 
     def prepare(self, bucket: Bucket) -> Any:
-        """What `send` takes, from the bucket of this rank. May be collective over the world."""
+        """What `send` takes, from the bucket of this rank; of an empty one, which "its holder" does not send, None. May
+        be collective over the world."""
         raise NotImplementedError
 
-    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
-        """Before the first bucket. rebuild: the servers may not be those of the last update any more."""
+    def begin(self, servers: Sequence[Server]) -> None:
+        """Before the first bucket."""
+
+    def forget(self) -> None:
+        """Before the first bucket: the servers may not be those of the last update any more."""
 
     def send(self, servers: Sequence[Server], payload: Any) -> None:
         raise NotImplementedError

@@ -30,29 +30,35 @@ from isoloss.parallel.collectives import gather_objects
 
 
 class BroadcastSync(WeightSync):
-    """A process group of rank 0 and every process of every server: NCCL between GPUs, gloo on CPUs.
+    """A process group of a rank that holds weights and every process of every server: NCCL between GPUs, gloo on CPUs.
 
-    The group stays from one update to the next. A server that leaves it, or never joins, fails the update after
-    `timeout` seconds at most.
+    SGLang receives from the first rank of a group only, and is a member of as many groups as it is told to form, by
+    name. So each rank that sends forms its own, when it first has something, and no weight goes from one rank of the
+    trainer to another. The group stays from one update to the next. A server that leaves it, or never joins, fails the
+    update after `timeout` seconds at most.
     """
 
-    receives = "rank 0"
+    receives = "its holder"
 
     def __init__(self, timeout: float):
         self._timeout = timeout
         self._group: dist.ProcessGroup | None = None
+        self._outdated = False
         self._name = ""
         self._device = torch.device("cpu")
 
     def prepare(self, bucket: Bucket) -> FlatBucket | None:
         return flatten(bucket) if bucket else None
 
-    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
-        if self._group is None or rebuild:
-            self._leave(servers)
-            self._join(servers)
+    def forget(self) -> None:
+        self._outdated = True
 
     def send(self, servers: Sequence[Server], payload: FlatBucket) -> None:
+        if self._outdated:
+            self._leave(servers)
+            self._outdated = False
+        if self._group is None:
+            self._join(servers)
         body = {
             "names": [part.name for part in payload.layout],
             "dtypes": [str(part.dtype).removeprefix("torch.") for part in payload.layout],
@@ -168,7 +174,7 @@ class TensorSync(WeightSync):
         self._held = flat
         return handles
 
-    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
+    def begin(self, servers: Sequence[Server]) -> None:
         self._tp_sizes = dict(zip(servers, [info.tp_size for info in on_all(servers, lambda server: server.info())]))
 
     def send(self, servers: Sequence[Server], payload: list[str]) -> None:
@@ -218,7 +224,7 @@ class DiskSync(WeightSync):
     def prepare(self, bucket: Bucket) -> Bucket:
         return bucket
 
-    def begin(self, servers: Sequence[Server], rebuild: bool) -> None:
+    def begin(self, servers: Sequence[Server]) -> None:
         self._folder = self._sync_dir / f"weights-{uuid.uuid4().hex[:8]}"
         self._entries, self._dtype = [], ""
 

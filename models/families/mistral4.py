@@ -1,0 +1,41 @@
+"""Mistral 4 (text): DeepSeek-V3's attention with queries that grow with their position, and experts chosen by softmax.
+
+Source: transformers, models/mistral4/modeling_mistral4.py.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from isoloss.models.architecture import Architecture, ExpertNames
+from isoloss.models.families.deepseek_v3 import FIELDS, PINNED, latent_architecture
+from isoloss.models.families.hf_experts import grouped_experts
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
+from isoloss.models.families.hf_rope import SCALED_QUERIES, scaled_queries
+
+SOFTMAX = {**PINNED, "scoring_func": "softmax", "topk_method": None}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
+    "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
+}  # fmt: skip
+
+
+def architecture(config: ConfigJson) -> Architecture:
+    config = _of_rotated_channels(config)
+    experts = replace(grouped_experts(config), score="softmax", selection_bias=False, names=ExpertNames(stacked="rows"))
+    pinned = {**PINNED, "scoring_func": "softmax", "topk_method": None}
+    arch = latent_architecture(
+        config, "mistral4", experts, pinned=pinned, fields=FIELDS, rope_irrelevant=SCALED_QUERIES
+    )
+    return replace(arch, rope=scaled_queries(config, arch.rope))
+
+
+def _of_rotated_channels(config: ConfigJson) -> ConfigJson:
+    """The file gives the rotated part of a whole head, which `qk_rope_head_dim` is in any case."""
+    name = "rope_scaling" if config.get("rope_scaling") is not None else "rope_parameters"
+    given = YARN if config.get(name) is None else config[name]
+    if not isinstance(given, Mapping):
+        return config  # which `read` refuses
+    rotated, fraction = positive_int(config, "qk_rope_head_dim"), given.get("partial_rotary_factor")
+    if fraction not in (None, rotated / (rotated + positive_int(config, "qk_nope_head_dim"))):
+        refuse(f"{name}.partial_rotary_factor", fraction, "is not qk_rope_head_dim's part of a head")
+    return {**config, name: {field: value for field, value in given.items() if field != "partial_rotary_factor"}}

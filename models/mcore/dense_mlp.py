@@ -1,0 +1,37 @@
+"""Megatron's MLP, whose activation the backward computes again."""
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+
+class RecomputingMLP(MLP):
+    """It keeps gate and up, and not their product, which the second matrix needs for its gradient: pointwise, so it is
+    made again in a fraction of the time of a product of matrices.
+
+    The memory of the product is given back behind the second matrix, and filled again where its backward begins. (What
+    autograd's hooks for saved tensors give back is a copy of the weight, without the buffer of its gradient, and
+    Megatron's own way makes the product elsewhere, with a graph of its own.)
+    """
+
+    def forward(self, hidden_states: Tensor, per_token_scale=None, **unused) -> tuple[Tensor, Tensor | None]:
+        assert per_token_scale is None  # of experts
+        wide, bias = self.linear_fc1(hidden_states)
+        wide = wide if bias is None else wide + bias
+        product = self.activation_func(wide)
+        output, bias = self.linear_fc2(product)
+        if output.requires_grad:
+            memory = product.untyped_storage()
+            # Taken out by the hook: that stays with the graph, whose nodes outlive the backward.
+            kept = [(product.detach(), wide.detach(), memory.nbytes())]
+            memory.resize_(0)
+
+            def make_again(grad: Tensor) -> None:
+                product, wide, nbytes = kept.pop()
+                product.untyped_storage().resize_(nbytes)
+                with torch.no_grad():
+                    # Past the count of changes: they are the numbers that were there.
+                    product.data.copy_(self.activation_func(wide))
+
+            output.register_hook(make_again)
+        return output, bias

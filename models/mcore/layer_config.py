@@ -1,0 +1,14 @@
+"""Megatron's configuration of a model, with what isoloss's own parts of a layer need: they are given that alone."""
+
+from dataclasses import dataclass
+
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from isoloss.models.mcore.kernels import ALL, Kernels
+
+
+@dataclass
+class LayerConfig(TransformerConfig):
+    """kernels: which ones a GPU runs the layers with."""
+
+    kernels: Kernels = ALL

@@ -1,0 +1,48 @@
+"""Qwen3.5 as the hub has it: a text model inside of a multimodal one, with a vision tower and a layer for multi-token
+prediction beside it."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+from support.families import VOCAB, config, fill
+from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
+
+VISION = {
+    "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 2, "spatial_merge_size": 1,
+    "temporal_patch_size": 1, "out_hidden_size": 48, "num_position_embeddings": 16,
+}  # fmt: skip
+
+
+def write_multimodal(folder: Path, *, dtype: torch.dtype = torch.float32, precise: bool = False) -> Path:
+    """precise: what the hub's files of Qwen3.5 hold in fp32 beside bf16."""
+    text = config("qwen3.5").to_dict()
+    whole = Qwen3_5Config(text_config=text, vision_config=VISION, image_token_id=1, video_token_id=2)
+    torch.manual_seed(1)
+    model = fill(Qwen3_5ForConditionalGeneration(whole)).to(dtype)
+    model.save_pretrained(folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    if precise:
+        tensors |= {n: t.float() for n, t in tensors.items() if n.endswith(("A_log", "linear_attn.norm.weight"))}
+    mtp = {"mtp.fc.weight": torch.randn(48, 96, dtype=dtype), "mtp.norm.weight": torch.randn(48, dtype=dtype)}
+    save_file(tensors | mtp, file, metadata={"format": "pt"})
+    path = folder / "config.json"
+    fields = json.loads(path.read_text())
+    fields["text_config"]["mtp_num_hidden_layers"] = 1
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+    return folder
+
+
+def export(hf: Path, out: Path) -> None:
+    make_engine(hf, "fp32").export_hf(out)
+
+
+def train(hf: Path, checkpoint: Path) -> None:
+    engine = make_engine(hf, "fp32")
+    engine.forward_backward(make_samples((30, 20, 9), VOCAB), TOKEN_MEAN)
+    engine.optim_step()
+    engine.save(checkpoint)

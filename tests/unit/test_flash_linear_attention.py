@@ -1,0 +1,80 @@
+"""What the kernels of flash-linear-attention are asked: a stand-in with their arguments (fla-core 0.6.0), in fp64."""
+
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.gated_delta import architecture, build, load, random_case
+from torch import Tensor
+
+from isoloss.parallel import Layout, Mesh, delta_rule, flash_linear_attention, short_convolution
+from isoloss.parallel.attention import PackedRow
+from isoloss.parallel.flash_linear_attention import CONVOLUTION, RULE
+
+LENGTHS = (70, 2, 133)
+
+
+def causal_conv1d(
+    x, weight: Any = None, bias=None, residual=None, initial_state=None, output_final_state=False, activation=None,
+    backend="triton", cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices=None, cp_context=None,
+):  # fmt: skip
+    assert activation == "silu" and len(x) == 1
+    assert bias is residual is initial_state is chunk_indices is cp_context is None and not output_final_state
+    return short_convolution.short_convolution(x[0], weight, lengths_of(cu_seqlens, cu_seqlens_cpu))[None], None
+
+
+def chunk_gated_delta_rule(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False,
+    cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices=None, cp_context=None,
+):  # fmt: skip
+    assert scale is None and use_qk_l2norm_in_kernel and g.dtype == beta.dtype == torch.float32
+    assert not (output_final_state or use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
+    assert initial_state is chunk_indices is cp_context is None and all(len(t) == 1 for t in (q, k, v, g, beta))
+    lengths = lengths_of(cu_seqlens, cu_seqlens_cpu)
+    return delta_rule.delta_rule(q[0], k[0], v[0], g[0], beta[0], lengths)[None], None
+
+
+def lengths_of(on_device: Tensor, on_host: Tensor) -> tuple[int, ...]:
+    assert on_device.dtype == on_host.dtype == torch.int64 and on_device.equal(on_host)
+    return tuple(on_host.diff().tolist())
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The package, and no GPU that it would ask for."""
+    monkeypatch.setitem(sys.modules, CONVOLUTION, SimpleNamespace(causal_conv1d=causal_conv1d))
+    monkeypatch.setitem(sys.modules, RULE, SimpleNamespace(chunk_gated_delta_rule=chunk_gated_delta_rule))
+    taken = []
+    monkeypatch.setattr(flash_linear_attention, "takes", lambda x: taken.append(x) or True)
+    return taken
+
+
+@pytest.mark.parametrize("switched_on", [True, False])
+def test_the_layer_is_the_same_with_the_kernels(one_rank, kernels, switched_on):
+    """Output and gradients; where a document begins is uploaded once."""
+    arch, mesh = architecture(), Mesh.create(Layout())
+    case, found = random_case(LENGTHS, arch, 0), []
+    for fast in (switched_on, False):
+        layer, row = build(arch, mesh), PackedRow(lengths=LENGTHS)
+        load(layer, case, mesh)
+        layer.with_kernels = fast
+        out = layer(case.hidden[:, None], None, packed_seq_params=row)[0][:, 0]
+        (out * case.grad).sum().backward()
+        found.append([out, *(each.grad for each in layer.parameters())])
+    assert len(kernels) == switched_on
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() <= 1e-6 * b.norm()  # the kernels' decays and rates are fp32
+
+
+def test_only_16_bits_on_a_gpu_with_the_package(monkeypatch, tmp_path):
+    def on(is_cuda, dtype):
+        return flash_linear_attention.takes(SimpleNamespace(is_cuda=is_cuda, dtype=dtype))  # pyright: ignore
+
+    assert not on(True, torch.bfloat16)
+    (tmp_path / "fla.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert on(True, torch.bfloat16) and on(True, torch.float16)
+    assert not on(True, torch.float32) and not on(True, torch.float64) and not on(False, torch.bfloat16)

@@ -1,0 +1,49 @@
+"""The norm of the whole gradient, and clipping to it: what a loop over parameters gives, bit by bit on a CPU."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from isoloss.engine import optimizer
+from isoloss.engine.optimizer import clip_gradients, global_grad_norm
+
+
+@pytest.fixture(params=(torch.float32, torch.float64), ids=str)
+def parts(request, one_rank, monkeypatch):
+    """An optimizer of two parts, the second one without parameters, as on a pipeline stage without experts."""
+    random = torch.Generator().manual_seed(0)
+    grads = [torch.randn(size, generator=random, dtype=request.param) * 10**-size for size in (1, 2, 3, 4, 5, 6, 7)]
+    parameters = [SimpleNamespace(grad=grad) for grad in grads] + [SimpleNamespace(grad=None)]
+    monkeypatch.setattr(optimizer, "gradients_for_norm", lambda part: part.grads)
+    return SimpleNamespace(
+        chained_optimizers=[
+            SimpleNamespace(grads=g, get_grad_stats_parallel_group=lambda: one_rank, get_parameters=lambda p=p: p)
+            for g, p in ((grads, parameters), ([], []))
+        ]
+    )
+
+
+def test_the_norm_is_that_of_a_loop(parts):
+    total = torch.zeros((), dtype=torch.float64)
+    for grad in parts.chained_optimizers[0].grads:
+        total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
+    assert global_grad_norm(parts) == math.sqrt(total.item())
+
+
+def test_the_host_waits_once(parts, monkeypatch):
+    asked = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda self: asked.append(self) or item(self))
+    global_grad_norm(parts)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("clip", (0.0, 0.01, 1e9))
+def test_clipping_is_that_of_a_loop(parts, clip):
+    grads = parts.chained_optimizers[0].grads
+    norm = global_grad_norm(parts)
+    expected = [grad * (clip / norm) if 0 < clip < norm else grad.clone() for grad in grads]
+    clip_gradients(parts, norm, clip)
+    assert all(torch.equal(grad, wanted) for grad, wanted in zip(grads, expected))
