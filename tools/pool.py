@@ -5,6 +5,7 @@ Importing Megatron costs seconds a process; re-creating a process group costs te
 """
 
 import contextlib
+import functools
 import gc
 import multiprocessing
 import os
@@ -37,11 +38,11 @@ class WorkerError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankWorker:
-    """lifelines: our ends of the pipes with which it and its fork server end (`isoloss.parallel.processes`)."""
+    """lifeline: our end of the pipe with which it ends (`isoloss.parallel.processes`)."""
 
     process: Any
     connection: Connection
-    lifelines: tuple[Connection, Connection]
+    lifeline: Connection
 
 
 class WorkerPool:
@@ -102,18 +103,16 @@ class WorkerPool:
         worker.connection.close()
         worker.process.kill()
         worker.process.join()
-        for lifeline in worker.lifelines:
-            lifeline.close()
+        worker.lifeline.close()
 
     def _start_worker(self, index: int) -> RankWorker:
         here, there = self._context.Pipe()
-        (theirs, ours), (server_lifeline, our_server_lifeline) = (self._context.Pipe(duplex=False) for _ in range(2))
-        process = self._context.Process(target=_serve, args=(there, (theirs, server_lifeline), index))
+        theirs, ours = self._context.Pipe(duplex=False)
+        process = self._context.Process(target=_serve, args=(there, theirs, _lifeline_of_server()[0], index))
         process.start()
         there.close()
         theirs.close()
-        server_lifeline.close()
-        return RankWorker(process, here, (ours, our_server_lifeline))
+        return RankWorker(process, here, ours)
 
     @staticmethod
     def _receive(connection: Connection) -> Any:
@@ -126,16 +125,26 @@ class WorkerPool:
         raise UserError(value) if status == "mistake" else WorkerError(value)
 
 
+@functools.cache
+def _lifeline_of_server() -> tuple[Connection, Connection]:
+    """Both ends of one pipe, which stay open for as long as this process lives, as its fork server does.
+
+    Not a pipe a worker: what a worker started may outlive it and hold its end, and closing ours would then kill the
+    fork server that other workers are started from.
+    """
+    return multiprocessing.Pipe(duplex=False)
+
+
 def _worn_out(process: Any) -> bool:
     return not process.is_alive() or psutil.Process(process.pid).num_threads() > MAX_THREADS
 
 
-def _serve(connection: Connection, lifelines: tuple[Connection, Connection], index: int) -> None:
+def _serve(connection: Connection, lifeline: Connection, lifeline_of_server: Connection, index: int) -> None:
     """A worker's life: join a world, run, leave it, until the owner of the pool hangs up. It ends with that owner, also
     within a collective, and so does the fork server, which else takes its time to leave Python."""
-    processes.tie(lifelines[1].fileno(), os.getppid())
-    processes.tie(lifelines[0].fileno(), os.getpid())
-    if lifelines[0].poll():  # the owner ended before
+    processes.tie(lifeline_of_server.fileno(), os.getppid())
+    processes.tie(lifeline.fileno(), os.getpid())
+    if lifeline.poll():  # the owner ended before
         return
     torch.set_num_threads(1)
     if torch.cuda.is_available():

@@ -53,6 +53,18 @@ def test_results_are_in_the_order_of_the_ranks(pool):
     assert pool.run(3, groups.last_rank_first) == [0, 1, 2]
 
 
+def test_a_worker_whose_child_outlives_it_is_replaced():
+    """The child holds what the worker had open, and nothing that others need ends for that."""
+    with WorkerPool(2) as pool:
+        (child, server), _ = pool.run(2, groups.leave_a_child)
+        try:
+            os.kill(pool._workers[0].process.pid, signal.SIGKILL)
+            pool._workers[0].process.join()
+            assert pool.run(2, os.getppid) == [server, server]
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
 def test_a_worker_that_was_killed_is_replaced():
     with WorkerPool(2) as pool:
         before = pool.run(2, os.getpid)

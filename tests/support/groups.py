@@ -1,5 +1,6 @@
 """What ranks tell of their process groups, what stages plan to send, and shares of different sizes."""
 
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -82,3 +83,12 @@ def for_scalars(layout: Layout) -> tuple[str | None, bool, list[str]]:
     world = of_the_world(mesh.megatron.tp_dp_cp) is dist.group.WORLD
     names = {id(mesh.dp_context): "dp_context", id(mesh.pp): "pp"}
     return shared, world, [names[id(group)] for group in mesh.of_losses]
+
+
+def leave_a_child() -> tuple[int, int]:
+    """On rank 0 a process that sleeps, with all that this one has open; and the fork server."""
+    child = os.fork() if dist.get_rank() == 0 else -1
+    if child == 0:
+        time.sleep(1000)
+        os._exit(0)
+    return child, os.getppid()
