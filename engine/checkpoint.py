@@ -1,7 +1,7 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest
 from isoloss.models.weights.checkpoint_names import native_style
+from isoloss.models.weights.manifest import DamagedError
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 
@@ -58,7 +59,10 @@ def save(
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:
-    """Load weights and optimizer state into this layout; returns `extra`. Collective over the world."""
+    """Load weights and optimizer state into this layout; returns `extra`. Collective over the world.
+
+    Raises DamagedError, on every rank and before anything is loaded, where a file is damaged.
+    """
     verify(folder)
     state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
     for index, module in enumerate(model.modules):
@@ -78,16 +82,47 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
 def read_extra(folder: Path) -> dict[str, object]:
     """The `extra` of a complete checkpoint, without its tensors. Enters no collective and needs no process group.
 
-    Raises UserError where the file that holds it is damaged.
+    Raises DamagedError where the file that holds it is.
     """
     manifest.check_checksums(folder, manifest.read(folder), [COMMON])
     return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
 
 
-def latest(checkpoints: Path) -> Path | None:
-    """The newest complete checkpoint below a run's `checkpoints` folder."""
-    complete = sorted(path for path in checkpoints.glob("step_*") if (path / manifest.NAME).exists())
-    return complete[-1] if complete else None
+def newest_first(checkpoints: Path) -> list[Path]:
+    """The checkpoints of a run, from its `checkpoints` folder; whether they are whole, `load` tells."""
+    return sorted(checkpoints.glob("step_*"), reverse=True)
+
+
+def newest_extra(checkpoints: Path) -> tuple[Path, dict[str, object]] | None:
+    """The newest checkpoint whose `extra` can be read, and that; None where a run has saved nothing.
+
+    Raises DamagedError where it can be read of none. Enters no collective and needs no process group.
+    """
+    problems: list[UserError] = []
+    for folder in newest_first(checkpoints):
+        try:
+            return folder, read_extra(folder)
+        except DamagedError as problem:
+            problems.append(problem)
+    if problems:
+        raise none_is_whole(checkpoints, problems)
+    return None
+
+
+def none_is_whole(checkpoints: Path, problems: Sequence[UserError]) -> DamagedError:
+    """problems: of all checkpoints of a run, the newest first."""
+    return DamagedError(
+        f"none of the {len(problems)} checkpoint(s) in {checkpoints} is whole, so the run cannot go on: {problems[0]}, "
+        "or delete all to start anew"
+    )
+
+
+def set_aside(folder: Path) -> Path:
+    """Keep a damaged checkpoint under a name that no run takes for one; returns it. One of this name is replaced."""
+    kept = folder.with_name(f"damaged_{folder.name}")
+    shutil.rmtree(kept, ignore_errors=True)
+    folder.rename(kept)
+    return kept
 
 
 def prune(checkpoints: Path, keep: int) -> None:
@@ -165,17 +200,17 @@ def _describe(folder: Path, model: Model, records: Mapping[str, manifest.FileRec
 
 
 def verify(folder: Path) -> None:
-    """That every file holds what was written; the ranks share the reading. Raises UserError, on every rank.
+    """That every file holds what was written; the ranks share the reading. Raises DamagedError, on every rank.
 
     Collective over the world: one all-gather.
     """
-    problem = None
+    problem: UserError | None = None
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
     except UserError as error:
-        problem = str(error)
-    for message in gather_objects(problem):
-        if message:
-            raise UserError(message)
+        problem = error
+    for found in gather_objects(problem):
+        if found:
+            raise found

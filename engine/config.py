@@ -323,7 +323,7 @@ class CheckpointConfig(Keys, group="checkpoint"):
         at_least=0,
     )
     keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
-    resume: bool = key(False, "Continue after the newest checkpoint of output_dir, on any layout.")
+    resume: bool = key(False, "Continue after the newest whole checkpoint of output_dir, on any layout.")
     export_hf: bool = key(True, "Write a Hugging Face folder, hf, into output_dir at the end.")
 
 

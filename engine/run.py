@@ -22,6 +22,7 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.models.mcore import transformer_engine
+from isoloss.models.weights import manifest
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import UserError, device
 
@@ -52,7 +53,8 @@ class RunResult:
 
 class Run:
     """One run, on every rank: a new one in the folder that `open_folder` made, or with checkpoint.resume one that goes
-    on from the newest checkpoint there. A context manager, whose end closes its metrics; collective over the world.
+    on from the newest whole checkpoint there. A context manager, whose end closes its metrics. Collective over the
+    world.
 
     done: optimizer steps done so far.
     total_steps: of the whole run.
@@ -70,8 +72,7 @@ class Run:
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
-        newest = checkpoint.latest(output_dir / "checkpoints") if config.checkpoint.resume else None
-        state: Any = None if newest is None else engine.load(newest)
+        state = self._load_newest() if config.checkpoint.resume else None
         self.state: Mapping[str, Any] | None = state
         self.done = 0 if state is None else int(state["step"])
         self._guard = BadStepGuard(config.train.max_bad_steps)
@@ -174,6 +175,25 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left]
+
+    def _load_newest(self) -> dict[str, Any] | None:
+        """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that
+        their steps can be saved again. Raises DamagedError, and renames nothing, where all are damaged."""
+        checkpoints = self.output_dir / "checkpoints"
+        damaged: dict[Path, UserError] = {}
+        for folder in checkpoint.newest_first(checkpoints):
+            try:
+                state = self._engine.load(folder)
+            except manifest.DamagedError as problem:
+                damaged[folder] = problem
+                continue
+            for each, problem in damaged.items() if is_main() else ():
+                kept = checkpoint.set_aside(each)
+                print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
+            return state
+        if damaged:
+            raise checkpoint.none_is_whole(checkpoints, list(damaged.values()))
+        return None
 
     def _planned_peak(self) -> float:
         mesh = self._engine.mesh

@@ -22,7 +22,6 @@ from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
-from isoloss.models.weights import manifest
 from isoloss.parallel import UserError, device, environment, flash_attention
 
 
@@ -78,17 +77,10 @@ def check_writable(folder: Path, key: str) -> None:
 
 def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
     """Refuse to go on from a checkpoint of a run that differs in its `resume_fingerprint`."""
-    newest = checkpoint.latest(checkpoints)
-    if newest is None:
-        # Our own checkpoints are whole or not there, so somebody copied or deleted a part of these.
-        broken = sorted(checkpoints.glob("step_*"))
-        if broken:
-            raise UserError(
-                f"checkpoint {broken[-1]} is not complete (no {manifest.NAME}): copy it again, or delete it to start "
-                "anew"
-            )
+    found = checkpoint.newest_extra(checkpoints)
+    if found is None:
         return
-    extra = checkpoint.read_extra(newest)
+    newest, extra = found
     for key, now in resume_fingerprint(config, arch).items():
         if recorded(extra, key, newest) != now:
             raise UserError(
@@ -99,10 +91,11 @@ def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
 
 def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fingerprint]) -> None:
     """As `check_resume`, of what is in the files that the configuration names. Enters no collective."""
-    newest = checkpoint.latest(run_folder(config, run_name) / "checkpoints") if config.checkpoint.resume else None
-    if newest is None:
+    folder = run_folder(config, run_name) / "checkpoints"
+    found = checkpoint.newest_extra(folder) if config.checkpoint.resume else None
+    if found is None:
         return
-    extra = checkpoint.read_extra(newest)
+    newest, extra = found
     for now in fingerprints:
         before = recorded(extra, now.of, newest)
         if before != now.value:

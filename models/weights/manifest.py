@@ -22,6 +22,10 @@ KINDS = ("converted", "trained")
 _BLOCK_BYTES = 4 << 20
 
 
+class DamagedError(UserError):
+    """A file of a checkpoint is missing, cannot be read, or does not hold what was written."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """bytes: size of a file. crc32: its checksum, eight hexadecimal digits."""
@@ -56,15 +60,19 @@ class Manifest:
             "key_style": self.key_style.value, "dtypes": list(self.dtypes), "num_tensors": self.num_tensors,
             "files": files_to_json(self.files),
         }  # fmt: skip
-        return json.dumps(fields, indent=2) + "\n"
+        return json.dumps({**fields, "crc32": _crc32_of_fields(fields)}, indent=2) + "\n"
 
 
 def read(folder: str | Path) -> Manifest:
-    """The manifest of a checkpoint folder. Raises UserError where it is missing, damaged or of a later format."""
+    """The manifest of a checkpoint folder. Raises DamagedError where it is missing or damaged, UserError where it is
+    of a later format."""
     path = Path(folder) / NAME
     fields = read_json(path, "the checkpoint is not complete, or isoloss did not write it; convert or save it again")
     if fields.get("format") != VERSION:
         raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")
+    own = fields.pop("crc32", None)  # earlier manifests have none
+    if own is not None and own != _crc32_of_fields(fields):
+        raise DamagedError(f"{path} is damaged (its CRC-32 differs); convert or save the checkpoint again")
     try:
         manifest = Manifest(
             kind=fields["kind"],
@@ -76,34 +84,42 @@ def read(folder: str | Path) -> Manifest:
             files=files_from_json(fields["files"]),
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path} is damaged ({error!r}); convert or save the checkpoint again") from None
+        raise DamagedError(f"{path} is damaged ({error!r}); convert or save the checkpoint again") from None
     if manifest.kind not in KINDS:
         raise UserError(f"{path}: kind={manifest.kind!r} is not one of {', '.join(KINDS)}; convert or save it again")
     return manifest
 
 
 def check_sizes(folder: str | Path, manifest: Manifest) -> None:
-    """That every file is there at its size; reads none of them. Raises UserError naming the first that is not."""
+    """That every file is there at its size; reads none of them. Raises DamagedError naming the first that is not."""
     folder = Path(folder)
     for name, record in manifest.files.items():
         path = folder / name
         if not path.is_file():
-            raise UserError(f"{folder} lacks {name}, which its {NAME} names; copy or convert the checkpoint again")
+            raise DamagedError(f"{folder} lacks {name}, which its {NAME} names; copy or convert the checkpoint again")
         size = path.stat().st_size
         if size != record.bytes:
-            raise UserError(f"{path} has {size} bytes instead of {record.bytes}; copy or convert the checkpoint again")
+            raise DamagedError(
+                f"{path} has {size} bytes instead of {record.bytes}; copy or convert the checkpoint again"
+            )
 
 
 def check_checksums(folder: str | Path, manifest: Manifest, names: Iterable[str] | None = None) -> None:
     """That these files (default: all) hold the bytes that were written; reads them whole.
 
-    Raises UserError naming the first that does not.
+    Raises DamagedError naming the first that does not.
     """
     folder = Path(folder)
     check_sizes(folder, manifest)
     for name in manifest.files if names is None else names:
-        if crc32(folder / name) != manifest.files[name].crc32:
-            raise UserError(f"{folder / name} is damaged (its CRC-32 differs); copy or convert the checkpoint again")
+        try:
+            found = crc32(folder / name)
+        except OSError as error:
+            raise DamagedError(
+                f"{folder / name} cannot be read ({error.strerror}); copy the checkpoint again"
+            ) from None
+        if found != manifest.files[name].crc32:
+            raise DamagedError(f"{folder / name} is damaged (its CRC-32 differs); copy or convert the checkpoint again")
 
 
 def crc32(path: Path) -> str:
@@ -112,6 +128,11 @@ def crc32(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
     return f"{checksum:08x}"
+
+
+def _crc32_of_fields(fields: Mapping[str, Any]) -> str:
+    """Of a manifest without its own checksum, whatever the order and the spaces in its file."""
+    return f"{zlib.crc32(json.dumps(fields, sort_keys=True).encode()):08x}"
 
 
 def sync(path: str | Path) -> None:
@@ -124,15 +145,17 @@ def sync(path: str | Path) -> None:
 
 
 def read_json(path: Path, mend: str) -> dict[str, Any]:
-    """A JSON object from a file. mend: ends the UserError that a missing or damaged one raises."""
+    """A JSON object from a file. mend: ends the DamagedError that a missing or damaged one raises."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; {mend}") from None
+        raise DamagedError(f"{path} is missing; {mend}") from None
+    except OSError as error:
+        raise DamagedError(f"{path} cannot be read ({error.strerror}); {mend}") from None
     except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); {mend}") from None
+        raise DamagedError(f"{path} is not valid JSON ({error}); {mend}") from None
     if not isinstance(fields, dict):
-        raise UserError(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
+        raise DamagedError(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
     return fields
 
 

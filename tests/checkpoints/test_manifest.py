@@ -53,6 +53,10 @@ def test_a_manifest_that_is_none_is_named(folder):
             read(folder)
         assert NAME in str(caught.value) and "\n" not in str(caught.value)
 
+    refused(json.dumps({**fields, "family": "llamb"}), r"is damaged \(its CRC-32 differs\)")
+    del fields["crc32"]  # as of earlier versions
+    (folder / NAME).write_text(json.dumps(fields))
+    assert read(folder).family == "llama"
     refused("{", "is not valid JSON")
     refused("[]", "must hold a JSON object, not list")
     refused(json.dumps({**fields, "format": 2}), "format=2 is not 1; use the isoloss that wrote it")

@@ -23,6 +23,7 @@ from isoloss.engine.config import (
     OptimConfig,
     TrainConfig,
 )
+from isoloss.models.weights import manifest
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import launch, sft
 from isoloss.tools.proof import on_layout
@@ -198,23 +199,83 @@ def test_another_architecture_is_another_run(name, value, own, capsys):
 DAMAGED = ("__0_0.distcp", "common.pt", ".metadata", "isoloss.json", "huggingface/config.json")
 
 
+def damage(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 0x80  # in a text no longer UTF-8
+    file.write_bytes(content)
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 @pytest.mark.parametrize("name", DAMAGED)
-def test_a_damaged_newest_checkpoint_ends_the_run(name, arguments, capsys):
-    """In one line that names the file; the run neither starts anew nor goes back, and its numbers stay."""
+def test_a_damaged_newest_checkpoint_is_passed_over(name, arguments, capsys):
+    """The run goes on from the one before it, names the file and keeps what it passed over."""
+    argv = [*arguments, "checkpoint.every=1", "checkpoint.keep=3"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    whole, checkpoints = Path("out/checkpoints/step_00000002"), Path("out/checkpoints")
+    sound, expected = files_below(whole), numbers("out")
+    damage(whole / name)
+    damaged = files_below(whole)
+    capsys.readouterr()
+    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
+    assert len(told) == 1 and f"{whole / name}" in told[0] and "going on from out/checkpoints/step_00000001" in told[0]
+    assert files_below(checkpoints / "damaged_step_00000002") == damaged
+    tensors = {file for file in sound if file.endswith(".distcp")}
+    again = files_below(whole)
+    assert again.keys() == sound.keys() and all(again[file] == sound[file] for file in tensors)
+    assert numbers("out") == expected
+
+
+def test_a_part_of_one_rank_is_missed_by_all(train, inputs, tmp_path):
+    """Several damaged checkpoints, each for another rank; and one that is not complete."""
+    whole, parts = (config_of(inputs, tmp_path / name, "dp2", "fp32", True) for name in ("whole", "parts"))
+    parts = dataclasses.replace(parts, checkpoint=CheckpointConfig(every=2, keep=4))
+    expected = train(whole, "dp2")
+    train(parts, "dp2")
+    folder = Path(parts.output_dir, "checkpoints")
+    damage(next((folder / "step_00000008").glob("__0_*.distcp")))
+    next((folder / "step_00000006").glob("__1_*.distcp")).unlink()
+    (folder / "step_00000004" / "isoloss.json").unlink()
+    assert world.same(train(resumed(parts), "dp2"), expected)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {f"{kept}step_{step:08d}" for step in (4, 6, 8) for kept in ("", "damaged_")} | {"step_00000002"}
+    assert numbers(parts.output_dir) == numbers(whole.output_dir)
+
+
+@pytest.mark.parametrize("name", DAMAGED[:2])
+def test_a_run_of_which_all_checkpoints_are_damaged_ends(name, arguments, capsys):
+    """In one line that names the newest's file; the run does not start anew, and nothing is renamed."""
     argv = [*arguments, "checkpoint.every=1"]
     assert launch.main("sft", Config, sft.run, argv) == 0
-    damaged = Path("out/checkpoints/step_00000002") / name
-    content = bytearray(damaged.read_bytes())
-    content[len(content) // 2] ^= 0x80  # in a text no longer UTF-8
-    damaged.write_bytes(content)
-    kept = [Path("out/metrics.jsonl"), *(path for path in Path("out/checkpoints").rglob("*") if path.is_file())]
-    before = {path: path.read_bytes() for path in kept}
+    for step in (1, 2):
+        damage(Path(f"out/checkpoints/step_{step:08d}") / name)
+    before = files_below(Path("out/checkpoints"))
     capsys.readouterr()
     assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
     told = [line for line in capsys.readouterr().err.splitlines() if "Warning" not in line]
-    assert len(told) == 1 and told[0].startswith("isoloss: error: ") and str(damaged) in told[0], told
-    assert {path: path.read_bytes() for path in kept} == before
-    assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+    assert len(told) == 1 and told[0].startswith("isoloss: error: none of the 2 checkpoint(s)"), told
+    assert f"step_00000002/{name} is damaged" in told[0] and "delete all to start anew" in told[0]
+    assert files_below(Path("out/checkpoints")) == before
+
+
+def test_every_flipped_bit_of_a_checkpoint_is_found(arguments):
+    """One at a time, seeded, wherever it is; also in the manifest, where only spaces do not matter."""
+    assert launch.main("sft", Config, sft.run, arguments) == 0
+    folder, random = Path("out/checkpoints/step_00000002"), np.random.default_rng(0)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in (*files, *[folder / "isoloss.json"] * 30):
+        content = file.read_bytes()
+        spots = [i for i, byte in enumerate(content) if file.name != "isoloss.json" or chr(byte) not in " \n"]
+        for spot in random.choice(spots, 5):
+            flipped = bytearray(content)
+            flipped[spot] ^= 1 << random.integers(8)
+            file.write_bytes(flipped)
+            with pytest.raises(UserError, match=rf"{file.name}|lacks"):
+                manifest.check_checksums(folder, manifest.read(folder))
+        file.write_bytes(content)
 
 
 def test_the_same_rows_elsewhere_are_the_same_run(own):
@@ -247,7 +308,7 @@ def test_a_kill_while_saving(train, inputs, tmp_path):
     train(parts, "dp2", killed_in_save=STEPS)
     folder = Path(parts.output_dir, "checkpoints")
     assert len(list(folder.iterdir())) == 2  # step 4, and what the kill left
-    assert checkpoint.latest(folder) == folder / "step_00000004"
+    assert checkpoint.newest_first(folder) == [folder / "step_00000004"]
     assert world.same(train(resumed(parts), "dp2"), expected)
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000008"]
     assert numbers(parts.output_dir) == numbers(whole.output_dir)
@@ -296,7 +357,7 @@ def test_prune_after_a_kill(tmp_path):
     for name in ("step_00000001", "step_00000002", "step_00000003", ".step_00000001.old", ".step_00000004.partial"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "isoloss.json").touch()
-    assert checkpoint.latest(tmp_path) == tmp_path / "step_00000003"
+    assert checkpoint.newest_first(tmp_path)[0] == tmp_path / "step_00000003"
     checkpoint.prune(tmp_path, 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
 

@@ -258,7 +258,7 @@ def test_no_complete_checkpoint(arguments, capsys):
     Path("out/checkpoints/step_00000002/isoloss.json").unlink()
     before = everything("out")
     line = complain(capsys, [*arguments, "checkpoint.resume=true"])
-    assert "out/checkpoints/step_00000002 is not complete" in line and "delete it" in line
+    assert "step_00000002/isoloss.json is missing; the checkpoint is not complete" in line and "delete all" in line
     assert everything("out") == before
 
 
