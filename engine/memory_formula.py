@@ -210,13 +210,21 @@ def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str
     if z.delta is not None and arch.is_linear(layer):
         kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
     else:
-        kept = _attention(arch, layout, modules, z)
+        kept = (_differing if arch.differing_attention else _attention)(arch, layout, layer, modules, z)
     norms = (0 if "layernorm" in modules else 1) + 2
     kept += z.width * z.s * z.h * norms
     return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
 
 
-def _attention(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
+def _differing(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
+    """Queries and keys rotated, values scaled; the output and its log-sum-exp."""
+    kv_heads = arch.kv_heads(layer) // layout.tp
+    qkv = z.q + kv_heads * (arch.head_dim + arch.value_dim)
+    kept = z.width * z.t * (qkv + z.heads * arch.value_dim)
+    return kept if "core_attn" in modules else kept + 4 * z.t * z.heads
+
+
+def _attention(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
     """The projections; queries before their norm, where heads of several groups make it copy them; queries and keys
     rotated; the output and its log-sum-exp; with Ulysses also what was exchanged of them. With an output gate, the
     gates beside the queries, and the product."""

@@ -13,8 +13,9 @@ from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.engine.packing import pack
-from isoloss.models.architecture import Architecture, Experts, Latent, Rope
+from isoloss.models.architecture import Architecture, Experts, Latent
 from isoloss.models.mcore import transformer_engine
+from isoloss.models.rope import Rope
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, local_name, native_style
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError

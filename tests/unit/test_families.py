@@ -27,18 +27,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from isoloss.models.architecture import (
-    Architecture,
-    ExpertNames,
-    Experts,
-    GatedDelta,
-    Latent,
-    LinearScaling,
-    Llama3Scaling,
-    QueryScaling,
-    Rope,
-    YarnScaling,
-)
+from isoloss.models.architecture import Architecture, ExpertNames, Experts, GatedDelta, Latent
 from isoloss.models.families import (
     deepseek_v3,
     glm4_moe,
@@ -55,6 +44,7 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
+from isoloss.models.rope import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.errors import UserError
 

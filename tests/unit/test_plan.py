@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isoloss.engine.plan import CostModel, Plan, imbalance, make_plan
-from isoloss.models.architecture import Architecture, Experts, Latent, Rope
+from isoloss.models.architecture import Architecture, Experts, Latent
+from isoloss.models.rope import Rope
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)
