@@ -22,7 +22,8 @@ from typing import TypeVar
 import numpy as np
 
 from isoloss.engine.plan import CostModel, assign_ranks, imbalance, make_plan
-from isoloss.models.architecture import Architecture, Rope
+from isoloss.models.architecture import Architecture
+from isoloss.models.rope import Rope
 
 # A 7B decoder: hidden 3584, 28 layers, 28 heads of 128, 4 kv heads, MLP 18944, vocabulary 152064.
 COST = CostModel.of(

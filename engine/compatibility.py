@@ -62,6 +62,10 @@ def attention_and_mlp(setup: Setup) -> Refusals:
     if arch.joint_qk_norm and kv_heads % tp:
         why = f"does not divide the model's {kv_heads} key/value heads, which are normed together"
         yield "parallel.tp", why, _divisors(kv_heads)
+    for count in sorted({arch.kv_heads(layer) for layer in range(arch.num_layers)}):
+        if arch.differing_attention and count % tp:
+            why = f"does not divide the {count} key/value heads of some of the model's layers"
+            yield "parallel.tp", why, _divisors(count)
     if setup.has_dense_layers and arch.intermediate_size % tp:
         why = f"does not divide the model's intermediate_size {arch.intermediate_size}"
         yield "parallel.tp", why, _divisors(arch.intermediate_size)
@@ -227,8 +231,9 @@ def transformer_engine_attention(setup: Setup) -> Refusals:
     if splits_tokens and version < since[kernel]:
         why = f"splits packed rows from Transformer Engine {since[kernel]} on, and here is {version}"
         yield key, why, f"use {', '.join(name for name in since if version >= since[name])} or isoloss"
-    if arch.latent is not None:
-        yield key, "does not attend for latent attention here", own_kernel
+    if arch.latent is not None or arch.differing_attention:
+        kind = "latent" if arch.latent else arch.family
+        yield key, f"does not attend for {kind} attention here", own_kernel
     if arch.sinks:
         yield key, "has no attention sinks in packed rows", own_kernel
     if arch.head_dim % 8:

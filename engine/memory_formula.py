@@ -4,7 +4,7 @@ It knows the local layers of Megatron-Core and the kernels that torch chooses on
 same in a dry run; the two are compared in tests/numerics/test_memory_formula.py.
 
 Letters: t tokens of a micro-batch on a rank, s of them between matrices (fewer under sequence parallelism), h hidden
-size, q and k width of all query and key heads of a rank, f width of its MLP.
+size, f width of the MLP of a rank.
 """
 
 import math
@@ -15,6 +15,7 @@ from functools import cache
 
 import torch
 
+from isoloss.engine.attention_memory import kept_by_attention
 from isoloss.engine.config import Config
 from isoloss.engine.delta_memory import DeltaMemory, delta_memory
 from isoloss.engine.rl.config import RLConfig
@@ -120,10 +121,7 @@ class _Sizes:
     t: int
     s: int
     h: int
-    q: int
-    k: int
     f: int
-    heads: int
     width: int
     sequence_parallel: bool
     grouped: bool
@@ -140,8 +138,7 @@ def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
     tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
     return _Sizes(
         tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
-        arch.num_heads * arch.head_dim // layout.tp, max(1, arch.num_kv_heads // layout.tp) * arch.head_dim,
-        arch.intermediate_size // layout.tp, arch.num_heads // layout.tp, width,
+        arch.intermediate_size // layout.tp, width,
         layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
         delta_memory(arch.delta, layout, tokens, width) if arch.delta else None,
     )  # fmt: skip
@@ -210,22 +207,10 @@ def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str
     if z.delta is not None and arch.is_linear(layer):
         kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
     else:
-        kept = _attention(arch, layout, modules, z)
+        kept = kept_by_attention(arch, layout, layer, modules, z.t, z.width)
     norms = (0 if "layernorm" in modules else 1) + 2
     kept += z.width * z.s * z.h * norms
     return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
-
-
-def _attention(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
-    """The projections; queries before their norm, where heads of several groups make it copy them; queries and keys
-    rotated; the output and its log-sum-exp; with Ulysses also what was exchanged of them. With an output gate, the
-    gates beside the queries, and the product."""
-    gates = z.q if arch.output_gate else 0
-    copied = z.q + gates if arch.qk_norm and z.k > arch.head_dim else 0
-    kept = z.width * z.t * ((z.q + 2 * z.k) + copied + (z.q + z.k) + z.q + 2 * gates)
-    if "core_attn" in modules:
-        return kept
-    return kept + z.width * z.t * (z.q + z.k if layout.ulysses > 1 else 0) + 4 * z.t * z.heads
 
 
 def _grouped(config: Config, arch: Architecture) -> bool:
@@ -260,7 +245,7 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
     modules = _recomputed_modules(config)
     gradients = z.width * 2 * z.s * z.h
     if arch.has_experts(layer):
-        gradients += max(z.width * z.received * 3 * z.h, _sum_over_etp(layout, z))
+        gradients += max(_experts_backward(arch, layout, z), _sum_over_etp(layout, z))
         again = _experts(arch, layout, (), z) if {"moe", "experts"} & {*modules} else 0
         again -= _experts(arch, layout, ("experts",), z) if "experts" in modules and "moe" not in modules else 0
     else:
@@ -269,6 +254,19 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
     if config.memory.recompute == "full" and config.memory.recompute_layers is None:
         again = _layer(arch, layout, layer, (), z)
     return gradients + again
+
+
+def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
+    """Gradients of tokens; where all experts run at once also those inside, what the activation gave once more, the
+    first matrices side by side and the gradients of all, of the first both before and after those of idle experts are
+    cleared."""
+    experts = arch.experts
+    assert experts is not None
+    if not z.grouped:
+        return z.width * z.received * 3 * z.h
+    inner = experts.intermediate_size // layout.etp
+    matrices = 7 * experts.count // layout.ep * inner * z.h
+    return z.width * (z.received * (z.h + 4 * inner) + matrices)
 
 
 def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:

@@ -9,7 +9,7 @@ there, equals the softmax over all, divided by its sum over the chosen. The hub 
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families.hf_config import FULL, SLIDING, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
-from isoloss.models.families.hf_fields import ConfigJson, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
 
 PINNED = {**MOE_PINNED, "attention_bias": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token"})
@@ -39,7 +39,7 @@ def architecture(config: ConfigJson) -> Architecture:
         qkv_bias=True,
         linear_bias=True,
         qk_norm=False,
-        sinks=True,
+        sinks=(True,) * positive_int(config, "num_hidden_layers"),
         clamped_swiglu=True,
         experts=experts(
             config,

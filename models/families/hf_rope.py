@@ -6,8 +6,8 @@ from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
-from isoloss.models.architecture import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
 from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse
+from isoloss.models.rope import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
 
 ROPE_PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "default": (),

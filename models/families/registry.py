@@ -32,6 +32,7 @@ FAMILIES: Mapping[str, str] = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "GptOssForCausalLM": "gpt_oss",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "MiMoV2FlashForCausalLM": "mimo_v2_flash",
     "Qwen3_5ForCausalLM": "qwen3_5_text",
     "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
@@ -41,7 +42,6 @@ FAMILIES: Mapping[str, str] = {
 _SPARSE = "it attends to the tokens that an indexer chooses (DSA), of which there is no kernel for packed rows here"
 _DELTA = "it has layers of Kimi Delta Attention, which are not built here"
 _VISION = "it is Kimi-K2 behind a vision tower, in int4; write its language model in bfloat16 as KimiK2ForCausalLM"
-_KINDS = "its kinds of layer differ in key/value heads and rotation, and its values in width, which is not built here"
 # Known by the beginning of their name, and not trained. A model is what its file says, and none of these is another.
 REFUSED: Mapping[str, str] = {
     "DeepseekV32": _SPARSE,
@@ -52,7 +52,7 @@ REFUSED: Mapping[str, str] = {
     "KimiK3": _DELTA,
     "KimiK25": _VISION,
     "Kimi_K25": _VISION,
-    "MiMoV2": _KINDS,
+    "MiMoV2ForCausalLM": "of its line MiMo-V2-Flash alone is built here",
     "MiniMaxM3": "it attends to the blocks that an indexer chooses, of which there is no kernel for packed rows here",
 }
 # The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.

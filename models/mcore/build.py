@@ -29,6 +29,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, of_class, submodules_of
 from isoloss.models.mcore.dense_mlp import RecomputingMLP
+from isoloss.models.mcore.differing_attention import DifferingAttention
 from isoloss.models.mcore.experts import ExpertLayer, ExpertTransformerLayer
 from isoloss.models.mcore.gated_attention import GatedSelfAttention
 from isoloss.models.mcore.gated_delta_net import GatedDeltaNet
@@ -146,7 +147,7 @@ def _expert_settings(arch: Architecture, layout: Layout, te: bool) -> dict[str, 
         "moe_shared_expert_intermediate_size": moe.shared_size or None,
         "moe_shared_expert_gate": moe.shared_gate,
         # As `linear_attention_freq`.
-        "moe_layer_freq": [int(arch.has_experts(k)) for k in range(arch.num_layers)] if moe.dense_layers else 1,
+        "moe_layer_freq": [int(arch.has_experts(k)) for k in range(arch.num_layers)] if arch.layers_differ else 1,
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
         # Transformer Engine's permutation adds a token's experts up in a fixed order, and not by atomic additions.
@@ -179,10 +180,11 @@ def layer_spec(
         layers.input_layernorm = TENorm if te else RMSNorm
         params = {"arch": arch, "exchange": HeadExchange.over(mesh)}
         layers.self_attention = ModuleSpec(module=GatedDeltaNet, params=params)
-    elif arch.latent:
+    elif arch.latent or arch.differing_attention:
         layers.input_layernorm = TENorm if te else RMSNorm  # its projections own no norm
-        core = _core_attention(arch, mesh, layer, kernels)
-        layers.self_attention = ModuleSpec(module=LatentAttention, params={"arch": arch, "core": core})
+        params = {"arch": arch, "core": _core_attention(arch, mesh, layer, kernels)}
+        module = LatentAttention if arch.latent else DifferingAttention
+        layers.self_attention = ModuleSpec(module=module, params=params)
     else:
         attention = layers.self_attention.submodules
         attention.core_attention = _core_attention(arch, mesh, layer, kernels)
@@ -225,7 +227,8 @@ def _core_attention(arch: Architecture, mesh: Mesh, layer: int, kernels: Kernels
 
         return partial(FusedAttention, **heads)
     groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}
-    return partial(PackedAttention, **groups, sinks=arch.sinks, flash=kernels.attention != "blocks", **heads)
+    sinks, flash = arch.has_sinks(layer), kernels.attention != "blocks"
+    return partial(PackedAttention, **groups, sinks=sinks, flash=flash, **heads)
 
 
 class _BiasedExpertOutput(RowParallelLinear):
@@ -278,7 +281,7 @@ def build_chunks(
             pre_process=mesh.is_first_stage(index),
             post_process=mesh.is_last_stage(index),
             share_embeddings_and_output_weights=arch.tie_embeddings,
-            inv_freq=arch.rope.inv_freq(arch.rotary_dim),
+            inv_freq=torch.cat([rope.inv_freq(arch.rotary_dim) for rope in arch.ropes]),
             rotary_factor=arch.rope.cos_sin_factor if arch.latent else 1.0,
             query_scaling=arch.rope.query_scaling,
             pg_collection=mesh.megatron,

@@ -8,13 +8,13 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
-from isoloss.models.architecture import QueryScaling
 from isoloss.models.mcore.arrival import wait_for_weights
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.experts import RoutedRow
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotary_table
 from isoloss.models.mcore.router_losses import RoutedTokens
+from isoloss.models.rope import QueryScaling
 from isoloss.parallel.ragged import Uploads
 
 

@@ -45,8 +45,7 @@ class CheckpointRows:
 
 def native_style(arch: Architecture) -> Style:
     """The style that Megatron-Core gives a model of this architecture by default, and that isoloss writes."""
-    differ = arch.delta is not None or (arch.experts is not None and arch.experts.dense_layers > 0)
-    return Style.PER_LAYER if differ else Style.STACKED
+    return Style.PER_LAYER if arch.layers_differ else Style.STACKED
 
 
 def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[CheckpointRows, ...]:

@@ -8,7 +8,7 @@ A mapping is four inverse pairs of pure functions on tensors of any dtype:
 `whole` is the Megatron-Core weight before tensor parallelism, with the vocabulary at its true size. Everything works
 alike on weights, gradients and optimizer moments. Shards are contiguous copies; the results of the others may be views.
 
-Letters: g kv heads, h attention heads, d width of a head.
+Letters: g kv heads, h attention heads, d width of a query or key head, u of a value head.
 """
 
 import math
@@ -103,7 +103,7 @@ class TransposedRowParallel(RowParallel):
 class QKV:
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
-    merge takes q [h*d, *], k [g*d, *], v [g*d, *] (biases: without *) and gives [(h+2g)*d, *].
+    merge takes q [h*d, *], k [g*d, *], v [g*u, *] (biases: without *) and gives [(h+g)*d+g*u, *].
     A shard is a contiguous run of rows: of whole kv groups, or with more ranks than kv heads of a part of one (Megatron
     then gathers the projection over TP and picks each rank's query heads).
     """
@@ -111,6 +111,7 @@ class QKV:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    value_dim: int
 
     def merge(self, tensors: Sequence[Tensor]) -> Tensor:
         groups = zip(*(tensor.chunk(self.num_kv_heads, 0) for tensor in tensors))
@@ -118,7 +119,7 @@ class QKV:
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         rest, g, d = whole.shape[1:], self.num_kv_heads, self.head_dim
-        groups = whole.reshape(g, -1, *rest).split([self.num_heads // g * d, d, d], 1)
+        groups = whole.reshape(g, -1, *rest).split([self.num_heads // g * d, d, self.value_dim], 1)
         return tuple(piece.reshape(-1, *rest) for piece in groups)
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:

@@ -13,15 +13,8 @@ from typing import Any
 
 import yaml
 
-from isoloss.models.architecture import (
-    Architecture,
-    Experts,
-    GatedDelta,
-    Latent,
-    LinearScaling,
-    Llama3Scaling,
-    YarnScaling,
-)
+from isoloss.models.architecture import Architecture, Experts, GatedDelta, Latent
+from isoloss.models.rope import LinearScaling, Llama3Scaling, YarnScaling
 from isoloss.models.weights import megatron_args
 from isoloss.parallel.errors import UserError
 
@@ -120,7 +113,8 @@ def _wanted(arch: Architecture) -> Iterator[Wanted]:
     yield "num_attention_heads", "num_attention_heads", arch.num_heads
     yield "vocab_size", "vocab_size", arch.vocab_size
     yield "layernorm_epsilon", "rms_norm_eps", arch.norm_eps
-    yield "rotary_base", "rope_theta", arch.rope.theta
+    thetas = [rope.theta for rope in reversed(arch.ropes)]
+    yield "rotary_base", "rope_theta", thetas if arch.windowed else arch.rope.theta
     yield "share_embeddings_and_output_weights", "tie_word_embeddings", arch.tie_embeddings
     yield "normalization", "normalization", "RMSNorm"
     yield "layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma", arch.zero_centered_norm
@@ -129,7 +123,8 @@ def _wanted(arch: Architecture) -> Iterator[Wanted]:
     yield "add_bias_linear", "mlp_bias", arch.linear_bias
     if not arch.linear_bias:
         yield "add_qkv_bias", "attention_bias", arch.qkv_bias
-    yield "softmax_type", "softmax_type", "learnable" if arch.sinks else "vanilla"
+    if all(arch.sinks):  # where some layers have none, it is not noted down
+        yield "softmax_type", "softmax_type", "learnable" if arch.sinks else "vanilla"
     yield "multi_latent_attention", "multi_latent_attention", arch.latent is not None
     yield from _attention(arch) if arch.latent is None else _latent(arch, arch.latent)
     if arch.experts is None or arch.experts.dense_layers:

@@ -129,8 +129,9 @@ def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
 def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
     mcore, hf = f"decoder.layers.{layer}.self_attention.", f"{arch.tensor_prefix}layers.{layer}.self_attn."
     hidden, d = arch.hidden_size, arch.head_dim
-    qkv = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, arch.num_kv_heads, d)
-    sizes = (arch.num_heads * d * (2 if arch.output_gate else 1), arch.num_kv_heads * d, arch.num_kv_heads * d)
+    kv_heads = arch.kv_heads(layer)
+    qkv = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, kv_heads, d, arch.value_dim)
+    sizes = (arch.num_heads * d * (2 if arch.output_gate else 1), kv_heads * d, kv_heads * arch.value_dim)
     for kind, rest in _kinds(arch.qkv_bias, (hidden,)):
         parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes))
         yield Weight(f"{mcore}linear_qkv.{kind}", (sum(sizes), *rest), parts, qkv, layer)
@@ -138,8 +139,9 @@ def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
         for letter, size in zip("qk", sizes):
             shape, mapping = ((size,), ColumnParallel()) if arch.joint_qk_norm else ((d,), Replicated())
             yield _whole(f"{mcore}{letter}_layernorm.weight", f"{hf}{letter}_norm.weight", shape, mapping, layer)
-    if arch.sinks:
-        yield _whole(f"{mcore}core_attention.softmax_offset", f"{hf}sinks", (arch.num_heads,), ColumnParallel(), layer)
+    if arch.has_sinks(layer):
+        name, shape = f"{hf}{arch.sinks_name}", (arch.num_heads,)
+        yield _whole(f"{mcore}core_attention.softmax_offset", name, shape, ColumnParallel(), layer)
     yield from _output_projection(arch, layer)
 
 

@@ -46,6 +46,16 @@ def test_a_checkpoint_goes_on_in_another_layout(name, distributed_optimizer, tmp
     assert {key for key in keys if not key.startswith("chained")} == expected
 
 
+def test_layers_of_other_shapes_without_a_dense_one(tmp_path, pool):
+    """Megatron-Core would stack what all layers have: here one has more key/value heads, and sinks."""
+    folder = write_folder("mimo-v2-flash", tmp_path / "model", mlp_layer_types=["sparse"] * 2)
+    samples = make_samples(LENGTHS, VOCAB)
+    (wanted,) = pool.run(1, train_and_save, folder, tmp_path / "checkpoint", samples, {})
+    found = pool.run(2, load_and_train, folder, tmp_path / "checkpoint", samples, {"pp": 2})
+    for weight, tensor in {**found[0], **found[1]}.items():
+        torch.testing.assert_close(tensor, wanted[weight], rtol=0, atol=2e-5, msg=lambda m, w=weight: f"{w}: {m}")
+
+
 def test_files_are_those_of_megatrons_own_strategy(tmp_path, pool):
     """To the bit: tensors, what is not a tensor, and what `.metadata` tells of both."""
     folder, theirs, ours = write_folder("qwen3-moe", tmp_path / "model"), tmp_path / "theirs", tmp_path / "ours"

@@ -22,6 +22,11 @@ GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_attention_heads"
 MINIMAX_M2 = {"hidden_size": 3072, "intermediate_size": 1536, "num_attention_heads": 48, "num_key_value_heads": 8,
               "head_dim": 128, "rotary_dim": 64, "num_hidden_layers": 8, "num_local_experts": 32,
               "num_experts_per_tok": 8, "vocab_size": 200064, "max_position_embeddings": 196608}  # fmt: skip
+# Those of MiMo-V2-Flash, with 8 of 48 layers and 32 of 256 experts.
+MIMO = {"hidden_size": 4096, "intermediate_size": 16384, "moe_intermediate_size": 2048, "num_attention_heads": 64,
+        "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "num_hidden_layers": 8,
+        "n_routed_experts": 32, "n_group": 1, "num_experts_per_tok": 8, "vocab_size": 152576,
+        "max_position_embeddings": 262144, "rope_parameters": None}  # fmt: skip
 # Of Qwen3.5, with 8 of 64 and of 40 layers. What transformers has as defaults is written out: vocabulary, widths of
 # heads, and all of 35B-A3B; the sizes of 27B are from memory.
 DELTA = {"num_hidden_layers": 8, "full_attention_interval": 4, "head_dim": 256, "linear_num_key_heads": 16,
@@ -57,6 +62,7 @@ MODELS = {
     "70b": published.LLAMA_70B | {"num_hidden_layers": 16},
     "gpt-oss": families.published("gpt-oss", **GPT_OSS),
     "minimax-m2": families.published("minimax-m2", **MINIMAX_M2),
+    "mimo-v2-flash": families.published("mimo-v2-flash", **MIMO),
     "qwen3.5-27b": families.published("qwen3.5", **DELTA, **QWEN_27B),
     "qwen3.5-35b-a3b": families.published("qwen3.5-moe", **DELTA, **QWEN_35B_A3B),
     "ministral-3": families.published(
@@ -98,6 +104,9 @@ ROWS = (
     ("30b-a3b", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.etp=2", KEEP),
     ("gpt-oss", 8, 0, "parallel.ep=8", KEEP),
     ("minimax-m2", 8, 0, "parallel.ep=4", "parallel.tp=2", KEEP),
+    ("mimo-v2-flash", 8, 0, "parallel.ep=8", KEEP),
+    ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.ulysses=2", "batch.max_tokens=16384", KEEP),
+    ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.ring=2", "memory.recompute=selective"),
     ("qwen3.5-27b", 8, 0, "parallel.tp=4", "memory.recompute=selective"),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", FULL),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", "parallel.pp=2", KEEP),

@@ -55,8 +55,9 @@ MOE = {
     "mistral-4": MoeConfig("sequence", 0.3),
     "qwen3.5-moe": MoeConfig("sequence", 0.3, 0.1),
     "minimax-m2": MoeConfig(z_loss_coef=0.1),
+    "mimo-v2-flash": MoeConfig("sequence", 0.3),
 }
-FIRST_LAYER_DENSE = ("glm-4.5", "glm-4.7-flash", "mistral-4")
+FIRST_LAYER_DENSE = ("glm-4.5", "glm-4.7-flash", "mistral-4", "mimo-v2-flash")
 # Of each, the model that `make test-all` runs on it; `make prove-all` runs them all.
 LAYOUTS = {
     "dp2": "qwen3-moe",

@@ -36,6 +36,8 @@ def selective(*modules: str) -> MemoryConfig:
         ("qwen2", selective("mlp_act")),
         ("ministral-3", selective("core_attn")),  # queries that grow with their position
         ("minimax-m2", FULL),  # a norm whose squares TP ranks sum
+        ("mimo-v2-flash", FULL),  # layers of two kinds
+        ("mimo-v2-flash", selective("core_attn", "moe", "layernorm")),
         ("qwen3-moe", selective("moe")),
         ("qwen3-moe", selective("experts")),
         ("gpt-oss", selective("core_attn", "experts", "layernorm")),

@@ -171,12 +171,15 @@ def test_rotary_angles_are_bit_equal_to_those_of_transformers(folder, one_rank):
     engine = make_engine(folder, "fp64")
     rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
     positions = torch.arange(engine.arch.max_positions)
-    cos, sin = rotary(torch.zeros((), dtype=torch.float32), positions[None])
-    angles = torch.outer(positions.float(), engine.chunks[0].module.inv_freq)
-    if cos.shape[-1] != angles.shape[-1]:  # gpt-oss keeps one half
-        angles = angles.repeat(1, 2)
-    factor = engine.arch.rope.cos_sin_factor
-    assert torch.equal(cos[0], angles.cos() * factor) and torch.equal(sin[0], angles.sin() * factor)
+    kinds = [{"layer_type": kind} for kind in getattr(rotary, "layer_types", ())] or [{}]
+    inv_freqs = engine.chunks[0].module.inv_freq.chunk(len(kinds))
+    for kind, inv_freq, rope in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
+        cos, sin = rotary(torch.zeros((), dtype=torch.float32), positions[None], **kind)
+        angles = torch.outer(positions.float(), inv_freq)
+        if cos.shape[-1] != angles.shape[-1]:  # gpt-oss keeps one half
+            angles = angles.repeat(1, 2)
+        factor = rope.cos_sin_factor
+        assert torch.equal(cos[0], angles.cos() * factor) and torch.equal(sin[0], angles.sin() * factor)
 
 
 LAYOUTS = {

@@ -32,6 +32,7 @@ def make_requests(count: int = 11) -> list[Request]:
         ("mistral", 2, {"ulysses": 2}),
         ("gpt-oss", 2, {"ep": 2}),
         ("deepseek-v3", 2, {"tp": 2, "ep": 2}),
+        ("mimo-v2-flash", 2, {"tp": 2, "ep": 2}),
     ],
     ids=str,
 )

@@ -27,6 +27,8 @@ MODELS = {
     "qwen3.5-moe": FOUR_LAYERS | {"num_experts": 8, "head_dim": 20},
     # A norm over all heads together, of which TP ranks have a share each.
     "minimax-m2": FOUR_LAYERS | {"intermediate_size": 28, "head_dim": 8, "rotary_dim": 4},
+    # Layers of two kinds, with 4 and 8 key/value heads; a dense first layer.
+    "mimo-v2-flash": FOUR_LAYERS | {"head_dim": 20},
 }
 
 

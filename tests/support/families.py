@@ -19,6 +19,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral4Config,
@@ -120,6 +121,15 @@ SPARSE: dict[str, Row] = {
     "minimax-m2": (MiniMaxM2Config, {"intermediate_size": 40, "num_attention_heads": 6, "head_dim": 20,
                                      "num_local_experts": 8, "num_experts_per_tok": 3, "rotary_dim": 12,
                                      "rope_parameters": PLAIN_ROPE}),
+    # A dense layer that sees everything; one with a window, twice the key/value heads, sinks and experts.
+    "mimo-v2-flash": (MiMoV2FlashConfig, {
+        "num_attention_heads": 8, "head_dim": 20, "v_head_dim": 14, "attention_value_scale": 0.6, "sliding_window": 9,
+        "moe_intermediate_size": 28, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 2, "topk_group": 1,
+        "routed_scaling_factor": 1.4, "rope_parameters": {
+            kind: {**PLAIN_ROPE, "rope_theta": theta, "partial_rotary_factor": 0.6}
+            for kind, theta in (("full_attention", 5e6), ("sliding_attention", 100.0))
+        },
+    }),
 }  # fmt: skip
 MODELS = DENSE | SPARSE
 # One row of each architecture: without those that say of one what another row does not.

@@ -15,6 +15,7 @@ from megatron.core.ssm import gated_delta_net
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import multi_latent_attention
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -101,6 +102,23 @@ class LatentCoreAttention(DotProductAttention):
         super().__init__(*args, **kwargs)
 
 
+class DifferingAttention(SelfAttention):
+    """Megatron has one kind of attention in all layers; its own projections and core, in the sizes of each layer."""
+
+    def __init__(self, config, submodules, layer_number, *, arch: Architecture, pg_collection=None, **options):
+        config, layer = copy.copy(config), layer_number - 1
+        config.num_query_groups = arch.kv_heads(layer)
+        config.softmax_type = "learnable" if arch.has_sinks(layer) else "vanilla"
+        super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
+        values = arch.num_heads * arch.value_dim
+        rows = self.query_projection_size + self.kv_projection_size + arch.kv_heads(layer) * arch.value_dim
+        options = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": pg_collection.tp}
+        self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)
+        self.linear_proj = RowParallelLinear(
+            values, arch.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
+        )
+
+
 class JointNorm(nn.Module):
     """Megatron has no norm over all heads together; its place in a checkpoint, with each TP rank's share."""
 
@@ -160,6 +178,10 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             attention = layer.submodules.self_attention.submodules
             for slot, heads in (("q_layernorm", arch.num_heads), ("k_layernorm", arch.num_kv_heads)):
                 setattr(attention, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
+    if arch.differing_attention:
+        for layer in spec.layer_specs:
+            layer.submodules.self_attention.module = DifferingAttention
+            layer.submodules.self_attention.params["arch"] = arch
     if arch.delta:
         first = get_transformer_layer_offset(config, pp_rank=mesh.pp.rank())
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # layers of a kind share one

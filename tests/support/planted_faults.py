@@ -9,8 +9,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.models.architecture import Rope
 from isoloss.models.conversion import mcore_to_hf
+from isoloss.models.rope import Rope
 from isoloss.models.weights import checkpoint_read, hf_checkpoint
 from isoloss.models.weights.mappings import QKV, GatedMLP
 from isoloss.models.weights.weight_map import Part, Weight, weight_map

@@ -84,7 +84,8 @@ def evaluate(
     """A step."""
     engine = make_engine(folder, fused, precision, moe, **parallel)
     layer = unwrap(engine.chunks[0]).decoder.layers[0]
-    some_module = layer.input_layernorm if engine.arch.latent or engine.arch.delta else layer.self_attention.linear_proj
+    of_isoloss = engine.arch.latent or engine.arch.delta or engine.arch.differing_attention
+    some_module = layer.input_layernorm if of_isoloss else layer.self_attention.linear_proj
     assert type(some_module).__module__.endswith("transformer_engine") == fused
     logits = torch.cat(engine.logits(samples))
     metrics = engine.forward_backward(samples, TOKEN_MEAN)

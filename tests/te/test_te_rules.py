@@ -13,8 +13,9 @@ from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.engine.packing import pack
-from isoloss.models.architecture import Architecture, Experts, Latent, Rope
+from isoloss.models.architecture import Architecture, Experts, Latent, Values
 from isoloss.models.mcore import transformer_engine
+from isoloss.models.rope import Rope
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, local_name, native_style
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError
@@ -50,7 +51,7 @@ def check(settings: Config, arch: Architecture) -> None:
         (None, DENSE, config("bf16", False)),
         ("2.8", DENSE, config("bf16", False)),
         ("2.11", DENSE, config("fp64", False)),
-        ("2.11", replace(SPARSE, linear_bias=True, sinks=True, clamped_swiglu=True), config("fp32", True)),
+        ("2.11", replace(SPARSE, linear_bias=True, sinks=(True,) * 4, clamped_swiglu=True), config("fp32", True)),
         ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p")),
         ("2.11", DENSE, config("bf16", True, cp_kernel="p2p", ring=8, tp=2)),
         ("2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="a2a", ulysses=4)),
@@ -84,7 +85,11 @@ REFUSED = [
         "2.11", replace(DENSE, latent=Latent(None, 20, 12, 8, 16)), config("bf16", True, cp_kernel="p2p"),
         "cp_kernel=p2p does not attend for latent attention here; use parallel.cp_kernel=isoloss",
     ),
-    ("2.11", replace(DENSE, sinks=True), config("bf16", True, cp_kernel="p2p"), "cp_kernel=p2p has no attention sinks"),
+    (
+        "2.11", replace(DENSE, values=Values(6, 0.7)), config("bf16", True, cp_kernel="p2p"),
+        "cp_kernel=p2p does not attend for llama attention here; use parallel.cp_kernel=isoloss",
+    ),
+    ("2.11", replace(DENSE, sinks=(True,) * 4), config("bf16", True, cp_kernel="p2p"), "p2p has no attention sinks"),
     ("2.11", replace(DENSE, head_dim=20), config("bf16", True, cp_kernel="p2p"), "and the model's have 20"),
     (
         "2.11", replace(DENSE, windows=(9, None) * 2), config("bf16", True, cp_kernel="p2p", ring=2),

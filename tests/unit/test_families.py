@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import (
     Glm4MoeLiteConfig,
     GptOssConfig,
     LlamaConfig,
+    MiMoV2FlashConfig,
     MiniMaxM2Config,
     Ministral3Config,
     Mistral4Config,
@@ -27,24 +29,14 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from isoloss.models.architecture import (
-    Architecture,
-    ExpertNames,
-    Experts,
-    GatedDelta,
-    Latent,
-    LinearScaling,
-    Llama3Scaling,
-    QueryScaling,
-    Rope,
-    YarnScaling,
-)
+from isoloss.models.architecture import Architecture, ExpertNames, Experts, GatedDelta, Latent, Values
 from isoloss.models.families import (
     deepseek_v3,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
     llama,
+    mimo_v2_flash,
     minimax_m2,
     ministral3,
     mistral,
@@ -55,6 +47,7 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
+from isoloss.models.rope import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.errors import UserError
 
@@ -172,6 +165,23 @@ MINIMAX_M2 = {  # without its quantization_config
     "tie_word_embeddings": False, "transformers_version": "4.46.1", "use_cache": True, "use_mtp": True,
     "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064,
 }  # fmt: skip
+# Put together of SGLang's fields and of the test of Megatron-Bridge; without its quantization_config.
+MIMO_V2_FLASH = {
+    "architectures": ["MiMoV2FlashForCausalLM"], "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True, "attention_bias": False, "attention_chunk_size": 128, "attention_dropout": 0.0,
+    "attention_value_scale": 0.707, "auto_map": {"AutoConfig": "configuration_mimo_v2_flash.MiMoV2FlashConfig"},
+    "head_dim": 192, "hidden_act": "silu", "hidden_size": 4096, "hybrid_block_size": None,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 1] + [0, 1, 1, 1, 1, 1] * 7 + [0], "initializer_range": 0.02,
+    "intermediate_size": 16384, "layernorm_epsilon": 1e-05, "max_position_embeddings": 262144,
+    "model_type": "mimo_v2_flash", "moe_intermediate_size": 2048, "moe_layer_freq": [0] + [1] * 47, "n_group": 1,
+    "n_routed_experts": 256, "n_shared_experts": None, "norm_topk_prob": True, "num_attention_heads": 64,
+    "num_experts_per_tok": 8, "num_hidden_layers": 48, "num_key_value_heads": 4, "partial_rotary_factor": 0.334,
+    "rope_theta": 5000000, "routed_scaling_factor": None, "scoring_func": "sigmoid", "sliding_window": 128,
+    "sliding_window_size": 128, "swa_head_dim": 192, "swa_num_attention_heads": 64, "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000, "swa_v_head_dim": 128, "tie_word_embeddings": False, "topk_group": 1,
+    "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "transformers_version": "4.40.1", "use_cache": True,
+    "v_head_dim": 128, "vocab_size": 152576,
+}  # fmt: skip
 HUB = [
     (llama, LLAMA_31_8B, LlamaConfig), (mistral, MISTRAL_7B, MistralConfig), (qwen2, QWEN25_7B, Qwen2Config),
     (qwen3, QWEN3_8B, Qwen3Config), (qwen3_moe, QWEN3_30B_A3B, Qwen3MoeConfig), (mixtral, MIXTRAL_8X7B, MixtralConfig),
@@ -228,6 +238,26 @@ def test_other_families_as_published():
     arch = gpt_oss.architecture(GPT_OSS_20B)
     assert arch.windows == (128, None) * 12 and arch.sinks and arch.linear_bias and arch.clamped_swiglu
     assert arch.rope.scaling == YarnScaling(32.0, 4096, 32.0, 1.0, False, 0.1 * math.log(32) + 1, 1.0)
+
+
+def test_layers_of_two_kinds_as_published(tmp_path):
+    """In the spelling of the hub, which transformers keeps beside its own."""
+    arch = mimo_v2_flash.architecture(MIMO_V2_FLASH)
+    kinds = [bool(kind) for kind in MIMO_V2_FLASH["hybrid_layer_pattern"]]
+    assert arch.windows == tuple(129 if kind else None for kind in kinds) and arch.sinks == tuple(kinds)
+    assert [arch.kv_heads(layer) for layer in range(6)] == [4, 8, 8, 8, 8, 4]
+    assert (arch.ropes, arch.rotary_dim) == ((Rope(5e6), Rope(1e4)), 64)
+    assert arch.values == Values(128, 0.707) and (arch.head_dim, arch.value_dim) == (192, 128)
+    assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, selection_bias=True, dense_layers=1)
+    assert round(num_parameters(arch) / 1e9) == 309
+    config = MiMoV2FlashConfig(**MIMO_V2_FLASH)
+    config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["sliding_window"] == 129 and "layer_types" in saved
+    assert read_architecture(tmp_path) == mimo_v2_flash.architecture(config.to_dict()) == arch
+    default = mimo_v2_flash.architecture(MiMoV2FlashConfig().to_dict())
+    assert replace(default, dtype="bfloat16", max_positions=262144) == arch
+    assert mimo_v2_flash.architecture({**MIMO_V2_FLASH, "attention_value_scale": None}).values == Values(128, 1.0)
 
 
 # What transformers' configurations of these say, which are of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
@@ -498,6 +528,34 @@ REFUSED = [
         "partial_rotary_factor=0.5",
     ),
     (MINIMAX_M2, {"shared_intermediate_size": 8}, "shared_intermediate_size=8"),
+    (MIMO_V2_FLASH, {"hybrid_layer_pattern": [0, 1] * 24}, "hybrid_layer_pattern=.* is not what transformers computes"),
+    (MIMO_V2_FLASH, {"moe_layer_freq": [0, 0] + [1] * 46}, "moe_layer_freq=.* is not what transformers computes"),
+    (
+        MIMO_V2_FLASH,
+        {"rope_theta": 640000},
+        "rope_theta=640000 is not what transformers computes of this file",
+    ),
+    (MIMO_V2_FLASH, {"swa_num_key_value_heads": 16}, "swa_num_key_value_heads=16 is not what transformers computes"),
+    (MIMO_V2_FLASH, {"swa_v_head_dim": 192}, "swa_v_head_dim=192 is not what transformers computes of this file, 128"),
+    (
+        MIMO_V2_FLASH,
+        {"num_key_value_heads": 64},
+        "num_key_value_heads=64 must divide num_attention_heads=64 twice",
+    ),
+    (MIMO_V2_FLASH, {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias=True is not supported"),
+    (MIMO_V2_FLASH, {"sliding_window": 64}, "sliding_window=64 contradicts sliding_window_size=128"),
+    (MIMO_V2_FLASH, {"n_shared_experts": 1}, "n_shared_experts=1 is not supported"),
+    (MIMO_V2_FLASH, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.* must be an object of full_att"),
+    (
+        MIMO_V2_FLASH,
+        {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "sliding_attention": {}}},
+        "rope_parameters.full_attention.rope_type='yarn' is not supported",
+    ),
+    (
+        MIMO_V2_FLASH,
+        {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
+        "rope_parameters=.* rotates other channels where there is a window",
+    ),
     (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok"),
     (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),
     (GPT_OSS_20B, {"sliding_window": None}, "sliding_window is missing"),
@@ -530,7 +588,7 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
         ("DeepseekV32ForCausalLM", "DSA"), ("GlmMoeDsaForCausalLM", "DSA"), ("Glm5NextForCausalLM", "Delta Attention"),
         ("DeepseekV4ForCausalLM", "hyper-connections"), ("KimiLinearForCausalLM", "Delta Attention"),
         ("KimiK3ForConditionalGeneration", "Delta Attention"), ("KimiK25ForConditionalGeneration", "int4"),
-        ("Kimi_K25ForConditionalGeneration", "int4"), ("MiMoV2FlashForCausalLM", "kinds of layer"),
+        ("Kimi_K25ForConditionalGeneration", "int4"), ("MiMoV2ForCausalLM", "MiMo-V2-Flash alone"),
         ("MiniMaxM3SparseForConditionalGeneration", "indexer"),
     ):  # fmt: skip
         refused(rf"architectures={name} is not supported: .*{why}", json.dumps({"architectures": [name]}))
@@ -544,6 +602,7 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
         (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
         (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "experts", GLM_47_EXPERTS),
         (gpt_oss, GPT_OSS_20B, "layer_types", "windows", (128, None) * 12),
+        (mimo_v2_flash, MIMO_V2_FLASH, "attention_value_scale", "values", Values(128, 0.707)),
         (minimax_m2, MINIMAX_M2, "rotary_dim", "rotary_dim", 128),
         (minimax_m2, MINIMAX_M2, "rope_theta", "rope", Rope(5e6)),
         (mistral, MISTRAL_7B, "layer_types", "windows", (4096,) * 32),

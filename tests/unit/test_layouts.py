@@ -7,7 +7,8 @@ from support.layouts import ON_GPUS, overrides
 
 from isoloss.engine import compatibility
 from isoloss.engine.config import Config, ModelConfig
-from isoloss.models.architecture import Architecture, Experts, Rope
+from isoloss.models.architecture import Architecture, Experts
+from isoloss.models.rope import Rope
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.proof import on_layout

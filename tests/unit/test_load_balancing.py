@@ -10,9 +10,10 @@ import torch
 from isoloss.engine import load_balancing
 from isoloss.engine.config import LossConfig, MoeConfig
 from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
-from isoloss.models.architecture import Architecture, Experts, Rope
+from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.mcore.router import route, selection_margin
 from isoloss.models.mcore.router_losses import RoutedTokens
+from isoloss.models.rope import Rope
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import Aggregation
 

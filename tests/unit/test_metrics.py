@@ -13,7 +13,8 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from isoloss.engine import metrics
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.plan import CostModel
-from isoloss.models.architecture import Architecture, Rope
+from isoloss.models.architecture import Architecture
+from isoloss.models.rope import Rope
 
 
 def rows(path: Path) -> list[dict]:

@@ -8,7 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from isoloss.engine.plan import CostModel, Plan, imbalance, make_plan
-from isoloss.models.architecture import Architecture, Experts, Latent, Rope
+from isoloss.models.architecture import Architecture, Experts, Latent, Values, Windowed
+from isoloss.models.rope import Rope
+from isoloss.tools.dryrun.rollout_batch import cache_bytes
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)
@@ -205,6 +207,12 @@ def test_cost_counts_what_a_token_meets():
     attention = 8 * 7 + 7 * 2 * 5 + 8 * (6 + 2) + 6 * 2 * (3 + 4) + 2 * 4 * 8
     assert CostModel.of(latent).linear == 2 * (2 * (attention + 3 * 8 * 16) + 256)
     assert CostModel.of(latent).quadratic == 2 * (2 * 2 * (5 + 4)) / 2
+
+    kinds = replace(plain, windows=(None, 10), values=Values(3, 0.5), windowed=Windowed(2, Rope(1e4)))
+    attention = 8 * (2 * 4 + 1 * 4 + 1 * 3) + 8 * (2 * 4 + 2 * 4 + 2 * 3) + 2 * 2 * 3 * 8
+    assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
+    assert CostModel.of(kinds).quadratic == CostModel.of(kinds).windowed == 2 * 2 * (4 + 3) / 2
+    assert cache_bytes(kinds) == 2 * (1 + 2) * (4 + 3)
 
     windowed = CostModel.of(replace(plain, windows=(None, 10)))
     assert windowed.cost([10])[0] == CostModel.of(plain).cost([10])[0]

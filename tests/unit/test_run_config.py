@@ -63,6 +63,7 @@ SET: dict[str, dict[str, Any]] = {
     "mistral-4": {"qk_layernorm": True, "multi_latent_attention": True, "moe_layer_freq": [0, 1],
                   "moe_shared_expert_intermediate_size": 28, "rope_type": "yarn", "rotary_scaling_factor": 4.0},
     "minimax-m2": {**GROUPED, "moe_ffn_hidden_size": 40, "rotary_percent": 12 / 20},
+    "mimo-v2-flash": {**GROUPED, "moe_layer_freq": [0, 1], "rotary_percent": 0.6, "rotary_base": [100.0, 5e6]},
     "qwen3.5": {**DELTA, "ffn_hidden_size": 72},
     "qwen3.5-moe": {**DELTA, "moe_shared_expert_intermediate_size": 36, "moe_shared_expert_gate": True},
     "qwen3-next": {**DELTA, "moe_shared_expert_intermediate_size": 36, "moe_shared_expert_gate": True},
@@ -75,11 +76,12 @@ SET: dict[str, dict[str, Any]] = {
 def provider(name: str) -> dict[str, Any]:
     """The model of the run_config.yaml for a config.json of the table of families."""
     config = published(name)
+    rotation = config["rope_parameters"]
     mapped = {theirs: config[ours] for ours, theirs in MAPPED.items() if config.get(ours) is not None}
     return {
         "_target_": "megatron.bridge.models.gpt_provider.GPTModelProvider",
         **DEFAULTS,
-        "rotary_base": config["rope_parameters"]["rope_theta"],
+        "rotary_base": rotation.get("full_attention", rotation)["rope_theta"],
         **mapped,
         **SET.get(name, {}),
     }

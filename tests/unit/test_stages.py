@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
 from isoloss.engine.plan import CostModel
-from isoloss.models.architecture import Architecture, Experts, Rope
+from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import pipeline_layout, split_layers, stage_layers
+from isoloss.models.rope import Rope
 from isoloss.parallel import Layout
 
 LLAMA_8B = Architecture(

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.families import FAMILIES, make, published, tensors_of
 
-from isoloss.models.architecture import Architecture, ExpertNames, Rope
+from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families import glm4_moe, qwen2, qwen3
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.rope import Rope
 from isoloss.models.weights.mappings import (
     QKV,
     ColumnParallel,
@@ -99,18 +100,18 @@ def test_a_family_names_all_that_belongs_to_experts():
 
 @pytest.mark.parametrize("rest", [(), (3,)])
 def test_qkv_is_the_queries_of_a_group_then_its_key_then_its_value(rest):
-    h, g, d = 6, 2, 4
-    q, k, v = numbered((h, d, *rest)), numbered((g, d, *rest)) + 1000, numbered((g, d, *rest)) + 2000
+    h, g, d, u = 6, 2, 4, 3
+    q, k, v = numbered((h, d, *rest)), numbered((g, d, *rest)) + 1000, numbered((g, u, *rest)) + 2000
     expected = torch.cat([q[0], q[1], q[2], k[0], v[0], q[3], q[4], q[5], k[1], v[1]])
-    whole = QKV(h, g, d).merge([tensor.reshape(-1, *rest) for tensor in (q, k, v)])
+    whole = QKV(h, g, d, u).merge([tensor.reshape(-1, *rest) for tensor in (q, k, v)])
     assert torch.equal(whole, expected)
-    assert torch.equal(QKV(h, g, d).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
+    assert torch.equal(QKV(h, g, d, u).shard(whole, 2, 1), torch.cat([q[3], q[4], q[5], k[1], v[1]]))
 
 
 def test_more_ranks_than_kv_heads_take_runs_of_rows():
     whole = numbered((48, 3))
-    shards = [QKV(8, 2, 4).shard(whole, 4, rank) for rank in range(4)]
-    assert torch.equal(torch.cat(shards), whole) and torch.equal(QKV(8, 2, 4).unshard(shards), whole)
+    shards = [QKV(8, 2, 4, 4).shard(whole, 4, rank) for rank in range(4)]
+    assert torch.equal(torch.cat(shards), whole) and torch.equal(QKV(8, 2, 4, 4).unshard(shards), whole)
 
 
 def test_gate_and_up_are_sharded_each_for_itself():
@@ -162,9 +163,9 @@ def forms(draw):
     n, m, rest = (draw(st.integers(1, 5)) for _ in range(3))
     kind = draw(st.sampled_from(MAPPINGS))
     if kind is QKV:
-        g, d = tp * n, draw(st.integers(1, 4))
+        g, d, u = tp * n, draw(st.integers(1, 4)), draw(st.integers(1, 4))
         tail = draw(st.sampled_from([(), (rest,)]))
-        return QKV(g * m, g, d), [(g * m * d, *tail), (g * d, *tail), (g * d, *tail)], tp
+        return QKV(g * m, g, d, u), [(g * m * d, *tail), (g * d, *tail), (g * u, *tail)], tp
     if kind is GatedMLP:
         return GatedMLP(), [(tp * n, m), (tp * n, m)], tp
     if kind is InterleavedGatedMLP:
@@ -193,7 +194,7 @@ def test_a_tp_degree_that_does_not_fit_is_refused_by_name():
     with pytest.raises(
         UserError, match=r"parallel.tp=4 neither divides nor is a multiple of the model's 3 key/value heads"
     ):
-        QKV(12, 3, 4).shard(numbered((72, 3)), 4, 0)
+        QKV(12, 3, 4, 4).shard(numbered((72, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 MLP features"):
         GatedMLP().shard(numbered((12, 3)), 4, 0)
     with pytest.raises(UserError, match=r"parallel.tp=4 does not divide the model's 6 input features"):

@@ -177,8 +177,9 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
     outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
     width, tokens = 2, config.batch.max_tokens // layout.context
     row = width * tokens * arch.hidden_size
-    heads = width * tokens * (arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim / layout.tp
-    pairs = width * tokens * 2 * arch.num_kv_heads * arch.head_dim / layout.tp
+    kv_heads = sum(map(arch.kv_heads, range(arch.num_layers))) / arch.num_layers
+    pairs = width * tokens * kv_heads * (arch.head_dim + arch.value_dim) / layout.tp
+    heads = width * tokens * arch.num_heads * arch.head_dim / layout.tp + pairs
     inside, outside = NETWORK_SHARE * gpu.nvlink, NETWORK_SHARE * gpu.infiniband
     seconds = layers * (10 + 4 * again) * row * (layout.tp - 1) / layout.tp / inside
     seconds += layers * (2 + again) * 1.5 * heads * (layout.ulysses - 1) / layout.ulysses / inside

@@ -186,6 +186,7 @@ def _transformers_name(tensor: str, arch: Architecture) -> str:
     """What transformers calls in memory what the files of some families call otherwise."""
     if tensor.startswith(arch.tensor_prefix):
         tensor = "model." + tensor.removeprefix(arch.tensor_prefix)
+    tensor = tensor.replace(f".self_attn.{arch.sinks_name}", ".self_attn.sinks")
     return tensor.replace(f".{arch.experts.names.module}.", ".mlp.") if arch.experts else tensor
 
 
