@@ -42,8 +42,11 @@ class DifferingAttention(MegatronModule):
         self.kv_heads, self.head_dim, self.value_dim = kv_heads // tp.size(), arch.head_dim, arch.value_dim
         self.value_scale = arch.values.scale if arch.values else 1.0
         self.num_ropes = len(arch.ropes)
+        self.one_kernel = config.kernels.rope
         self.own_rope = self.num_ropes - 1 if arch.window(layer) else 0
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
+        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in (
+            config.recompute_modules or ()
+        )
         options = {"config": config, "init_method": nn.Identity(), "bias": False, "tp_group": tp}
         rows = (arch.num_heads + kv_heads) * arch.head_dim + kv_heads * arch.value_dim
         self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)
@@ -72,5 +75,5 @@ class DifferingAttention(MegatronModule):
         query, key, value = groups.split([queries, self.head_dim, self.value_dim], -1)
         query = query.unflatten(-1, (-1, self.head_dim)).flatten(2, 3)
         own_table = table.chunk(self.num_ropes, -1)[self.own_rope]
-        query, key = (rotate(x, own_table, one_kernel=self.config.kernels.rope) for x in (query, key))
+        query, key = (rotate(x, own_table, one_kernel=self.one_kernel) for x in (query, key))
         return query, key, value * self.value_scale
