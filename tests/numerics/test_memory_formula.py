@@ -12,6 +12,8 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.dryrun.report import RankReport
 
+# The dry runs of all rows are made at once, before the first: on a slow machine in more than the usual five minutes.
+pytestmark = pytest.mark.timeout(1200)
 # Fewer layers than are published, which the formula multiplies by.
 FEWER = {"num_hidden_layers": 8, "max_position_embeddings": 262144}
 # The sizes of gpt-oss-20b, with 8 of 24 layers.
