@@ -1,7 +1,7 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -93,28 +93,26 @@ def newest_first(checkpoints: Path) -> list[Path]:
     return sorted(checkpoints.glob("step_*"), reverse=True)
 
 
-def newest_extra(checkpoints: Path) -> tuple[Path, dict[str, object]] | None:
-    """The newest checkpoint whose `extra` can be read, and that; None where a run has saved nothing.
+def newest_whole(
+    checkpoints: Path, read: Callable[[Path], dict[str, Any]]
+) -> tuple[Path, dict[str, Any], dict[Path, DamagedError]] | None:
+    """The newest checkpoint of a run that `read` (`load` or `read_extra`) finds whole, what it gave, and what is wrong
+    with those that are newer; None where the run has saved nothing. Enters the collectives of `read`.
 
-    Raises DamagedError where it can be read of none. Enters no collective and needs no process group.
+    Raises DamagedError where none is whole.
     """
-    problems: list[UserError] = []
+    damaged: dict[Path, DamagedError] = {}
     for folder in newest_first(checkpoints):
         try:
-            return folder, read_extra(folder)
+            return folder, read(folder), damaged
         except DamagedError as problem:
-            problems.append(problem)
-    if problems:
-        raise none_is_whole(checkpoints, problems)
+            damaged[folder] = problem
+    if damaged:
+        raise DamagedError(
+            f"none of the {len(damaged)} checkpoint(s) in {checkpoints} is whole, so the run cannot go on: "
+            f"{next(iter(damaged.values()))}, or delete all to start anew"
+        )
     return None
-
-
-def none_is_whole(checkpoints: Path, problems: Sequence[UserError]) -> DamagedError:
-    """problems: of all checkpoints of a run, the newest first."""
-    return DamagedError(
-        f"none of the {len(problems)} checkpoint(s) in {checkpoints} is whole, so the run cannot go on: {problems[0]}, "
-        "or delete all to start anew"
-    )
 
 
 def set_aside(folder: Path) -> Path:

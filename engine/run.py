@@ -22,7 +22,6 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.models.mcore import transformer_engine
-from isoloss.models.weights import manifest
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import UserError, device
 
@@ -179,21 +178,14 @@ class Run:
     def _load_newest(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that
         their steps can be saved again. Raises DamagedError, and renames nothing, where all are damaged."""
-        checkpoints = self.output_dir / "checkpoints"
-        damaged: dict[Path, UserError] = {}
-        for folder in checkpoint.newest_first(checkpoints):
-            try:
-                state = self._engine.load(folder)
-            except manifest.DamagedError as problem:
-                damaged[folder] = problem
-                continue
-            for each, problem in damaged.items() if is_main() else ():
-                kept = checkpoint.set_aside(each)
-                print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
-            return state
-        if damaged:
-            raise checkpoint.none_is_whole(checkpoints, list(damaged.values()))
-        return None
+        found = checkpoint.newest_whole(self.output_dir / "checkpoints", self._engine.load)
+        if found is None:
+            return None
+        folder, state, damaged = found
+        for each, problem in damaged.items() if is_main() else ():
+            kept = checkpoint.set_aside(each)
+            print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
+        return state
 
     def _planned_peak(self) -> float:
         mesh = self._engine.mesh

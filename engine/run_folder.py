@@ -77,10 +77,10 @@ def check_writable(folder: Path, key: str) -> None:
 
 def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
     """Refuse to go on from a checkpoint of a run that differs in its `resume_fingerprint`."""
-    found = checkpoint.newest_extra(checkpoints)
+    found = checkpoint.newest_whole(checkpoints, checkpoint.read_extra)
     if found is None:
         return
-    newest, extra = found
+    newest, extra, _ = found
     for key, now in resume_fingerprint(config, arch).items():
         if recorded(extra, key, newest) != now:
             raise UserError(
@@ -92,10 +92,10 @@ def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
 def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fingerprint]) -> None:
     """As `check_resume`, of what is in the files that the configuration names. Enters no collective."""
     folder = run_folder(config, run_name) / "checkpoints"
-    found = checkpoint.newest_extra(folder) if config.checkpoint.resume else None
+    found = checkpoint.newest_whole(folder, checkpoint.read_extra) if config.checkpoint.resume else None
     if found is None:
         return
-    newest, extra = found
+    newest, extra, _ = found
     for now in fingerprints:
         before = recorded(extra, now.of, newest)
         if before != now.value:

@@ -59,11 +59,13 @@ def experts(
     return experts
 
 
-def grouped_experts(config: ConfigJson, dense_layers: int | None = None) -> Experts:
+def grouped_experts(config: ConfigJson, dense_layers: int | None = None, *, shared: bool = True) -> Experts:
     """The experts of DeepSeek-V3 and its followers: sigmoid scores with a selection bias, groups, shared experts.
 
     dense_layers: what `first_k_dense_replace` says, unless told.
+    shared: whether the family has shared experts.
     """
+    shared_experts = positive_int(config, "n_shared_experts") if shared else 0
     return experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),
@@ -73,7 +75,7 @@ def grouped_experts(config: ConfigJson, dense_layers: int | None = None) -> Expe
         selection_bias=True,
         groups=positive_int(config, "n_group"),
         groups_kept=positive_int(config, "topk_group"),
-        shared_size=positive_int(config, "n_shared_experts") * positive_int(config, "moe_intermediate_size"),
+        shared_size=shared_experts * positive_int(config, "moe_intermediate_size"),
         dense_layers=number_of(config, "first_k_dense_replace") if dense_layers is None else dense_layers,
     )
 

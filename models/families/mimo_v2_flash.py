@@ -15,10 +15,10 @@ from isoloss.models.families.hf_experts import (
     GROUPED_EXPERTS,
     MOE_IRRELEVANT,
     MOE_PINNED,
-    experts,
+    grouped_experts,
     leading_dense_layers,
 )
-from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, positive_number, refuse
 from isoloss.models.families.hf_rope import rope, rotary_dim
 
 PINNED = {
@@ -53,8 +53,6 @@ DEFAULTS: Mapping[str, Any] = {
 def architecture(config: ConfigJson) -> Architecture:
     layers, scale = positive_int(config, "num_hidden_layers"), config.get("attention_value_scale", VALUE_SCALE)
     config = {**config, **{k: value for k, value in DEFAULTS.items() if config.get(k) is None}, **_window(config)}
-    if config.get("mlp_layer_types") is None:
-        config["mlp_layer_types"] = ["dense"] + ["sparse"] * (layers - 1)
     config["layer_types"] = layer_kinds(config, layers, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
     of_kind = {kind: _rotating_as(config, kind) for kind in (FULL, SLIDING)}
     arch = read(
@@ -76,17 +74,7 @@ def architecture(config: ConfigJson) -> Architecture:
             kv_heads=2 * positive_int(config, "num_key_value_heads"),
             rope=rope(of_kind[SLIDING], 1e4, positive_int(config, "max_position_embeddings"), interleaved=False),
         ),
-        experts=experts(
-            config,
-            count=("n_routed_experts", "num_local_experts", "num_experts"),
-            score="sigmoid",
-            normalize=flag(config, "norm_topk_prob", True),
-            scaling=positive_number(config, "routed_scaling_factor"),
-            selection_bias=True,
-            groups=positive_int(config, "n_group"),
-            groups_kept=positive_int(config, "topk_group"),
-            dense_layers=leading_dense_layers(config),
-        ),
+        experts=grouped_experts(config, leading_dense_layers(config), shared=False),
         left_out=("model.mtp.",),
     )
     if arch.windowed and arch.num_heads % arch.windowed.kv_heads:

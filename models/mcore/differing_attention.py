@@ -44,9 +44,7 @@ class DifferingAttention(MegatronModule):
         self.num_ropes = len(arch.ropes)
         self.one_kernel = config.kernels.rope
         self.own_rope = self.num_ropes - 1 if arch.window(layer) else 0
-        self.recomputes_core = config.recompute_granularity == "selective" and "core_attn" in (
-            config.recompute_modules or ()
-        )
+        self.recomputes_core = "core_attn" in config.recomputed
         options = {"config": config, "init_method": nn.Identity(), "bias": False, "tp_group": tp}
         rows = (arch.num_heads + kv_heads) * arch.head_dim + kv_heads * arch.value_dim
         self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)

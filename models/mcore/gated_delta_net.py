@@ -63,8 +63,7 @@ class GatedDeltaNet(MegatronModule):
         delta, ranks = arch.delta, self.tp.size()
         self.key_heads, self.value_heads = delta.key_heads // ranks, delta.value_heads // ranks
         self.with_kernels = config.kernels.delta_rule
-        selective = config.recompute_granularity == "selective"
-        self.recomputes_core = selective and "core_attn" in (config.recompute_modules or ())
+        self.recomputes_core = "core_attn" in config.recomputed
 
         keys, values = self.key_heads * delta.key_dim, self.value_heads * delta.value_dim
         self.sections = (

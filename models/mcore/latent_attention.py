@@ -63,7 +63,7 @@ class LatentAttention(MegatronModule):
         self.latent, self.tp = arch.latent, pg_collection.tp
         self._rotated = partial(rotate_interleaved, one_kernel=config.kernels.rope)
         self.heads = arch.num_heads // self.tp.size()
-        self.recomputed = (config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+        self.recomputed = config.recomputed
         latent, hidden = arch.latent, arch.hidden_size
 
         def column(inputs: int, outputs: int) -> ColumnParallelLinear:
