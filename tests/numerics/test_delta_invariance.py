@@ -41,13 +41,7 @@ LAYOUTS = (
 
 
 def batch() -> list[Sample]:
-    rng = np.random.default_rng(13)
-    samples = []
-    for index, length in enumerate(LENGTHS):
-        mask = torch.from_numpy(rng.random(length) < 0.7)
-        mask[0] = False
-        samples.append(Sample(torch.from_numpy(rng.integers(0, VOCAB, length)), mask & (index != 4), index // 2))
-    return samples
+    return world.random_targets(LENGTHS, VOCAB, seed=13)
 
 
 @pytest.fixture(scope="module")

@@ -79,14 +79,7 @@ LAYOUTS = {
 
 
 def batch(lengths=LENGTHS) -> list[Sample]:
-    """Random targets; the fifth sequence of five or more has none."""
-    rng = np.random.default_rng(7)
-    samples = []
-    for index, length in enumerate(lengths):
-        mask = torch.from_numpy(rng.random(length) < 0.7)
-        mask[0] = False
-        samples.append(Sample(torch.from_numpy(rng.integers(0, VOCAB, length)), mask & (index != 4), index // 2))
-    return samples
+    return invariance.random_targets(lengths, VOCAB, seed=7)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,14 @@
 """The models of the invariance tests, and what their ranks run."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
@@ -40,6 +42,17 @@ tp2+pp2+vpp2+ulysses2 tp2+pp2+vpp2+ulysses2+nosp tp2+pp4 tp2+pp4+nosp tp2+pp4+vp
 tp4+dp2+nosp tp4+ring2 tp4+ring2+nosp tp4+ulysses2 tp4+ulysses2+nosp tp4+pp2 tp4+pp2+nosp tp4+pp2+vpp2
 tp4+pp2+vpp2+nosp
 """
+
+
+def random_targets(lengths: Sequence[int], vocab: int, seed: int) -> list[Sample]:
+    """Two samples a prompt; the fifth of five or more has no target."""
+    rng = np.random.default_rng(seed)
+    samples = []
+    for index, length in enumerate(lengths):
+        mask = torch.from_numpy(rng.random(length) < 0.7)
+        mask[0] = False
+        samples.append(Sample(torch.from_numpy(rng.integers(0, vocab, length)), mask & (index != 4), index // 2))
+    return samples
 
 
 def loss_of(mode: str, norm_length: int = MAX_LENGTH) -> LossConfig:
