@@ -2,8 +2,9 @@
 
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,8 +13,9 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from isoloss.engine.checkpoint_writer import SaveInProcess
+from isoloss.engine.checkpoint_writer import COMMON, Share
 from isoloss.engine.optimizer import complete_state
+from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest
@@ -23,39 +25,89 @@ from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 
 STEP_FOLDER = "step_{:08d}"
-COMMON = "common.pt"  # what Megatron writes besides tensors
+Result = TypeVar("Result")
 
 
-def save(
-    folder: Path, model: Model, optimizer: ChainedOptimizer, huggingface: Path, extra: Mapping[str, object]
-) -> None:
-    """Write `folder`: under a temporary name, synced to disk, then renamed at once. Raises UserError where it exists.
+class NotWrittenError(UserError):
+    """A checkpoint could not be written: the disk is full, broken or read-only. Nothing of it is left."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A checkpoint that this rank holds its share of, and that is not on the disk yet.
 
     It has the form that the converter writes: weights under Megatron-Core's names, a manifest with checksums, and
     config.json and tokenizer from the folder `huggingface`. Nothing in training reads a global random state (dropout is
     0, the data order is a function of seed and step), so weights, optimizer state and `extra` are all that a run needs
-    to go on exactly. Collective over the world.
+    to go on exactly.
+    """
+
+    folder: Path
+    share: Share
+    huggingface: Path
+    arch: Architecture
+    dtype: torch.dtype
+
+    def write(self, group: dist.ProcessGroup | None = None) -> None:
+        """Write `folder`: under a temporary name, synced to disk, then renamed at once.
+
+        group: every rank of the world; None: the world's own, which nothing else may use meanwhile. Collective over it.
+        Raises NotWrittenError, on every rank, where the disk of one refuses.
+        """
+        partial = _partial(self.folder)
+        try:
+            told = _together(self.folder, lambda: (self.share.write(), self.share.records), group)
+            _together(self.folder, lambda: self._complete(partial, told) if dist.get_rank() == 0 else None, group)
+        except NotWrittenError:
+            if dist.get_rank() == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+    def _complete(self, partial: Path, told: list[tuple[Any, Mapping[str, manifest.FileRecord]]]) -> None:
+        """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""
+        self.share.complete([written for written, _ in told])
+        hf_checkpoint.copy_sidecars(self.huggingface, partial / HUGGINGFACE, self.arch)
+        records = {name: record for _, of_rank in told for name, record in of_rank.items()} | _small_files(partial)
+        (partial / manifest.NAME).write_text(self._describe(partial, records).to_json(), encoding="utf-8")
+        for path in (*partial.rglob("*"), partial):
+            manifest.sync(path)
+        partial.rename(self.folder)
+        manifest.sync(self.folder.parent)
+
+    def _describe(self, partial: Path, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
+        tensors = FileSystemReader(partial).read_metadata().state_dict_metadata.values()
+        return manifest.Manifest(
+            kind="trained",
+            family=self.arch.family,
+            vocab_size=self.arch.vocab_size,
+            key_style=native_style(self.arch),
+            dtypes=(str(self.dtype).removeprefix("torch."),),
+            num_tensors=sum(isinstance(tensor, TensorStorageMetadata) for tensor in tensors),
+            files=records,
+        )
+
+
+def stage(
+    folder: Path,
+    model: Model,
+    optimizer: ChainedOptimizer,
+    huggingface: Path,
+    extra: Mapping[str, object],
+    *,
+    apart: bool,
+) -> Staged:
+    """Take a checkpoint to host memory. With `apart` training may go on before it is written.
+
+    Raises UserError where `folder` exists, NotWrittenError, on every rank, where it cannot be made. Collective over the
+    world.
     """
     if folder.exists():
         raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
-    partial = folder.with_name(f".{folder.name}.partial")
-    if dist.get_rank() == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    dist.barrier()
-    writer = SaveInProcess(model.mesh.dp_context)
-    dist_checkpointing.save(_state(model, optimizer, extra, is_loading=False), str(partial), writer)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        hf_checkpoint.copy_sidecars(huggingface, partial / HUGGINGFACE, model.arch)
-    records = _gather_records(partial, writer.records)
-    if dist.get_rank() == 0:
-        (partial / manifest.NAME).write_text(_describe(partial, model, records).to_json(), encoding="utf-8")
-        for path in (*partial.rglob("*"), partial):
-            manifest.sync(path)
-        partial.rename(folder)
-        manifest.sync(folder.parent)
-    dist.barrier()
+    partial = _partial(folder)
+    _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
+    state = _state(model, optimizer, extra, is_loading=False)
+    share = Share(partial, state, model.mesh.dp_context, apart=apart)
+    return Staged(folder, share, huggingface, model.arch, model.dtype)
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:
@@ -172,29 +224,43 @@ def _is_extra_state(key: str) -> bool:
     return "._extra_state" in key
 
 
-def _gather_records(folder: Path, written: Mapping[str, manifest.FileRecord]) -> dict[str, manifest.FileRecord]:
-    """Size and checksum of every file: what each rank noted while it wrote tensors, and what rank 0 finds in the small
-    files beside them. One all-gather over the world."""
-    records = dict(written)
-    if dist.get_rank() == 0:
-        for path in folder.rglob("*"):
-            if path.is_file() and path.suffix != ".distcp":
-                name = path.relative_to(folder).as_posix()
-                records[name] = manifest.FileRecord(path.stat().st_size, manifest.crc32(path))
-    return {name: record for rank_records in gather_objects(records) for name, record in rank_records.items()}
+def _partial(folder: Path) -> Path:
+    return folder.with_name(f".{folder.name}.partial")
 
 
-def _describe(folder: Path, model: Model, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
-    tensors = FileSystemReader(folder).read_metadata().state_dict_metadata.values()
-    return manifest.Manifest(
-        kind="trained",
-        family=model.arch.family,
-        vocab_size=model.arch.vocab_size,
-        key_style=native_style(model.arch),
-        dtypes=(str(model.dtype).removeprefix("torch."),),
-        num_tensors=sum(isinstance(tensor, TensorStorageMetadata) for tensor in tensors),
-        files=records,
-    )
+def _make_anew(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+
+
+def _small_files(folder: Path) -> dict[str, manifest.FileRecord]:
+    """Size and checksum of the files beside those of tensors, whose writers noted theirs."""
+    small = [path for path in folder.rglob("*") if path.is_file() and path.suffix != ".distcp"]
+    return {
+        path.relative_to(folder).as_posix(): manifest.FileRecord(path.stat().st_size, manifest.crc32(path))
+        for path in small
+    }
+
+
+def _together(folder: Path, act: Callable[[], Result], group: dist.ProcessGroup | None) -> list[Result]:
+    """act() on this rank; returns what it gave on every rank. One all-gather over the group.
+
+    Raises NotWrittenError of `folder`, on every rank, where the disk of one refused.
+    """
+    mine: Any = None
+    problem = None
+    try:
+        mine = act()
+    except OSError as error:
+        problem = error.strerror or str(error)
+    outcomes = gather_objects((mine, problem), group)
+    for rank, (_, problem) in enumerate(outcomes):
+        if problem is not None:
+            raise NotWrittenError(
+                f"checkpoint {folder} could not be written ({problem}, on rank {rank}): make room for it, or mend the "
+                "disk; the run goes on from the one before with checkpoint.resume=true"
+            )
+    return [result for result, _ in outcomes]
 
 
 def verify(folder: Path) -> None:

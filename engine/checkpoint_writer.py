@@ -1,71 +1,101 @@
-"""Megatron's way to save a checkpoint, without its helper processes; every rank writes its share."""
+"""What a rank writes of a checkpoint: taken to host memory first, then to the disk, so that training can go on between.
 
+The files are Megatron's. Its own asynchronous save forks a process for each file, of a process that has threads of CUDA
+and gloo, and has the results come back through a manager process, which is spawned with a resource tracker. The two
+stay for the rest of the run; if it is killed, for ever. A thread of this process is as fast: writing and checksums hold
+no lock of Python's.
+"""
+
+import io
 import queue
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.exchange_utils import determine_main_replica_uniform_distribution
-from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
+from torch.distributed.checkpoint.storage import WriteResult
 
 from isoloss.models.mcore import patches
 from isoloss.models.weights.manifest import FileRecord
 
+COMMON = COMMON_STATE_FNAME  # what Megatron writes besides tensors
 
-class SaveInProcess(TorchDistSaveShardedStrategy):
-    """The default strategy of `dist_checkpointing.save`, with the same files, written by this process.
 
-    Megatron's forks a process for each file, of a process that has threads of CUDA and gloo, and has the results come
-    back through a manager process, which is spawned with a resource tracker. The two stay for the rest of the run; if
-    it is killed, for ever. But a save that is waited for gains nothing from them.
+class Share(TorchDistSaveShardedStrategy):
+    """A rank's share of the checkpoint in `folder`, held in host memory until `write` has put it there.
 
     replicas: the ranks that hold weights alike; each writes a share of them.
-    records: size and checksum of the files that this rank wrote, by name.
+    apart: tensors that are in host memory already are copied, so that whoever holds them may change them.
+    records: size and checksum of the files of tensors that this rank has written, by name.
+
+    The constructor is collective over the world and over replicas; nothing else is.
     """
 
-    def __init__(self, replicas: dist.ProcessGroup):
+    def __init__(self, folder: Path, state: ShardedStateDict, replicas: dist.ProcessGroup, *, apart: bool):
         super().__init__("torch_dist", 1)
-        self.replicas = replicas
         self.records: dict[str, FileRecord] = {}
+        self._folder, self._replicas, self._apart = folder, replicas, apart
+        tensors, common = save_preprocess(state)
+        self._common = io.BytesIO()
+        if dist.get_rank() == 0:
+            torch.save(common, self._common)
+        self.async_save(tensors, folder)
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path, **strategy: str) -> AsyncRequest:
+        """Megatron's planning of who writes what, of which nothing is left to do but `write` and `complete`."""
         patches.collect_results_in_process()
         patches.save_without_advice()
-        share_writing(sharded_state_dict, self.replicas)
+        share_writing(sharded_state_dict, self._replicas)
+        if self._apart:
+            _copy_from_host(sharded_state_dict)
         return super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
 
     def _get_save_and_finalize_callbacks(
         self, writer: FileSystemWriterAsync, save_state_dict_ret: Any, *strategy: str
     ) -> AsyncRequest:
         request = super()._get_save_and_finalize_callbacks(writer, save_state_dict_ret, *strategy)
-        return request._replace(async_fn=self._write if request.async_fn else None)
+        self._storage, self._metadata = writer, save_state_dict_ret[1]
+        # From a device to pinned memory, all at once; Megatron waits for it.
+        self._buckets: list[WriteBucket] = request.preload_fn() if request.preload_fn else []
+        writer.write_buckets = None
+        return request._replace(async_fn=None, preload_fn=None, finalize_fns=[])
 
-    def _write(self, rank: int, buckets: Sequence[WriteBucket], results: queue.SimpleQueue) -> None:
-        """Write a file for each bucket, synced to disk; puts into results what was written, or the exception."""
-        del rank
-        written = {}
-        for index, bucket in enumerate(buckets):
+    def write(self) -> list[WriteResult]:
+        """Write a file for each bucket, synced to disk, and let go of its memory; returns what went where."""
+        written: list[WriteResult] = []
+        for index in range(len(self._buckets)):
             answers: Any = queue.SimpleQueue()
             unfinished: Any = queue.Queue()  # Megatron's writers count down in it
             unfinished.put(index)
-            checksum = _Checksum()
+            checksum, bucket = _Checksum(), self._buckets.pop(0)
             FileSystemWriterAsync.write_preloaded_data([checksum], index, bucket, answers, unfinished, use_fsync=True)
-            _, written[index] = answers.get()
-            if isinstance(written[index], Exception):
-                results.put(written[index])
-                return
+            _, results = answers.get()
+            if isinstance(results, Exception):
+                raise checksum.problem or results
+            written += results
             self.records[bucket[1]] = checksum.record()
-        results.put(written)
+        return written
+
+    def complete(self, written: Sequence[list[WriteResult]]) -> None:
+        """The files that are rank 0's alone: what is no tensor, and where each tensor is. written: of every rank."""
+        (self._folder / COMMON).write_bytes(self._common.getbuffer())
+        self._storage.finish(self._metadata, list(written))
+        save_config(CheckpointingConfig(self.backend, self.version), str(self._folder))
 
 
 def share_writing(state: ShardedStateDict, replicas: dist.ProcessGroup) -> None:
@@ -79,11 +109,24 @@ def share_writing(state: ShardedStateDict, replicas: dist.ProcessGroup) -> None:
     distribute_main_replicas_with_precomputed_distribution(alike, replicas, shares)
 
 
+def _copy_from_host(state: ShardedStateDict) -> None:
+    """Give what this rank writes of tensors in host memory a copy of its own; those of a device are copied anyway."""
+    for tensor in nested_values(state):
+        if not isinstance(tensor, ShardedTensor) or not is_main_replica(tensor.replica_id):
+            continue
+        if tensor.data.device.type == "cpu":
+            tensor.data = tensor.data.detach().clone(memory_format=torch.contiguous_format)
+
+
 class _Checksum(_StorageWriterTransforms):
-    """What torch passes everything through that goes into a file: counts the bytes, and computes their CRC-32."""
+    """What torch passes everything through that goes into a file: counts the bytes, and computes their CRC-32.
+
+    problem: of the disk, which torch tells as one of its own.
+    """
 
     def __init__(self):
         super().__init__()
+        self.problem: OSError | None = None
         self._bytes = self._crc32 = 0
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
@@ -93,7 +136,11 @@ class _Checksum(_StorageWriterTransforms):
         def counted(block: Any) -> int:
             self._bytes += memoryview(block).nbytes
             self._crc32 = zlib.crc32(block, self._crc32)
-            return write(block)
+            try:
+                return write(block)
+            except OSError as problem:
+                self.problem = problem
+                raise
 
         stream.write = counted
         return stream, descriptors

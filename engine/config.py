@@ -323,6 +323,11 @@ class CheckpointConfig(Keys, group="checkpoint"):
         at_least=0,
     )
     keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
+    asynchronous: bool = key(
+        True,
+        "Training waits for the copy of a checkpoint to host memory only, while the one before is on the disk. On CPUs "
+        "that copy takes as much memory as what a rank writes.",
+    )
     resume: bool = key(False, "Continue after the newest whole checkpoint of output_dir, on any layout.")
     export_hf: bool = key(True, "Write a Hugging Face folder, hf, into output_dir at the end.")
 

@@ -272,8 +272,17 @@ class Engine:
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
+        self.stage(folder, extra, apart=False).write()
+
+    def stage(
+        self, folder: str | Path, extra: Mapping[str, object] | None = None, *, apart: bool = True
+    ) -> checkpoint.Staged:
+        """Take a checkpoint to host memory, for `write` to put into the folder. Collective over the world.
+
+        apart: the engine may go on before that; it needs host memory for a copy of what is there already.
+        """
         self.return_to_device()
-        checkpoint.save(Path(folder), self.model, self.optimizer, self.source.folder, extra or {})
+        return checkpoint.stage(Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, apart=apart)
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""

@@ -3,27 +3,30 @@ in an optimizer step is theirs."""
 
 import math
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from isoloss.engine import checkpoint, device_memory
 from isoloss.engine.batch import Sample
+from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, OptimResult
 from isoloss.engine.garbage import Garbage
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.preemption import Preemption
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.parallel import UserError, device
+from isoloss.parallel import PreemptedError, UserError, device
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Run:
         self._peak = peak_flops(engine.device)
         self._memory = device_memory.PeakReport(self._planned_peak)
         self._garbage = Garbage(config.train.gc_every)
+        self._saver = Saver(config.checkpoint)
+        self._preemption = Preemption()
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
@@ -85,9 +90,12 @@ class Run:
 
     def __enter__(self) -> "Run":
         self._garbage.begin()
+        self._preemption.begin()
         return self
 
     def __exit__(self, *_) -> None:
+        self._saver.close()
+        self._preemption.end()
         self._garbage.end()
         self.metrics.close()
 
@@ -99,6 +107,8 @@ class Run:
         evaluate: metrics after so many steps, empty where there is nothing to evaluate on; called before the first step
             and every train.eval_every.
         save: writes a checkpoint, by default `save`; called every checkpoint.every. Both also after the last step.
+
+        Raises PreemptedError after a checkpoint, where a rank was told to end.
         """
         self._first_eval = self._evaluate(evaluate)
         while self.done < self.total_steps:
@@ -108,8 +118,13 @@ class Run:
             self._garbage.after_step(self.done)
             if self._due(self._config.train.eval_every):
                 self._evaluate(evaluate)
-            if self._due(self._config.checkpoint.every):
+            due = self._due(self._config.checkpoint.every)
+            if due:
                 (save or self.save)()
+            if self.done < self.total_steps and (told := self._preemption.told()):
+                if not due:
+                    (save or self.save)()
+                self._leave(told)
 
     def lr(self) -> float:
         """The learning rate of the step under way."""
@@ -127,22 +142,34 @@ class Run:
             self.print([line])
         self._guard.check(step, metrics, result)
 
-    def save(self, state: Mapping[str, object] = {}) -> None:
-        """Write a checkpoint and delete the oldest ones. Collective over the world.
+    def save(
+        self,
+        state: Mapping[str, object] = {},
+        beside: Callable[[Path, int], checkpoint.Staged] | None = None,
+    ) -> None:
+        """Write a checkpoint, beside training with checkpoint.asynchronous, and delete the oldest ones. Collective over
+        the world.
 
         state: what the run needs besides the engine's to go on, in plain containers and tensors.
+        beside: stages another checkpoint, of (output_dir, step), which is on the disk before this one.
+        Raises NotWrittenError where two in a row could not be written.
         """
         folder = step_folder(self.output_dir, self.done)
         if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
             return
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
-        self._engine.save(folder, {"step": self.done, **fingerprint, **of_data, **state})
-        if is_main():
-            checkpoint.prune(folder.parent, self._config.checkpoint.keep)
+        extra = {"step": self.done, **fingerprint, **of_data, **state}
+
+        def stage() -> list[checkpoint.Staged]:
+            before = [beside(self.output_dir, self.done)] if beside else []
+            return [*before, self._engine.stage(folder, extra, apart=self._config.checkpoint.asynchronous)]
+
+        self._saver.save(stage)
 
     def finish(self) -> RunResult:
-        """Export the model, if asked."""
+        """Wait for the last checkpoint, and export the model, if asked. Raises NotWrittenError."""
+        self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         return RunResult(self.output_dir, folder, self._export(), self._first_eval, self._last_eval)
 
@@ -186,6 +213,12 @@ class Run:
             kept = checkpoint.set_aside(each)
             print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
         return state
+
+    def _leave(self, told: signal.Signals) -> NoReturn:
+        self._saver.wait(last=True)
+        folder = step_folder(self.output_dir, self.done)
+        self.print([f"told to end by {told.name}: saved {folder}; go on with checkpoint.resume=true"])
+        raise PreemptedError(told)
 
     def _planned_peak(self) -> float:
         mesh = self._engine.mesh

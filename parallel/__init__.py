@@ -7,14 +7,14 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.errors import PreemptedError, UserError
 from isoloss.parallel.layout import Layout
 
 if TYPE_CHECKING:
     from isoloss.parallel.mesh import Mesh
     from isoloss.parallel.normalizer import GlobalLossNormalizer
 
-__all__ = ["GlobalLossNormalizer", "Layout", "Mesh", "UserError"]
+__all__ = ["GlobalLossNormalizer", "Layout", "Mesh", "PreemptedError", "UserError"]
 # Imported when they are first asked for: torch and Megatron-Core take seconds, and a mistake in a command line is told
 # before.
 _LATER = {"GlobalLossNormalizer": "isoloss.parallel.normalizer", "Mesh": "isoloss.parallel.mesh"}

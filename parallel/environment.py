@@ -25,6 +25,11 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0))
 
 
+def torchrun_agent() -> int | None:
+    """The process of torchrun that started this rank, and starts it again where it may; None without torchrun."""
+    return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+
+
 def visible_gpus() -> str | None:
     """The GPUs that the environment leaves this process, as CUDA reads it; None: all of them."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

@@ -1,4 +1,6 @@
-"""The one exception that means "the user can fix this"."""
+"""The exceptions that end a run without being a crash: the user can fix something, or has asked for the end."""
+
+import signal
 
 
 class UserError(ValueError):
@@ -7,3 +9,15 @@ class UserError(ValueError):
     The message is one line that names the key or row, its value and the fix. Entry points print it once (not once a
     rank), without a traceback, and exit with status 2; any other exception is a crash and keeps its traceback.
     """
+
+
+class PreemptedError(Exception):
+    """The run was told to end by this signal, and has saved. Entry points exit with the status PREEMPTED."""
+
+    def __init__(self, told: signal.Signals):
+        super().__init__(told)
+        self.told = told
+
+
+# EX_TEMPFAIL of sysexits.h: try again later.
+PREEMPTED = 75

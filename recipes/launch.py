@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -24,7 +25,8 @@ from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
 from isoloss.engine.key_help import terminal_help
 from isoloss.engine.rl.config import RLConfig
-from isoloss.parallel import UserError, environment
+from isoloss.parallel import PreemptedError, UserError, environment
+from isoloss.parallel.errors import PREEMPTED
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -43,8 +45,8 @@ def main(
 ) -> int:
     """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
 
-    Returns the exit status: 0 done, 2 a mistake of the user (told once on standard error); anything else is a crash,
-    which keeps its traceback.
+    Returns the exit status: 0 done; 2 a mistake of the user (told once on standard error); 75 told to end by a signal,
+    and saved. Anything else is a crash, which keeps its traceback.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
@@ -75,6 +77,9 @@ def main(
     except UserError as error:
         print_error_once(str(error))
         return 2
+    except PreemptedError as end:
+        end_torchrun(end.told)
+        return PREEMPTED
     finally:
         dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
@@ -128,6 +133,19 @@ def compose_config(
     assert isinstance(composed, dict)
     values = {str(key): value for key, value in composed.items()}
     return build(config_class, values), values, preset
+
+
+def end_torchrun(told: signal.Signals) -> None:
+    """End the agent that started this rank, if one did: it would take this for a crash, and start the ranks again.
+
+    After SIGTERM it has nothing to be told: it got one itself, or has sent it to start the ranks anew with other nodes.
+    """
+    agent = environment.torchrun_agent()
+    if agent is None or told == signal.SIGTERM:
+        return
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which it sends to its ranks
+    if environment.local_rank() == 0:
+        os.kill(agent, signal.SIGTERM)
 
 
 def print_once(text: str) -> None:

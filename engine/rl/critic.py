@@ -28,7 +28,6 @@ class Critic:
         optim = replace(config.optim, lr=config.algorithm.critic_lr, min_lr=0.0, schedule="constant", warmup_steps=0)
         self._engine = Engine(replace(config, optim=optim), policy.source, critic_of=policy)
         self._loss = value_loss(config.algorithm, config.loss)
-        self._keep = config.checkpoint.keep
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
         """As `Engine.values`."""
@@ -48,19 +47,14 @@ class Critic:
         """As `Engine.leave_device`."""
         self._engine.leave_device()
 
-    def save(self, output_dir: Path, step: int) -> None:
-        """Before the policy's checkpoint of the same step: one that is there already was left by a run that was killed
-        between the two, and is replaced. Collective over the world."""
+    def stage(self, output_dir: Path, step: int) -> checkpoint.Staged:
+        """Its checkpoint, to be written before the policy's of the same step: one that is there already was left by a
+        run that was killed between the two, and is replaced. Collective over the world."""
         folder = _folder(output_dir, step)
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()  # no rank looks for the folder before it is gone
-        self._engine.save(folder)
-
-    def prune(self, output_dir: Path) -> None:
-        """Delete the oldest checkpoints; after the policy's was written, as until then an older one counts."""
-        if is_main():
-            checkpoint.prune(output_dir / FOLDER, self._keep)
+        return self._engine.stage(folder)
 
     def load(self, output_dir: Path, step: int) -> None:
         self._engine.load(_folder(output_dir, step))

@@ -96,11 +96,7 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
 
 def save(run: Run, critic: Critic | None, batch: RolloutBatch) -> None:
     """A checkpoint. The critic's comes first: where there is one of the policy, there is one of its critic."""
-    if critic is not None:
-        critic.save(run.output_dir, run.done)
-    run.save(batch.state())
-    if critic is not None:
-        critic.prune(run.output_dir)
+    run.save(batch.state(), critic.stage if critic else None)
 
 
 def restore(run: Run, critic: Critic | None) -> RolloutBatch:

@@ -10,6 +10,7 @@ set -euo pipefail
 model=${1:?usage: serve.sh MODEL [option ...]}
 shift
 tp=${TP:-1} gpus=${GPUS:-8} port=${PORT:-30000}
+trap '' USR1 # the job's, by which the trainer saves
 trap 'status=$?; trap "" TERM; kill 0; exit $status' EXIT # its own process group, so itself too
 for ((first = 0; first + tp <= gpus; first += tp)); do
     CUDA_VISIBLE_DEVICES=$(seq -s, "$first" $((first + tp - 1))) python -m sglang.launch_server \

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import shutil
 import signal
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from support import training as world
 from support.runs import metrics_of, numbers, resumed
 from support.thinned import thinned
 
-from isoloss.engine import checkpoint, run_folder, trainer
+from isoloss.engine import checkpoint, run, run_folder, trainer
 from isoloss.engine.config import (
     BatchConfig,
     CheckpointConfig,
@@ -48,9 +49,9 @@ def config_of(inputs, out: Path, layout: str, precision: str, distributed_optimi
 
 @pytest.fixture
 def train(pool):
-    def run(config: Config, layout: str, killed_after: int | None = None, killed_in_save: int | None = None):
+    def run(config: Config, layout: str, **accident: int):
         size = Layout.parse(layout).world_size
-        return world.merged(pool.run(size, world.train, config, killed_after, killed_in_save))
+        return world.merged(pool.run(size, partial(world.train, **accident), config))
 
     return run
 
@@ -75,6 +76,57 @@ def test_resume_is_exact(train, inputs, tmp_path, layout, precision, distributed
     assert numbers(parts.output_dir) == numbers(whole.output_dir)
     assert [row["step"] for row in metrics_of(parts)] == list(range(1, STEPS + 1))
     assert world.same(found, expected)
+
+
+@pytest.mark.parametrize("layout", ("1", "dp2", "tp2+pp2"))
+def test_a_run_that_is_told_to_end_saves_first(train, inputs, tmp_path, layout):
+    """One rank is told, all end after the step under way, which no checkpoint was due after; none is done twice."""
+    whole, parts = (config_of(inputs, tmp_path / name, layout, "fp32", None) for name in ("whole", "parts"))
+    expected = train(whole, layout)
+    train(parts, layout, told_after=6)
+    assert [row["step"] for row in metrics_of(parts)] == [1, 2, 3, 4, 5, 6]
+    folders = sorted(path.name for path in Path(parts.output_dir, "checkpoints").iterdir())
+    assert folders == ["step_00000004", "step_00000006"]
+    assert world.same(train(resumed(parts), layout), expected)
+    assert numbers(parts.output_dir) == numbers(whole.output_dir)
+
+
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1], ids=lambda told: told.name)
+def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monkeypatch):
+    """It says what it saved, and the signals then do what they did before."""
+    check = run.BadStepGuard.check
+
+    def tell(self, step, *rest):
+        if step == 1:
+            signal.raise_signal(told)
+            signal.raise_signal(told)  # a cluster may send it to torchrun as well, which passes it on
+        check(self, step, *rest)
+
+    before = [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)]
+    with monkeypatch.context() as patch:
+        patch.setattr(run.BadStepGuard, "check", tell)
+        assert launch.main("sft", Config, sft.run, arguments) == 75
+    assert [signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGUSR1)] == before
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1] == (
+        f"told to end by {told.name}: saved out/checkpoints/step_00000001; go on with checkpoint.resume=true"
+    )
+    assert not Path("out/hf").exists()
+    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true"]) == 0
+    assert [row["step"] for row in numbers("out")] == [1, 2]
+
+
+def test_a_run_that_is_told_to_end_in_its_last_step_is_done(arguments, monkeypatch):
+    check = run.BadStepGuard.check
+
+    def tell(self, step, *rest):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        check(self, step, *rest)
+
+    monkeypatch.setattr(run.BadStepGuard, "check", tell)
+    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert Path("out/hf").exists()
 
 
 @pytest.fixture(scope="module")

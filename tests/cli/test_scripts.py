@@ -20,6 +20,7 @@ from support.waiting import until
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "recipes" / "scripts"
 WAIT = 60  # seconds that say that something hangs: what is waited for takes a tenth of one
+STAND_INS = ("scontrol", "scancel", "srun", "torchrun", "python")
 WATCHED = (
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )  # fmt: skip
@@ -31,6 +32,8 @@ STAND_IN = f"""#!{sys.executable} -IS
 import json, os, signal, subprocess, sys, time
 name, record = os.path.basename(sys.argv[0]), os.environ["RECORD"]
 call = {{"name": name, "folder": os.path.dirname(sys.argv[0]), "arguments": sys.argv[1:], "pid": os.getpid()}}
+watched = (signal.SIGTERM, signal.SIGUSR1)
+call["ignores"] = [each.name for each in watched if signal.getsignal(each) == signal.SIG_IGN]
 call["environment"] = {{key: os.environ[key] for key in {WATCHED!r} if key in os.environ}}
 with open(record, "a") as file:
     file.write(json.dumps(call) + "\\n")
@@ -50,6 +53,12 @@ elif name == "srun":
     sys.exit(status if status >= 0 else 128 - status)
 elif name == "torchrun":
     wait_for_the_servers()
+    while os.environ.get("UNTIL", "") not in open(record).read():
+        time.sleep(0.02)
+    if "UNTIL" in os.environ:
+        time.sleep(0.5)
+        with open(record, "a") as file:
+            file.write(json.dumps({{**call, "name": "ended", "arguments": []}}) + "\\n")
     sys.exit(int(os.environ.get("STATUS", 0)))
 elif name == "python":
     if os.environ.get("DIES") == os.environ["CUDA_VISIBLE_DEVICES"]:
@@ -61,13 +70,14 @@ elif name == "python":
 
 @dataclass(frozen=True)
 class Call:
-    """One call of a stand-in. environment: what it was given of the variables WATCHED."""
+    """One call of a stand-in. environment: what it was given of the variables WATCHED. ignores: signals."""
 
     name: str
     folder: str
     arguments: list[str]
     pid: int
     environment: dict[str, str]
+    ignores: list[str]
 
 
 @dataclass(frozen=True)
@@ -87,10 +97,11 @@ class Done:
 
 @pytest.fixture
 def run(tmp_path) -> Iterator[Callable[..., Done]]:
-    """run(script, *arguments, **environment) in the root of the checkout; what the stand-ins were called with."""
+    """run(script, *arguments, told=signal, **environment) in the root of the checkout; what the stand-ins were called
+    with. told: the signal that the script gets once it trains."""
     folder, record = tmp_path / "bin", tmp_path / "record"
     folder.mkdir()
-    for name in ("scontrol", "srun", "torchrun", "python"):
+    for name in STAND_INS:
         (folder / name).write_text(STAND_IN)
         (folder / name).chmod(0o755)
     started = []
@@ -98,7 +109,7 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
     def calls() -> list[Call]:
         return [Call(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
 
-    def run(script: str, *arguments: str, **variables: str) -> Done:
+    def run(script: str, *arguments: str, told: signal.Signals | None = None, **variables: str) -> Done:
         # Nothing of ours but PATH: a script that needs a variable must be given it, or make it.
         environment = {"PATH": f"{folder}:/usr/bin:/bin", "RECORD": str(record), **variables}
         process = subprocess.Popen(
@@ -111,6 +122,9 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
             start_new_session=True,  # serve.sh ends its whole process group
         )
         started.append(process.pid)
+        if told:
+            until(lambda: any(call.name == "torchrun" for call in calls()), "it trained")
+            process.send_signal(told)
         said, _ = process.communicate(timeout=WAIT)
         return Done(process.returncode, said, calls())
 
@@ -139,7 +153,8 @@ def runs(pid: int) -> bool:
 def test_the_shell_reads_it(script):
     done = subprocess.run(["bash", "-n", str(SCRIPTS / script)], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    assert os.access(SCRIPTS / script, os.X_OK) or script.endswith(".slurm")  # srun runs the others by their name
+    named = script not in ("sft.slurm", "rl.slurm", "requeue.sh")  # srun runs it by its name
+    assert os.access(SCRIPTS / script, os.X_OK) == named
 
 
 # ---- multi_node.sh --------------------------------------------------------------------------------------------------
@@ -194,6 +209,7 @@ def directives(script: str) -> set[str]:
 def test_what_a_job_asks_for(script):
     """One task a node, for torchrun starts the ranks, and all GPUs of it."""
     assert directives(script) >= {"--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=8", "--exclusive"}
+    assert directives(script) >= {"--requeue", "--signal=B:USR1@300"}
 
 
 def test_an_sft_job(run):
@@ -202,18 +218,41 @@ def test_an_sft_job(run):
     assert done.status == 0, done.said
     assert done.line("scontrol") == "scontrol show hostnames n[7-9]"
     (srun,) = done.of("srun")
-    assert srun.arguments == ["recipes/scripts/multi_node.sh", "sft", "preset=32b_h100", "data.train=a b"]
+    keys = ["checkpoint.resume=true", "preset=32b_h100", "data.train=a b"]
+    assert srun.arguments == ["recipes/scripts/multi_node.sh", "sft", *keys]
     assert done.line("torchrun") == (
         "torchrun --nnodes 3 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint n7:29500 --rdzv_id 42 "
-        "--max_restarts 0 -m isoloss.recipes.sft preset=32b_h100 data.train=a b"
+        "--max_restarts 0 -m isoloss.recipes.sft checkpoint.resume=true preset=32b_h100 data.train=a b"
     )
+
+
+def test_a_job_whose_time_ends_saves_and_is_queued_again(run):
+    """Its ranks are told, and it is queued only once they have ended. torchrun does not end by the signal, which Slurm
+    sends to every process of a step: its ranks, which handle it, end it."""
+    job = {"SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7"}
+    done = run("sft.slurm", **job, UNTIL="scancel", STATUS="1", told=signal.SIGUSR1)
+    names = [(call.name, *call.arguments[:2]) for call in done.calls if call.name in ("scancel", "scontrol", "ended")]
+    assert names == [
+        ("scontrol", "show", "hostnames"),
+        ("scancel", "--signal=USR1", "42"),
+        ("ended",),
+        ("scontrol", "requeue", "42"),
+    ]
+    (torchrun,) = done.of("torchrun")
+    assert torchrun.ignores == ["SIGUSR1"]
+
+
+def test_servers_stay_while_the_trainer_saves(run):
+    done = run("serve.sh", "a model", GPUS="1", SERVERS="1", DIES="0")
+    assert done.of("python")[0].ignores == ["SIGUSR1"]
 
 
 def test_the_ranks_of_a_job_in_a_container(run):
     job = {"SLURM_JOB_NODELIST": "n7", "SLURM_NNODES": "1", "SLURM_JOB_ID": "42", "NODES_OF_JOB": "n7"}
     options = "--container-image=/images/trainer.sqsh --container-mounts=/data:/data"
     (srun,) = run("sft.slurm", "preset=tiny", **job, SRUN_OPTIONS=options).of("srun")
-    assert srun.arguments == [*options.split(), "recipes/scripts/multi_node.sh", "sft", "preset=tiny"]
+    ranks = ["recipes/scripts/multi_node.sh", "sft", "checkpoint.resume=true", "preset=tiny"]
+    assert srun.arguments == [*options.split(), *ranks]
 
 
 def test_a_job_has_the_status_of_its_training(run):
@@ -277,7 +316,7 @@ def test_a_reinforcement_learning_job(run, tmp_path):
     assert done.line("torchrun") == (
         "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint n1:29500 --rdzv_id 42 "
         f"--max_restarts 0 -m isoloss.recipes.dapo model.path=a model rollout.servers=[{servers}] "
-        "rollout.timeout=1800 preset=8b_h100 rollout.timeout=60"  # the last word is the user's
+        "rollout.timeout=1800 checkpoint.resume=true preset=8b_h100 rollout.timeout=60"  # the last word is the user's
     )
     more = " --load-format dummy"
     assert served(done) == [  # of one of the two nodes: this srun has one

@@ -5,11 +5,15 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_writer import SaveInProcess
+from isoloss.engine.batch import Sample
+from isoloss.engine.checkpoint_writer import Share
+from isoloss.parallel.collectives import gather_objects
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 
 
@@ -17,10 +21,13 @@ def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
     """theirs, ours: empty folders."""
     engine = make_engine(model, "fp32", tp=2)
     engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
-    for folder, strategy in ((ours, SaveInProcess(engine.mesh.dp_context)), (theirs, None)):
-        state = checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
-        filesystem_async._results_queue = None
-        dist_checkpointing.save(state, str(folder), strategy)
+    state = lambda: checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
+    share = Share(ours, state(), engine.mesh.dp_context, apart=True)
+    written = gather_objects(share.write())
+    if dist.get_rank() == 0:
+        share.complete(written)
+    filesystem_async._results_queue = None
+    dist_checkpointing.save(state(), str(theirs))
     filesystem_async._results_queue._manager.shutdown()
 
 
@@ -42,3 +49,17 @@ def operations(model: Path, folder: Path, vocab_size: int) -> list[tuple[str, st
     with mock.patch.object(os, "fsync", synced), mock.patch.object(os, "rename", renamed):
         engine.save(folder)
     return done
+
+
+def taken_then_trained(
+    model: Path, waited: Path, apart: Path, samples: list[Sample], precision: str, parallel: dict
+) -> bool:
+    """The same state saved, and taken apart but written after another step only; whether that step changed a weight."""
+    engine = make_engine(model, precision, **parallel)
+    engine.train_step(samples, TOKEN_MEAN)
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    engine.save(waited, {"step": 1})
+    staged = engine.stage(apart, {"step": 1})
+    engine.train_step(samples, TOKEN_MEAN)
+    staged.write()
+    return any(not torch.equal(before[name], weight) for name, weight in engine.weights())

@@ -2,11 +2,13 @@
 
 import contextlib
 import dataclasses
+import signal
 from collections.abc import Callable, Sequence
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from isoloss.engine import checkpoint, run, trainer
 from isoloss.engine.batch import Sample
@@ -14,7 +16,7 @@ from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.run_folder import open_folder
-from isoloss.parallel import UserError
+from isoloss.parallel import PreemptedError, UserError
 from isoloss.tools.parity import thaw
 
 Arrays = dict[str, np.ndarray]
@@ -29,10 +31,13 @@ def weights(engine: Engine) -> Arrays:
     return {name: weight.double().numpy(force=True).copy() for name, weight in engine.weights()}
 
 
-def train(config: Config, killed_after: int | None = None, killed_in_save: int | None = None) -> Arrays:
-    """The recipe; its weights at the end. Or killed after that step, or while that step's checkpoint is written."""
+def train(
+    config: Config, killed_after: int | None = None, killed_in_save: int | None = None, told_after: int | None = None
+) -> Arrays:
+    """The recipe; its weights at the end. Or killed after that step, or while that step's checkpoint is written; or its
+    last rank is told to end in that step."""
     kept: Arrays = {}
-    finish, check, write = run.Run.finish, run.BadStepGuard.check, checkpoint.dist_checkpointing.save
+    finish, check, write = run.Run.finish, run.BadStepGuard.check, checkpoint.Share.write
 
     def keep_weights(self):
         kept.update(weights(self._engine))
@@ -41,24 +46,27 @@ def train(config: Config, killed_after: int | None = None, killed_in_save: int |
     def check_or_die(self, step, *rest):
         if step == killed_after:
             raise Killed
+        if step == told_after and dist.get_rank() == dist.get_world_size() - 1:
+            signal.raise_signal(signal.SIGTERM)
         check(self, step, *rest)
 
-    def write_or_die(state, folder, *rest, **options):
-        write(state, folder, *rest, **options)
-        if f"{killed_in_save:08d}" in folder if killed_in_save else False:
+    def write_or_die(share):
+        written = write(share)
+        if f"{killed_in_save:08d}" in str(share._folder) if killed_in_save else False:
             raise Killed
+        return written
 
     with (
         mock.patch.object(run.Run, "finish", keep_weights),
         mock.patch.object(run.BadStepGuard, "check", check_or_die),
-        mock.patch.object(checkpoint.dist_checkpointing, "save", write_or_die),
+        mock.patch.object(checkpoint.Share, "write", write_or_die),
     ):
         try:
             trainer.train_sft(config, "test")
             died = False
-        except Killed:
+        except (Killed, PreemptedError):
             died = True
-    assert died == bool(killed_after or killed_in_save)
+    assert died == bool(killed_after or killed_in_save or told_after)
     return kept
 
 

@@ -1,0 +1,84 @@
+"""Checkpoints go to the disk while training goes on."""
+
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch.distributed as dist
+
+from isoloss.engine.checkpoint import NotWrittenError, Staged, prune
+from isoloss.engine.config import CheckpointConfig
+from isoloss.engine.run_folder import is_main
+
+
+class Saver:
+    """Writes the checkpoints of a run, one after the other: in a thread of each rank, with checkpoint.asynchronous.
+
+    The threads meet in a gloo group of their own, so that they neither wait for training nor mix with its collectives.
+    Every rank calls every method, and sees the same checkpoints fail. The constructor is collective over the world.
+
+    A disk may be full, or a server of files away, for a while: one checkpoint that could not be written is told, and
+    the next is tried. The second in a row ends the run, which would otherwise train for nothing.
+    """
+
+    def __init__(self, config: CheckpointConfig):
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group, self._keep, self._asynchronous = group, config.keep, config.asynchronous
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._pending: Future[NotWrittenError | None] | None = None
+        self._problem: NotWrittenError | None = None  # of the newest
+
+    def save(self, stage: Callable[[], Sequence[Staged]]) -> None:
+        """Begin to write what `stage` takes to host memory, in this order, and then delete the oldest of each kind. It
+        is called once nothing is being written. Without checkpoint.asynchronous, wait for the end. Raises as `wait`."""
+        self.wait()
+        try:
+            staged = stage()
+        except NotWrittenError as problem:
+            self._note(_told(problem))
+            return
+        self._pending = self._thread.submit(self._write, staged)
+        if not self._asynchronous:
+            self.wait()
+
+    def wait(self, *, last: bool = False) -> None:
+        """Until nothing is being written.
+
+        last: no other checkpoint will be tried.
+        Raises NotWrittenError, on every rank, for the second in a row that could not be written, or the last.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._note(pending.result())
+        if last and self._problem is not None:
+            raise self._problem
+
+    def close(self) -> None:
+        """Let what is being written come to its end, whatever that is."""
+        self._thread.shutdown()
+
+    def _note(self, problem: NotWrittenError | None) -> None:
+        before, self._problem = self._problem, problem
+        if before is not None and problem is not None:
+            raise problem
+
+    def _write(self, staged: Sequence[Staged]) -> NotWrittenError | None:
+        try:
+            for each in staged:
+                each.write(self._group)
+        except NotWrittenError as problem:
+            return _told(problem)
+        try:
+            for each in staged if is_main() else ():  # after all were written: until then older ones count
+                prune(each.folder.parent, self._keep)
+        except OSError as problem:  # the next save tries again
+            print(f"isoloss: an old checkpoint could not be deleted: {problem}", file=sys.stderr, flush=True)
+        return None
+
+
+def _told(problem: NotWrittenError) -> NotWrittenError:
+    """The user hears of it at once, and not when the run comes to it."""
+    if is_main():
+        print(f"isoloss: {problem}", file=sys.stderr, flush=True)
+    return problem

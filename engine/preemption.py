@@ -1,0 +1,46 @@
+"""A run that is told to end saves first: by SIGTERM, or by SIGUSR1, which Slurm sends before the end of the time."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Preemption:
+    """Whether a rank of the world was told to end. The constructor is collective over the world."""
+
+    def __init__(self):
+        # Of its own, and on the host, so that a step does not wait for a device.
+        group = dist.new_group(backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)
+        self._group = group
+        self._received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def begin(self) -> None:
+        """From now on the signals are noted. Elsewhere than in its main thread a process cannot be told."""
+        if threading.current_thread() is threading.main_thread():
+            self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+
+    def end(self) -> None:
+        """From now on they do what they did before."""
+        for each, before in self._before.items():
+            signal.signal(each, before)
+
+    def told(self) -> signal.Signals | None:
+        """The signal that a rank got, the same on every rank: between two steps, so that all end after the same one.
+
+        One all-reduce over the world.
+        """
+        highest = torch.tensor(self._received)
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group=self._group)
+        return signal.Signals(int(highest)) if highest else None
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        self._received = number

@@ -1,0 +1,87 @@
+"""A checkpoint is written while training goes on, and holds what was there when it was taken."""
+
+import threading
+from pathlib import Path
+
+import pytest
+from support.families import VOCAB, write_folder
+from support.saves import taken_then_trained
+from support.transformers_parity import make_samples
+
+from isoloss.engine import checkpoint
+from isoloss.engine.config import Config
+from isoloss.engine.run import BadStepGuard
+from isoloss.models.weights import manifest
+from isoloss.parallel import UserError
+from isoloss.recipes import launch, sft
+
+LENGTHS = (2, 40, 17, 29)
+KINDS = [("fp32", {}), ("fp32", {"distributed_optimizer": False}), ("bf16", {}), ("fp64", {})]
+
+
+@pytest.mark.parametrize(("precision", "parallel"), KINDS, ids=lambda value: str(value))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_after_it_was_taken_does_not_change_it(ranks, precision, parallel, tmp_path, pool):
+    """To the bit what a save that is waited for writes, of weights, moments and step count."""
+    model = write_folder("qwen3-moe", tmp_path / "model")
+    samples = make_samples(LENGTHS, VOCAB)
+    waited, apart = tmp_path / "waited", tmp_path / "apart"
+    moved = pool.run(ranks, taken_then_trained, model, waited, apart, samples, precision, parallel)
+    assert all(moved)
+    files = manifest.read(waited).files
+    assert manifest.read(apart).files.keys() == files.keys() and sum(".distcp" in name for name in files) >= ranks
+    for name in files:
+        assert (apart / name).read_bytes() == (waited / name).read_bytes(), name
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """Nothing is written before this event is set."""
+    mended, write = threading.Event(), checkpoint.Share.write
+    monkeypatch.setattr(checkpoint.Share, "write", lambda share: (mended.wait(60), write(share))[1])
+    return mended
+
+
+def test_training_goes_on_meanwhile_and_the_next_save_waits(slow_disk, arguments, monkeypatch):
+    """Three steps with a save each: the second begins while nothing of the first save is there, the third not."""
+    found, check = [], BadStepGuard.check
+
+    def look(self, step, *rest):
+        found.append(sorted(path.name for path in Path("out/checkpoints").iterdir()) if step > 1 else [])
+        if step == 2:
+            slow_disk.set()
+        check(self, step, *rest)
+
+    monkeypatch.setattr(BadStepGuard, "check", look)
+    argv = [*arguments, "train.steps=3", "checkpoint.every=1"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert found[1] == [".step_00000001.partial"] and "step_00000001" in found[2]
+    assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == ["step_00000002", "step_00000003"]
+
+
+def test_without_it_every_step_waits(slow_disk, arguments, monkeypatch):
+    found, check = [], BadStepGuard.check
+
+    def look(self, step, *rest):
+        found.append(sorted(path.name for path in Path("out/checkpoints").glob("*")))
+        check(self, step, *rest)
+
+    monkeypatch.setattr(BadStepGuard, "check", look)
+    slow_disk.set()
+    argv = [*arguments, "checkpoint.every=1", "checkpoint.asynchronous=false"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert found == [[], ["step_00000001"]]
+
+
+def test_what_is_written_when_a_run_ends_in_a_mistake_is_finished(arguments, monkeypatch, capsys):
+    """Too many steps that are not finite, right after a save began."""
+    monkeypatch.setattr(BadStepGuard, "check", _bad_at_2)
+    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.every=1"]) == 2
+    assert "planted" in capsys.readouterr().err
+    folder = Path("out/checkpoints/step_00000001")
+    manifest.check_checksums(folder, manifest.read(folder))
+
+
+def _bad_at_2(self, step, *rest):
+    if step == 2:
+        raise UserError("planted")
