@@ -82,8 +82,9 @@ def grid_attention(
         key_RKD, value_RKU = (t.repeat_interleave(repeats, dim=1) for t in (key_RKD, value_RKU))
     qkv = (query_RHD, key_RKD, value_RKU)
     mine = [(t.shape[1] // degree, t.shape[2]) for t in qkv]  # heads of a rank, and their width
-    blocks = torch.cat([t.reshape(t.shape[0], degree, -1) for t in qkv], dim=2)  # [R, degree, all channels of a rank]
-    exchanged = all_to_all(blocks.transpose(0, 1), ulysses).flatten(0, 1)  # rank-major is row order
+    # [degree, R, all channels of a rank]: joined in the order in which they are sent, which else takes one copy more.
+    blocks = torch.cat([t.reshape(t.shape[0], degree, -1).transpose(0, 1) for t in qkv], dim=2)
+    exchanged = all_to_all(blocks, ulysses).flatten(0, 1)  # rank-major is row order
     query, key, value = (
         part.unflatten(1, shape) for part, shape in zip(exchanged.split([n * d for n, d in mine], dim=1), mine)
     )

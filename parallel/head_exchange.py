@@ -47,8 +47,9 @@ class HeadExchange:
         one after the other. One all-to-all each way."""
         if self.ranks == 1:
             return torch.cat(list(parts), 1)
-        by_rank = torch.cat([part.unflatten(1, (self.ranks, -1)) for part in parts], 2)  # [R, ranks, X]
-        arrived_TX = all_to_all(by_rank.transpose(0, 1), self.context).flatten(0, 1)
+        # [ranks, R, X]: joined in the order in which they are sent, which else takes one copy more.
+        by_rank = torch.cat([part.unflatten(1, (self.ranks, -1)).transpose(0, 1) for part in parts], 2)
+        arrived_TX = all_to_all(by_rank, self.context).flatten(0, 1)
         if self.ring == 1:
             return arrived_TX
         held, place = self._order(row, arrived_TX.device)
