@@ -73,6 +73,11 @@ class Sizes:
     chunks: np.ndarray
     ends_E: Tensor
 
+    @property
+    def empty(self) -> list[int]:
+        """Which of this rank's experts get no rows."""
+        return np.flatnonzero(self.chunks.sum(0) == 0).tolist()
+
     def sent_of(self, rows: Rows) -> Rows:
         return rows
 

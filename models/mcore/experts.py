@@ -121,7 +121,8 @@ class ExpertLayer(MoELayer):
             row.sizes[self.layer_number] = sizes
         sizes = row.sizes.get(self.layer_number)
         received = to_experts(hidden_states.flatten(0, -2), weights_ZX, rows, sizes, groups)
-        output_RD = self.experts.at_once(*received, again=self._recompute_experts)
+        empty = sizes.empty if isinstance(sizes, Sizes) else None
+        output_RD = self.experts.at_once(*received, again=self._recompute_experts, empty=empty)
         return from_experts(output_RD, rows, sizes, groups).view_as(hidden_states)
 
     def _forget(self) -> None:

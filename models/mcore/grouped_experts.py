@@ -44,19 +44,28 @@ class Experts(SequentialMLP):
             return self.at_once(rows_RD, weights_R, ends_E, again=False), None
         return super().forward(rows_RD, tokens_per_expert, weights_R)
 
-    def at_once(self, rows_RD: Tensor, weights_R: Tensor, ends_E: Tensor, *, again: bool) -> Tensor:
+    def at_once(
+        self,
+        rows_RD: Tensor,
+        weights_R: Tensor,
+        ends_E: Tensor,
+        *,
+        again: bool,
+        empty: Sequence[int] | None = None,
+    ) -> Tensor:
         """The weighted outputs, [R, D].
 
         rows_RD: sorted by expert.
         weights_R: what each counts.
         ends_E: where each expert's rows end, int32 on the device.
         again: compute gate and up again in the backward, and do not keep them.
+        empty: which experts have no rows; None: the host does not know.
         """
         inner = [expert.linear_fc1 for expert in self.local_experts]
         outer = [expert.linear_fc2 for expert in self.local_experts]
         wait_for_weights(*inner, *outer)
         matrices = [module.weight for module in (*inner, *outer)]
-        return _Experts.apply(rows_RD, weights_R, ends_E, again, *matrices)
+        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, *matrices)
 
 
 def on_gpu(hidden: Tensor) -> bool:
@@ -72,12 +81,12 @@ def _fits(expert: Any) -> bool:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_R, ends_E, again, *matrices):
+    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, *matrices):
         inner, outer = _halves(matrices)
         wide_RI = _times(rows_RD, torch.stack(inner).mT, ends_E)
         output_RD = _times(weighted_swiglu(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
         ctx.save_for_backward(rows_RD, weights_R, ends_E, *(() if again else (wide_RI,)))
-        ctx.matrices = matrices
+        ctx.matrices, ctx.empty = matrices, empty
         return output_RD
 
     @staticmethod
@@ -88,10 +97,10 @@ class _Experts(torch.autograd.Function):
         wide_RI = kept[0] if kept else _times(rows_RD, inner_ENK.mT, ends_E)
         grad_RI = _times(grad_RD, torch.stack(outer), ends_E)
         active_RI, grad_wide_RI, grad_weights_R = weighted_swiglu_backward(wide_RI, weights_R, grad_RI)
-        of_outer = _of_matrices(grad_RD, active_RI, ends_E, outer)
-        of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, inner)
+        of_outer = _of_matrices(grad_RD, active_RI, ends_E, ctx.empty, outer)
+        of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, ctx.empty, inner)
         grad_rows_RD = _times(grad_wide_RI, inner_ENK, ends_E)
-        return grad_rows_RD, grad_weights_R, None, None, *of_inner, *of_outer
+        return grad_rows_RD, grad_weights_R, None, None, None, *of_inner, *of_outer
 
 
 def _halves(matrices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -106,16 +115,25 @@ def _times(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
     return grouped_mm(rows, matrices, offs=ends_E)
 
 
-def _of_matrices(grad: Tensor, rows: Tensor, ends_E: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor | None]:
+def _of_matrices(
+    grad: Tensor, rows: Tensor, ends_E: Tensor, empty: Sequence[int] | None, matrices: Sequence[Tensor]
+) -> Sequence[Tensor | None]:
     """The gradients of an expert's matrices, whose rows gave those of `grad`: [R, N] and [R, K] give [E, N, K].
 
+    An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
+    (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
     Where Megatron keeps sums of gradients (`main_grad`) they are added to those, and what is returned only tells it so,
     as the gradients of its own layers do.
     """
     if not matrices[0].requires_grad:
         return [None] * len(matrices)
     if len(rows):
-        of_all = without_empty(grouped_mm(grad.mT, rows, offs=ends_E), ends_E).unbind()
+        of_all_ENK = grouped_mm(grad.mT, rows, offs=ends_E)
+        if empty is None:
+            of_all_ENK = without_empty(of_all_ENK, ends_E)
+        for expert in empty or ():
+            of_all_ENK[expert].zero_()
+        of_all = of_all_ENK.unbind()
     else:
         of_all = [torch.zeros_like(matrix) for matrix in matrices]
     if hasattr(matrices[0], "main_grad"):
@@ -127,8 +145,7 @@ def _of_matrices(grad: Tensor, rows: Tensor, ends_E: Tensor, matrices: Sequence[
 
 @OneKernel
 def without_empty(gradients_ENK: Tensor, ends_E: Tensor) -> Tensor:
-    """0 where an expert had no rows. The product leaves there what was in the memory before, on some GPUs
-    (pytorch/pytorch#172439)."""
+    """0 where an expert had no rows."""
     starts_E = torch.nn.functional.pad(ends_E[:-1], (1, 0))
     return torch.where((ends_E > starts_E)[:, None, None], gradients_ENK, 0)
 

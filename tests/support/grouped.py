@@ -63,10 +63,10 @@ def on_cpu() -> Iterator[Counter[str]]:
 
         return call
 
-    def at_once(self, rows, weights, ends_E, *, again):
+    def at_once(self, rows, weights, ends_E, **how):
         rows, weights = (_Spoiled.apply(each, ends_E) for each in (rows, weights))
         counts["free"] += len(rows) - int(ends_E[-1])
-        return _Spoiled.apply(run(self, rows, weights, ends_E, again=again), ends_E)
+        return _Spoiled.apply(run(self, rows, weights, ends_E, **how), ends_E)
 
     run = grouped_experts.Experts.at_once
     with (

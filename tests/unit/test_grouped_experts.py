@@ -57,11 +57,14 @@ def results(function, tensors, grad):
 
 
 @pytest.mark.parametrize("again", (False, True), ids=("kept", "again"))
+@pytest.mark.parametrize("known", (False, True), ids=("on the device", "on the host"))
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-def test_the_same_as_one_by_one(monkeypatch, counts, again):
+def test_the_same_as_one_by_one(monkeypatch, counts, known, again):
+    """known: who has no rows."""
     monkeypatch.setattr(grouped_experts, "grouped_mm", grouped.product)
     ends, tensors, grad = problem(counts, torch.float64)
-    found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, ends, again, *more), tensors, grad)
+    how = ends, again, [expert for expert, rows in enumerate(counts) if not rows] if known else None
+    found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, *how, *more), tensors, grad)
     for one, other in zip(found, results(partial(one_by_one, counts), tensors, grad), strict=True):
         assert one.shape == other.shape
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -73,7 +76,7 @@ def test_torchs_own_product_is_as_good_in_bf16(counts):
     ends, exact, grad = problem(counts, torch.float64)
     wanted = results(partial(one_by_one, counts), exact, grad)
     _, rounded, grad = problem(counts, torch.bfloat16)
-    found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, *more), rounded, grad)
+    found = results(lambda rows, weights, *more: _Experts.apply(rows, weights, ends, False, None, *more), rounded, grad)
     twin = results(partial(one_by_one, counts), rounded, grad)
 
     def error(tensors):
@@ -95,7 +98,7 @@ def test_gradients_are_added_where_megatron_keeps_them(monkeypatch):
         matrix.main_grad, matrix.grad_added_to_main_grad = torch.ones_like(matrix), False
         matrix.register_post_accumulate_grad_hook(woken.append)
     for _ in range(2):
-        _Experts.apply(*tensors[:2], ends, False, *tensors[2:]).backward(grad)
+        _Experts.apply(*tensors[:2], ends, False, None, *tensors[2:]).backward(grad)
     for matrix, gradient in zip(tensors[2:], wanted, strict=True):
         assert matrix.grad_added_to_main_grad
         torch.testing.assert_close(matrix.main_grad, 1 + 2 * gradient, rtol=1e-12, atol=1e-12)
@@ -110,7 +113,7 @@ def test_what_is_computed_again_is_not_kept(monkeypatch):
     def kept(again):
         nbytes = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t: nbytes.append(t.nbytes), lambda t: t):
-            _Experts.apply(*tensors[:2], ends, again, *tensors[2:])
+            _Experts.apply(*tensors[:2], ends, again, None, *tensors[2:])
         return sum(nbytes)
 
     assert kept(False) - kept(True) == 16 * 2 * INNER * 8
@@ -156,3 +159,8 @@ def test_chunks_change_their_order_and_back():
     there = dispatch._regrouped(rows, sizes)
     assert there.tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
     assert dispatch._regrouped(there, sizes.T).tolist() == rows.tolist()
+
+
+def test_an_expert_is_empty_where_no_rank_sends_to_it():
+    chunks = np.array([[2, 0, 3, 0], [1, 4, 0, 0]])
+    assert dispatch.Sizes([], [], [], chunks, torch.empty(0)).empty == [3]

@@ -51,12 +51,12 @@ def seconds(config, arch, gpus, gpu=H100):
 COUNTED = {
     ("8b", "parallel.tp=2"): 43,
     ("8b", "parallel.tp=2", "memory.recompute=full"): 58,
-    ("30b_a3b", "parallel.ep=8"): 110,
-    ("30b_a3b", "parallel.ep=4"): 110,
+    ("30b_a3b", "parallel.ep=8"): 108,
+    ("30b_a3b", "parallel.ep=4"): 108,
     ("30b_a3b", "parallel.ep=1"): 98,
-    ("30b_a3b", "parallel.ep=8", "parallel.tp=4"): 110,
-    ("30b_a3b", "parallel.ep=8", "memory.recompute=full"): 154,
-    ("30b_a3b", "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"): 148,
+    ("30b_a3b", "parallel.ep=8", "parallel.tp=4"): 108,
+    ("30b_a3b", "parallel.ep=8", "memory.recompute=full"): 152,
+    ("30b_a3b", "parallel.ep=8", "memory.recompute=selective", "memory.recompute_modules=[layernorm,moe]"): 146,
 }
 
 
@@ -74,7 +74,7 @@ def test_where_the_host_is_slow_its_launches_are_the_time(of, monkeypatch):
     monkeypatch.setattr(searching, "LAUNCH_SECONDS", 1e-2)
     config, arch = of("30b_a3b", "parallel.ep=8", "memory.recompute=full")
     kept, _ = of("30b_a3b", "parallel.ep=8")
-    assert seconds(config, arch, 8) / seconds(kept, arch, 8) == pytest.approx(154 / 110, rel=0.02)
+    assert seconds(config, arch, 8) / seconds(kept, arch, 8) == pytest.approx(152 / 108, rel=0.02)
 
 
 @pytest.mark.parametrize("keys", (("parallel.tp=4", "parallel.ep=8"), ("parallel.ep=8",), ("parallel.tp=8",)))
