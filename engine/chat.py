@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.chat_template import NOTHING, Messages, Template, check_template, check_tools, refuse_tools, render
-from isoloss.engine.rows import Row, one_line, shown
+from isoloss.engine.rows import Row, listed, one_line, shown
 from isoloss.parallel.errors import UserError
 
 FORMS = "`messages`, or `prompt` and `completion`, or `text`"
@@ -71,7 +71,7 @@ def tokenize_row(row: Row, tokenizer, template_kwargs: Mapping[str, Any] = NOTHI
         tokens_T = with_end(encode(tokenizer, values["text"]), tokenizer)
         mask_T = [True] * len(tokens_T)
     else:
-        keys = ", ".join(sorted(values)) or "none"
+        keys = listed(sorted(values)) or "none"
         raise UserError(f"{place}: unknown kind of row (keys: {keys}): a row has {FORMS}")
     if mask_T:
         mask_T[0] = False  # nothing before it to predict it from
@@ -130,7 +130,7 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):
-            what = f"a part of type {kind!r}" if kind else shown(part)
+            what = f"a part of type {listed([str(kind)])!r}" if kind else shown(part)
             raise UserError(
                 f"{place}: `{key}[{number}]` must be a part of text, {{type: text, text: ...}}, not {what}: isoloss "
                 "trains on text alone; take the part or the row out"
@@ -158,7 +158,7 @@ def tokenize_chat(messages: Messages, template: Template, first: int = 0) -> Tok
     tokenizer, place = template.tokenizer, template.place
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     if not turns:
-        roles = ", ".join(message["role"] for message in messages[first:])
+        roles = listed(message["role"] for message in messages[first:])
         raise UserError(f"{place}: no assistant turn to learn from (roles: {roles}): add one or take the row out")
     check_template(tokenizer, place, "use `text` or plain `prompt` and `completion` rows")
     if GENERATION_MARK.search(template.text) and maps_characters(tokenizer):

@@ -1,14 +1,13 @@
 """A tokenizer's chat template and what it is given: messages, the tools of a row, data.template_kwargs."""
 
 import inspect
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from isoloss.engine.rows import one_line, shown
+from isoloss.engine.rows import one_line, parse_json, shown
 from isoloss.parallel.errors import UserError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -35,11 +34,9 @@ class Template:
 
     def __call__(self, messages: Messages, **options):
         """As `apply_chat_template` with these options. UserError where the template refuses the row."""
-        from jinja2 import TemplateError
-
         try:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options, **self.kwargs)
-        except (TemplateError, TypeError, KeyError) as error:
+        except Exception as error:  # a template is somebody's program: which errors rows lead it into, nobody knows
             reason = one_line(error)
             raise UserError(
                 f"{self.place}: the chat template refuses these messages ({reason}): fix the row"
@@ -80,9 +77,9 @@ def check_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
     """The `tools` of a row: JSON schemas of functions, as chat templates take them; or the same as JSON text."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError as error:
-            raise UserError(f"{place}: `tools` is not JSON ({one_line(error)}): fix it") from None
+            raise UserError(f"{place}: `tools` is {error}: fix it") from None
     if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
         return value
     raise UserError(f"{place}: `tools` must be a list of JSON schemas of functions, not {shown(value)}")

@@ -53,6 +53,12 @@ class DataConfig(Keys, group="data"):
         "What happens to a longer row: the run stops and names it, or the row is dropped, or its end is cut off. "
         "Prompts are never truncated.",
     )
+    max_rejects: int = key(
+        0,
+        "Bad rows of data.train, and as many of data.eval, that may be left out; output_dir/rejects.jsonl names each "
+        "with its file, line and reason. 0: the first one ends the run.",
+        at_least=0,
+    )
     template_kwargs: Mapping[str, Any] = key(
         {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )

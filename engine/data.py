@@ -23,13 +23,14 @@ import numpy as np
 import torch
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.chat import load_tokenizer, tokenize_row
+from isoloss.engine.chat import TokensAndMask, load_tokenizer, tokenize_row
 from isoloss.engine.chat_template import check_template_kwargs
 from isoloss.engine.config import DataConfig
-from isoloss.engine.rows import check_paths, read_rows
+from isoloss.engine.rejects import Reject, Rejects, check
+from isoloss.engine.rows import check_paths, unread_rows
 from isoloss.parallel.errors import UserError
 
-FORMAT = 2  # of the cache folder and of the tokenization; a new number leaves old folders unread
+FORMAT = 3  # of the cache folder and of the tokenization; a new number leaves old folders unread
 ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
 
 
@@ -51,11 +52,20 @@ class TokenDataset:
     mask: bool [total], True at targets.
     offsets: int64 [n + 1], sequence i is offsets[i]:offsets[i + 1].
     fingerprint: the same for two data sets where these arrays are, whatever files they came from.
+    rejects: bad rows that were left out.
     """
 
-    def __init__(self, tokens: np.ndarray, mask: np.ndarray, offsets: np.ndarray, stats: DataStats, fingerprint: str):
+    def __init__(
+        self,
+        tokens: np.ndarray,
+        mask: np.ndarray,
+        offsets: np.ndarray,
+        stats: DataStats,
+        fingerprint: str,
+        rejects: Sequence[Reject] = (),
+    ):
         self.tokens, self.mask, self.offsets, self.stats = tokens, mask, offsets, stats
-        self.fingerprint = fingerprint
+        self.fingerprint, self.rejects = fingerprint, tuple(rejects)
         self.lengths: np.ndarray = np.diff(offsets).astype(np.int64)
 
     def __len__(self) -> int:
@@ -75,7 +85,8 @@ def load_dataset(
     """Rows of data.train or data.eval as token sequences with loss masks (see `chat` for the forms of rows).
 
     data: also says what happens to a row of more than max_length tokens, "error", "drop" or "truncate" (its end is cut
-    off), and gives the chat template its variables; a row's `tools` reach it as well.
+    off), how many bad rows may be left out, and gives the chat template its variables; a row's `tools` reach it as
+        well.
     cache_dir: holds one folder for each combination of file contents, tokenizer and options; any number of processes
         may call at once: one tokenizes, the others wait and load.
 
@@ -94,6 +105,8 @@ def load_dataset(
                 write_cache(folder, tokenize(data, split, tokenizer_dir, vocab_size))
                 dataset = load_cached(folder)
     assert dataset is not None, f"{folder} cannot be read back"
+    # The limit is not part of the folder's name: whatever it was, the rows that are left are the same.
+    check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     return dataset
 
 
@@ -126,38 +139,49 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     check_template_kwargs(data.template_kwargs, tokenizer)
     tokens, mask, lengths = [], [], [0]
     dropped = truncated = 0
-    for row in read_rows(paths, f"data.{split}"):
-        tokens_T, mask_T = tokenize_row(row, tokenizer, data.template_kwargs)
-        if (length := len(tokens_T)) > max_length:
-            if data.overlong == "error":
-                raise UserError(
-                    f"{row.place}: {length} tokens are more than data.max_length={max_length}: raise it, or set "
-                    f"data.overlong to drop (leave such rows out) or truncate (cut their end off); now it is error"
-                )
-            if data.overlong == "drop":
-                dropped += 1
-                continue
-            truncated += 1
-            tokens_T, mask_T = tokens_T[:max_length], mask_T[:max_length]
-            if not any(mask_T):
-                raise UserError(
-                    f"{row.place}: truncated from {length} tokens to data.max_length={max_length}, it has no target "
-                    f"left: raise it or set data.overlong=drop"
-                )
-        tokens.append(np.array(tokens_T, np.int32))
-        mask.append(np.array(mask_T, np.bool_))
-        lengths.append(len(tokens_T))
+    rejects = Rejects(f"data.{split}", paths, data.max_rejects)
+    for row in unread_rows(paths, f"data.{split}"):
+        with rejects.instead_of_error(row):
+            tokens_T, mask_T = tokenize_row(row.read(), tokenizer, data.template_kwargs)
+            if len(tokens_T) > max_length:
+                if data.overlong == "drop":
+                    dropped += 1
+                    continue
+                tokens_T, mask_T = cut(tokens_T, mask_T, data, row.place)
+                truncated += 1
+            tokens.append(np.array(tokens_T, np.int32))
+            mask.append(np.array(mask_T, np.bool_))
+            lengths.append(len(tokens_T))
     if not tokens:
-        raise nothing_left(f"data.{split}", paths, dropped, "rows", f"data.max_length={max_length}")
+        raise nothing_left(rejects, dropped, "rows", f"data.max_length={max_length}")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
-    return TokenDataset(**arrays, stats=stats, fingerprint=fingerprint(arrays))
+    return TokenDataset(**arrays, stats=stats, fingerprint=fingerprint(arrays), rejects=rejects.rows)
 
 
-def nothing_left(key: str, paths: Sequence[str], dropped: int, rows: str, limit: str) -> UserError:
+def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -> TokensAndMask:
+    """The first data.max_length tokens of a longer row. UserError where it must not be cut, or no target is left."""
+    length, most = len(tokens_T), data.max_length
+    if data.overlong == "error":
+        raise UserError(
+            f"{place}: {length} tokens are more than data.max_length={most}: raise it, or set data.overlong to drop "
+            f"(leave such rows out) or truncate (cut their end off); now it is error"
+        )
+    if not any(mask_T[:most]):
+        raise UserError(
+            f"{place}: truncated from {length} tokens to data.max_length={most}, it has no target left: raise it or "
+            f"set data.overlong=drop"
+        )
+    return tokens_T[:most], mask_T[:most]
+
+
+def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserError:
     """The refusal of files without a row to take. rows: their name. limit: what the dropped ones were over."""
-    files = ", ".join(paths)
+    key, files = rejects.key, ", ".join(rejects.paths)
+    if rejects.rows:
+        bad = f"{len(rejects.rows)} are bad, the first is {rejects.first()}"
+        return UserError(f"{key}: none of the {rows} of {files} is left: {bad}; {dropped} are over {limit}")
     if dropped:
         return UserError(f"{key}: all {dropped} {rows} of {files} were dropped, being over {limit}: raise it")
     return UserError(f"{key}: no rows in {files}: give files with at least one row")
@@ -213,6 +237,7 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
         checksums[name] = checksum(path)
     stats = asdict(dataset.stats)
     meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
+    meta["rejects"] = [asdict(reject) for reject in dataset.rejects]
     (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
     shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been loaded
     try:
@@ -229,7 +254,10 @@ def load_cached(folder: Path) -> TokenDataset | None:
             if checksum(folder / f"{name}.npy") != meta["crc32"][name]:
                 return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
-        return TokenDataset(**arrays, stats=DataStats(**meta["stats"]), fingerprint=meta["fingerprint"])
+        rejects = [Reject(**reject) for reject in meta["rejects"]]
+        return TokenDataset(
+            **arrays, stats=DataStats(**meta["stats"]), fingerprint=meta["fingerprint"], rejects=rejects
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

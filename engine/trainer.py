@@ -6,13 +6,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from isoloss.engine.batch import grouped_by_prompt
-from isoloss.engine.config import Config
+from isoloss.engine.config import Config, DataConfig
 from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_indices, steps_for_epochs, unigram_nats
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.model_source import resolve
+from isoloss.engine.rejects import RejectsOfRun
 from isoloss.engine.run import Run, RunResult
-from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
+from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, is_main, open_folder
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError, device
@@ -37,6 +38,9 @@ class RunData:
             "template"
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
+
+    def rejects(self, data: DataConfig) -> RejectsOfRun:
+        return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
 
 def train_sft(config: Config, run_name: str) -> RunResult:
@@ -64,6 +68,8 @@ def train_sft(config: Config, run_name: str) -> RunResult:
 def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult:
     loss = cross_entropy(config.loss)
     run.print(banner(config, data, run))
+    if is_main():
+        data.rejects(config.data).write(run.output_dir)
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
@@ -100,7 +106,11 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
         f"evaluated on {', '.join(config.data.eval)}" if config.data.eval else "no data.eval"
     )
     work = f"steps of {config.batch.global_size} sequences"
-    return run.banner(random or ", its weights", [rows, *over_budget(config, data)], work)
+    return run.banner(
+        random or ", its weights",
+        [rows, *data.rejects(config.data).told(run.output_dir), *over_budget(config, data)],
+        work,
+    )
 
 
 def over_budget(config: Config, data: RunData) -> Sequence[str]:

@@ -61,6 +61,8 @@ def _train(
     loss = policy_loss(config)
     batch = restore(run, critic)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
+    if is_main():
+        data.rejects(config.data).write(run.output_dir)
 
     def save_now() -> None:
         save(run, critic, batch)

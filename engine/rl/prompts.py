@@ -23,8 +23,9 @@ from isoloss.engine.chat_template import (
 )
 from isoloss.engine.config import DataConfig
 from isoloss.engine.data import nothing_left
+from isoloss.engine.rejects import Reject, Rejects
 from isoloss.engine.rl.trajectory import Prompt
-from isoloss.engine.rows import Row, read_rows, shown
+from isoloss.engine.rows import Row, listed, shown, unread_rows
 from isoloss.parallel.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")
@@ -34,11 +35,13 @@ ANSWER_KEYS = ("answer", "ground_truth", "reward_model.ground_truth", "solution"
 
 @dataclass(frozen=True)
 class PromptSet:
-    """dropped: rows that were left out for their length. repeated: those left out because an earlier one is alike."""
+    """dropped: rows that were left out for their length. repeated: those left out because an earlier one is alike.
+    rejects: bad rows that were left out."""
 
     prompts: tuple[Prompt, ...]
     dropped: int = 0
     repeated: int = 0
+    rejects: tuple[Reject, ...] = ()
 
     def fingerprint(self) -> str:
         """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
@@ -60,8 +63,8 @@ def load_prompts(
 ) -> PromptSet:
     """The rows of data.train or data.eval, in their order. The same on every rank; enters no collective.
 
-    data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", and gives the chat
-        template its variables; a row's `tools` reach it as well.
+    data: also says what happens to a prompt of more than max_prompt_tokens, "error" or "drop", how many bad rows may be
+        left out, and gives the chat template its variables; a row's `tools` reach it as well.
     limit: how messages name max_prompt_tokens.
     duplicates: whether a row stays whose prompt and answer an earlier row has.
 
@@ -73,29 +76,32 @@ def load_prompts(
     names = Counter(os.path.basename(path) for path in set(paths))
     prompts, dropped, repeated = [], 0, 0
     known: set[bytes] = set()
-    for row in read_rows(paths, f"data.{split}"):
-        if duplicates == "drop":
-            if (question := _digest(row)) in known:
+    rejects = Rejects(f"data.{split}", paths, data.max_rejects)
+    for unread in unread_rows(paths, f"data.{split}"):
+        with rejects.instead_of_error(unread):
+            row = unread.read()
+            if duplicates == "drop" and (question := _digest(row)) in known:
                 repeated += 1
                 continue
-            known.add(question)
-        path, _, line = row.place.rpartition(":")
-        name = os.path.basename(path)
-        file = name if names[name] == 1 else path
-        template = Template(tokenizer, row.place, check_tools(row.values.get("tools"), row.place), data.template_kwargs)
-        prompt = to_prompt(row, template, f"{file}:{line.removeprefix(' row ')}", os.path.splitext(name)[0])
-        if (length := len(prompt.tokens)) <= max_prompt_tokens:
-            prompts.append(prompt)
-        elif data.overlong == "drop":
-            dropped += 1
-        else:
-            raise UserError(
-                f"{row.place}: the prompt's {length} tokens are more than {limit}={max_prompt_tokens}: raise it, or "
-                f"set data.overlong=drop (leave such rows out); now it is error"
-            )
+            name = os.path.basename(unread.path)
+            id = f"{name if names[name] == 1 else unread.path}:{unread.number}"
+            tools = check_tools(row.values.get("tools"), row.place)
+            template = Template(tokenizer, row.place, tools, data.template_kwargs)
+            prompt = to_prompt(row, template, id, os.path.splitext(name)[0])
+            if duplicates == "drop":  # not before: a bad row is not the one to keep
+                known.add(question)
+            if (length := len(prompt.tokens)) <= max_prompt_tokens:
+                prompts.append(prompt)
+            elif data.overlong == "drop":
+                dropped += 1
+            else:
+                raise UserError(
+                    f"{row.place}: the prompt's {length} tokens are more than {limit}={max_prompt_tokens}: raise it, "
+                    f"or set data.overlong=drop (leave such rows out); now it is error"
+                )
     if not prompts:
-        raise nothing_left(f"data.{split}", paths, dropped, "prompts", f"{limit}={max_prompt_tokens}")
-    return PromptSet(tuple(prompts), dropped, repeated)
+        raise nothing_left(rejects, dropped, "prompts", f"{limit}={max_prompt_tokens}")
+    return PromptSet(tuple(prompts), dropped, repeated, tuple(rejects.rows))
 
 
 def _digest(row: Row) -> bytes:
@@ -114,7 +120,7 @@ def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     values, place = row.values, row.place
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:
-        keys = ", ".join(sorted(values)) or "none"
+        keys = listed(sorted(values)) or "none"
         raise UserError(f"{place}: no prompt (keys: {keys}): a row has `prompt` (text or messages) or `messages`")
     value = values[key]
     if isinstance(value, str) and key == "prompt":

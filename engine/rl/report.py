@@ -166,7 +166,8 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    return run.banner("", [prompts, work], f"optimizer steps, rollouts by {rollout.backend}")
+    lines = [prompts, *data.rejects(config.data).told(run.output_dir), work]
+    return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
 
 
 def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:

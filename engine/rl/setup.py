@@ -12,8 +12,10 @@ import torch.distributed as dist
 
 from isoloss.engine import compatibility
 from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.config import DataConfig
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
+from isoloss.engine.rejects import RejectsOfRun
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
@@ -38,6 +40,9 @@ class RLData:
     tokenizer: Any
     stop_token_ids: tuple[int, ...]
     total_steps: int
+
+    def rejects(self, data: DataConfig) -> RejectsOfRun:
+        return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
     def fingerprints(self) -> list[Fingerprint]:
         """What decides which prompts a batch takes, where completions end and what text rewards see."""

@@ -228,6 +228,33 @@ def test_overlong_rows_can_be_dropped_or_cut(overlong, arguments, capsys):
     assert all(step["total_tokens"] <= 4 * 34 for step in steps)
 
 
+def test_bad_rows_can_be_left_out(inputs, tmp_path, arguments, capsys):
+    """As data.max_rejects says: the run ends well, and tells where they are named; the next one has none to tell of."""
+    good = (inputs / "rows.jsonl").read_text()
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.write_text("[1, 2]\n" + good + '{"text":')
+    held_out.write_text(good + '{"text": ""}')
+    argv = [*arguments, f"data.train={train}", f"data.eval={held_out}", "data.max_rejects=2"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert "data: 3 bad rows left out, see out/rejects.jsonl\n" in capsys.readouterr().out
+    rejects = [json.loads(line) for line in Path("out/rejects.jsonl").read_text().splitlines()]
+    assert [(each["split"], each["place"]) for each in rejects] == [
+        ("data.train", f"{train}:1"), ("data.train", f"{train}:14"), ("data.eval", f"{held_out}:13")
+    ]  # fmt: skip
+    assert "must be a JSON object" in rejects[0]["reason"]
+    mended = [f"data.train={inputs}/rows.jsonl", "data.eval=[]", "checkpoint.resume=true", "train.steps=3"]
+    assert launch.main("sft", Config, sft.run, [*argv, *mended]) == 0  # the same rows: the same run
+    assert "left out" not in capsys.readouterr().out and not Path("out/rejects.jsonl").exists()
+
+
+def test_more_bad_rows_than_may_be_left_out(inputs, tmp_path, arguments, capsys):
+    train = tmp_path / "train.jsonl"
+    train.write_text("[1, 2]\n" + (inputs / "rows.jsonl").read_text() + '{"text":')
+    line = complain(capsys, [*arguments, f"data.train={train}", "data.max_rejects=1"])
+    assert line.startswith("data.train: 2 bad rows are more than data.max_rejects=1") and f"{train}:1: " in line
+    assert list(Path.cwd().iterdir()) == []
+
+
 # ---- a folder with a run in it --------------------------------------------------------------------------------------
 
 

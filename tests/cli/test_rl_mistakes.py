@@ -145,6 +145,16 @@ def test_no_token_ends_a_completion(inputs, tmp_path, arguments, capsys):
     assert str(model) in line and "eos_token" in line
 
 
+def test_bad_prompts_can_be_left_out(inputs, tmp_path, arguments, capsys):
+    train = tmp_path / "prompts.jsonl"
+    train.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": 3}\n')
+    argv = [*arguments, f"data.train={train}", "data.max_rejects=1", "train.steps=1"]
+    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    assert "data: 1 bad row left out, see out/rejects.jsonl\n" in capsys.readouterr().out
+    (reject,) = [json.loads(line) for line in Path("out/rejects.jsonl").read_text().splitlines()]
+    assert (reject["split"], reject["place"]) == ("data.train", f"{train}:6") and "int 3" in reject["reason"]
+
+
 def test_overlong_prompts_can_be_dropped(arguments, capsys):
     """What the line about overlong prompts proposes works."""
     assert launch.main("grpo", RLConfig, grpo.run, [*arguments, "data.max_length=24", "data.overlong=drop"]) == 0

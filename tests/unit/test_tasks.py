@@ -11,7 +11,7 @@ import pytest
 from isoloss.engine.chat import load_tokenizer, tokenize_row
 from isoloss.engine.config import DataConfig
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rows import read_rows
+from isoloss.engine.rows import unread_rows
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.tools import make_tasks
@@ -100,7 +100,7 @@ def test_tokenizer_and_model(task):
 def test_both_phases_read_the_question_alike(task, tmp_path):
     """The prompt of reinforcement learning is the beginning of the demonstration, and the targets are the rest."""
     tokenizer = load_tokenizer(str(ASSETS / task), 320)
-    rows = list(read_rows([str(ASSETS / task / "sft.jsonl")], "data.train"))[:200]
+    rows = [row.read() for row in unread_rows([str(ASSETS / task / "sft.jsonl")], "data.train")][:200]
     path = tmp_path / "prompts.jsonl"
     data = DataConfig(train=(str(path),))
     path.write_text("".join(json.dumps({"prompt": row.values["prompt"]}) + "\n" for row in rows))

@@ -21,7 +21,8 @@ STEPS = 20  # of the run, from its first, that are planned
 
 @dataclass(frozen=True)
 class DataPlan:
-    """rows: kept; in reinforcement learning prompts. dropped, truncated: over the limit. tokens: of the rows kept.
+    """rows: kept; in reinforcement learning prompts. dropped, truncated: over the limit. rejected: bad ones.
+    tokens: of the rows kept.
     histogram: (most tokens, rows) of each class of lengths, by powers of two.
     over_budget: rows of more than batch.max_tokens, which run alone.
     longest: what a row that a step trains on has at most, with its completion.
@@ -33,6 +34,7 @@ class DataPlan:
     rows: int
     dropped: int
     truncated: int
+    rejected: int
     tokens: int
     histogram: Sequence[tuple[int, int]]
     over_budget: int
@@ -50,11 +52,12 @@ def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
     if isinstance(config, RLConfig):
         prompts = setup.load_data(config, arch).train
         lengths = np.array([len(prompt.tokens) for prompt in prompts.prompts])
-        dropped, truncated = prompts.dropped, 0
+        dropped, truncated, rejected = prompts.dropped, 0, len(prompts.rejects)
         trained, copies = lengths + config.rollout.max_new_tokens, config.rollout.num_generations
     else:
         rows = trainer.load_data(config, arch).train
         lengths, dropped, truncated = rows.lengths, rows.stats.dropped, rows.stats.truncated
+        rejected = len(rows.rejects)
         trained, copies = lengths, 1
     costs, budget = CostModel.of(arch), config.batch.max_tokens
     counts, fills, imbalances = [], [], []
@@ -66,8 +69,8 @@ def plan_data(config: Config, arch: Architecture, layout: Layout) -> DataPlan:
         fills.append(of_step.sum() / (plan.num_micro_batches * layout.dp * budget))
         imbalances.append(imbalance(plan, of_step, costs))
     return DataPlan(
-        len(lengths), dropped, truncated, int(lengths.sum()), histogram(lengths), int((trained > budget).sum()),
-        int(trained.max()), (min(counts), max(counts)), float(np.mean(fills)),
+        len(lengths), dropped, truncated, rejected, int(lengths.sum()), histogram(lengths),
+        int((trained > budget).sum()), int(trained.max()), (min(counts), max(counts)), float(np.mean(fills)),
         (float(np.mean(imbalances)), max(imbalances)),
     )  # fmt: skip
 

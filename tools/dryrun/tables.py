@@ -113,9 +113,8 @@ def exchange_table(stages: Sequence[RankReport]) -> str:
 
 def data_table(plan: DataPlan, config: Config, layout: Layout) -> str:
     """The data file: lengths, and how its steps divide it."""
-    left_out = [
-        f"{count:,} {what}" for what, count in (("dropped", plan.dropped), ("truncated", plan.truncated)) if count
-    ]
+    counts = (("dropped", plan.dropped), ("truncated", plan.truncated), ("bad and left out", plan.rejected))
+    left_out = [f"{count:,} {what}" for what, count in counts if count]
     lines = [f"data: {', '.join([f'{plan.rows:,} rows of {plan.tokens:,} tokens', *left_out])}"]
     most = max(rows for _, rows in plan.histogram)
     for length, rows in plan.histogram:
