@@ -42,7 +42,8 @@ def load_tokenizer(folder: str, vocab_size: int):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        # Said, for what asks to run code of the folder would else ask the user, and wait.
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its parsers raise, it is these files that need mending
         raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): fix its tokenizer files") from error
     largest = max(tokenizer.get_vocab().values())

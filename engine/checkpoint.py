@@ -18,7 +18,7 @@ from isoloss.engine.optimizer import complete_state
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.model import Model
-from isoloss.models.weights import hf_checkpoint, manifest
+from isoloss.models.weights import hf_checkpoint, manifest, pickles
 from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.models.weights.manifest import DamagedError
 from isoloss.parallel import UserError
@@ -116,7 +116,8 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
     Raises DamagedError, on every rank and before anything is loaded, where a file is damaged.
     """
     verify(folder)
-    state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
+    with pickles.loading(folder):
+        state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
     for index, module in enumerate(model.modules):
         module.load_state_dict(
             state[f"model{index}"] | {key: None for key in module.state_dict() if _is_extra_state(key)}
@@ -136,7 +137,8 @@ def read_extra(folder: Path) -> dict[str, object]:
 
     Raises DamagedError where the file that holds it is.
     """
-    manifest.check_checksums(folder, manifest.read(folder), [COMMON])
+    manifest.check_checksums(folder, manifest.read(folder), [pickles.COMMON])
+    pickles.check_common(folder)
     return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
 
 
@@ -264,7 +266,8 @@ def _together(folder: Path, act: Callable[[], Result], group: dist.ProcessGroup 
 
 
 def verify(folder: Path) -> None:
-    """That every file holds what was written; the ranks share the reading. Raises DamagedError, on every rank.
+    """That every file holds what was written, of which the ranks share the reading, and that loading it runs nothing.
+    Raises DamagedError, or UserError, on every rank.
 
     Collective over the world: one all-gather.
     """
@@ -273,6 +276,7 @@ def verify(folder: Path) -> None:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
+        pickles.check(folder)
     except UserError as error:
         problem = error
     for found in gather_objects(problem):

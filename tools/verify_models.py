@@ -105,6 +105,7 @@ class TransformersModel:
             dtype=torch.float32,
             attn_implementation="eager",
             local_files_only=True,
+            trust_remote_code=False,
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
         )

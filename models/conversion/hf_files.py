@@ -19,6 +19,7 @@ from isoloss.models.weights.hf_checkpoint import (
     SHARDS,
     HFReader,
     config_text,
+    is_file_name,
     shard_names,
     sidecars,
 )  # fmt: skip
@@ -75,8 +76,10 @@ class ShardLayout:
                 name: Shard({tensor: str(dtype) for tensor, dtype in file["tensors"].items()}, file["metadata"])
                 for name, file in fields["files"].items()
             }
+            if outside := [name for name in files if not is_file_name(name)]:
+                raise ValueError(f"{outside[0]!r} is no file of a folder")
             return cls(files, bool(fields["indexed"]))
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UserError(f"{path} is damaged ({error!r}); copy or convert the checkpoint again") from None
 
 

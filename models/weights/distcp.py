@@ -12,7 +12,7 @@ import math
 import mmap
 import pickle
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -29,6 +29,7 @@ from isoloss.parallel.errors import UserError
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]
 METADATA = ".metadata"
+DISTRUST = "do not use this checkpoint, nor what came with it: save it anew, or get it from a source that you trust"
 _BLOCK_BYTES = 4 << 20
 _CLASSES = {
     (module.__name__, name): getattr(module, name)
@@ -93,6 +94,14 @@ class StoredTensor:
         return {}
 
 
+@dataclass(frozen=True)
+class StoredMetadata:
+    """What `.metadata` tells: of the tensors, and the keys of what is stored as an object, a pickle."""
+
+    tensors: tuple[StoredTensor, ...]
+    objects: tuple[str, ...]
+
+
 class Folder:
     """The tensors of a torch_dist checkpoint, by key. Files are mapped as they are needed.
 
@@ -104,7 +113,7 @@ class Folder:
         self.path = Path(path)
         self._maps: dict[str, mmap.mmap] = {}
         self._pieces: dict[StoredChunk, Tensor] = {}
-        self.tensors = {stored.key: stored for stored in self._read_metadata()}
+        self.tensors = {stored.key: stored for stored in read_metadata(self.path).tensors}
         self._check_files()
 
     def rows(self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape) -> Tensor:
@@ -180,23 +189,6 @@ class Folder:
             crc32 = zlib.crc32(fetch(block, self.path / file).numpy().data, crc32)
         return crc32
 
-    def _read_metadata(self) -> Iterator[StoredTensor]:
-        path = self.path / METADATA
-        if not path.is_file():
-            raise UserError(
-                f"{self.path} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does"
-            )
-        try:
-            found = _Unpickler(io.BytesIO(path.read_bytes())).load()
-            where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
-            for key, entry in found.state_dict_metadata.items():
-                if isinstance(entry, metadata.TensorStorageMetadata):
-                    yield _stored(key, entry, where)
-        except UserError:
-            raise
-        except Exception as error:
-            raise UserError(f"{path} is damaged or not a checkpoint's ({error!r}); copy it again") from None
-
     def _check_files(self) -> None:
         end: dict[str, int] = {}
         for stored in self.tensors.values():
@@ -218,14 +210,36 @@ class Folder:
         return self._maps[file]
 
 
+def read_metadata(folder: Path) -> StoredMetadata:
+    """Without running anything that stands in it. Raises UserError where it is missing or is not one."""
+    path = folder / METADATA
+    if not path.is_file():
+        raise UserError(f"{folder} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does")
+    try:
+        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
+        for (key, _), info in where.items():
+            if Path(info.relative_path).name != info.relative_path:
+                raise ValueError(f"{key} is stored outside of the folder, at {info.relative_path}")
+        tensors, objects = [], []
+        for key, entry in found.state_dict_metadata.items():
+            if isinstance(entry, metadata.TensorStorageMetadata):
+                tensors.append(_stored(key, entry, where))
+            else:
+                objects.append(key)
+    except _NoPlace as error:
+        raise UserError(f"{path} asks for {error}, which has no place in a checkpoint's metadata; {DISTRUST}") from None
+    except Exception as error:
+        raise UserError(f"{path} is damaged or not a checkpoint's ({error!r}); copy it again") from None
+    return StoredMetadata(tuple(tensors), tuple(objects))
+
+
 def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> StoredTensor:
     pieces = []
     for chunk in entry.chunks:
         info = where[key, chunk.offsets]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key} is stored as {info.transform_descriptors}")
-        if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(f"{key} is stored outside of the folder, at {info.relative_path}")
         if any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
             raise ValueError(f"a piece of {key} reaches beyond it")
         pieces.append(
@@ -242,6 +256,10 @@ def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]
     return all(max(a, b) < min(c, d) for a, b, c, d in zip(one[0], other[0], one[1], other[1]))
 
 
+class _NoPlace(pickle.UnpicklingError):
+    """Its text is the name that was asked for."""
+
+
 class _Unpickler(pickle.Unpickler):
     """Of `.metadata`: admits the classes of the format and nothing else."""
 
@@ -251,4 +269,4 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's metadata")
+        raise _NoPlace(f"{module}.{name}")

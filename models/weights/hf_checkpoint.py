@@ -110,6 +110,8 @@ class HFReader:
             file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a safetensors index ({error!r}); copy it again") from None
+        if outside := [file for file in file_of.values() if not is_file_name(file)]:
+            raise UserError(f"{path} names {outside[0]!r}, which is no file of its folder; get the model anew")
         files = set(file_of.values())
         missing = sorted(file for file in files if not (self.folder / file).is_file())
         if missing:
@@ -126,6 +128,12 @@ class HFReader:
                 "or set model.from_scratch=true for random ones"
             )
         return dict.fromkeys(self.opened(SINGLE).keys(), SINGLE)
+
+
+def is_file_name(name: object) -> bool:
+    """Whether it names a file in a folder, and nothing outside of it. (The file may be a link: in the cache of the
+    Hugging Face hub all are.)"""
+    return isinstance(name, str) and name not in ("", "..") and Path(name).name == name
 
 
 def tensor_names(folder: Path) -> Set[str]:

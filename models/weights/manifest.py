@@ -10,7 +10,7 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isoloss.models.weights.checkpoint_names import Style
@@ -85,6 +85,8 @@ def read(folder: str | Path) -> Manifest:
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError(f"{path} is damaged ({error!r}); convert or save the checkpoint again") from None
+    if outside := [name for name in manifest.files if not _is_within(name)]:
+        raise UserError(f"{path} names {outside[0]!r}, which is no file of the checkpoint; save or copy it anew")
     if manifest.kind not in KINDS:
         raise UserError(f"{path}: kind={manifest.kind!r} is not one of {', '.join(KINDS)}; convert or save it again")
     return manifest
@@ -128,6 +130,11 @@ def crc32(path: Path) -> str:
         while block := file.read(_BLOCK_BYTES):
             checksum = zlib.crc32(block, checksum)
     return f"{checksum:08x}"
+
+
+def _is_within(name: str) -> bool:
+    path = PurePosixPath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts
 
 
 def _crc32_of_fields(fields: Mapping[str, Any]) -> str:

@@ -240,7 +240,7 @@ class Bomb:
 def test_metadata_runs_nothing(checkpoint, capsys):
     _, folder = checkpoint
     edit_metadata(folder, lambda found: setattr(found, "planner_data", Bomb()))
-    with pytest.raises(UserError, match=r"builtins.print has no place in a checkpoint's metadata"):
+    with pytest.raises(UserError, match=r"asks for builtins.print, which has no place in a checkpoint's metadata"):
         Folder(folder)
     assert "must not run" not in capsys.readouterr().out
 

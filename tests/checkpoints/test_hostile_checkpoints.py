@@ -1,0 +1,283 @@
+"""Checkpoints that bring a program along: nothing of it runs, whatever reads them, and one line says what was found."""
+
+import argparse
+import io
+import json
+import os
+import pickle
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support import hostile
+from support.hostile import Payload, archive, by_name, saved
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+from isoloss.engine.config import Config
+from isoloss.models.weights import manifest, megatron_args, run_config
+from isoloss.models.weights.distcp import Folder
+from isoloss.models.weights.iterations import checkpoint_folder
+from isoloss.parallel import UserError
+from isoloss.recipes import launch, sft
+from isoloss.tools import convert
+
+WEIGHT = "embedding.word_embeddings.weight"
+
+
+def overrides(inputs: Path) -> list[str]:
+    return [
+        f"model.path={inputs}/model", "model.from_scratch=true", f"data.train={inputs}/rows.jsonl", "data.eval=[]",
+        "data.max_length=128", "batch.global_size=4", "batch.max_tokens=256", "train.steps=1", "output_dir=out",
+        "checkpoint.export_hf=false",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trained(inputs, tmp_path_factory) -> Path:
+    """The folder of a run of one step, not to be written to."""
+    here = tmp_path_factory.mktemp("trained")
+    argv = [f"{each}" if each != "output_dir=out" else f"output_dir={here}/out" for each in overrides(inputs)]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    return here / "out"
+
+
+@pytest.fixture
+def checkpoint(trained, tmp_path, monkeypatch) -> Path:
+    """The checkpoint of a copy of the run, in out/ of the working folder."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(trained, "out")
+    return Path("out/checkpoints/step_00000001")
+
+
+@pytest.fixture
+def mark(tmp_path) -> Path:
+    """What a program makes that runs."""
+    return tmp_path / "mark"
+
+
+def metadata(folder: Path):
+    return pickle.loads((folder / ".metadata").read_bytes())  # of our own making
+
+
+def with_planner_data(folder: Path, mark: Path) -> bytes:
+    return pickle.dumps(replace(metadata(folder), planner_data=Payload(mark)))
+
+
+def with_path(folder: Path, path: str) -> bytes:
+    """Of the first piece of a weight."""
+    found = metadata(folder)
+    index = next(index for index in found.storage_data if index.fqn == WEIGHT)
+    found.storage_data[index] = replace(found.storage_data[index], relative_path=path)
+    return pickle.dumps(found)
+
+
+def with_object(folder: Path, mark: Path) -> bytes:
+    """A weight that is an object: torch's planner would unpickle it without any limit."""
+    found, payload = metadata(folder), saved(Payload(mark))
+    old = next(index for index in found.storage_data if index.fqn == WEIGHT)
+    info = found.storage_data.pop(old)
+    path = folder / info.relative_path
+    found.storage_data[MetadataIndex(WEIGHT)] = replace(info, offset=path.stat().st_size, length=len(payload))
+    path.write_bytes(path.read_bytes() + payload)
+    found.state_dict_metadata[WEIGHT] = BytesStorageMetadata()
+    return pickle.dumps(found)
+
+
+def with_payload(folder: Path, mark: Path, name: str = WEIGHT) -> bytes:
+    """A weight of which the archive holds a program instead of a tensor."""
+    found, payload = metadata(folder), saved(Payload(mark))
+    index = next(index for index in found.storage_data if index.fqn == name)
+    info = found.storage_data[index]
+    path = folder / info.relative_path
+    found.storage_data[index] = replace(info, offset=path.stat().st_size, length=len(payload))
+    path.write_bytes(path.read_bytes() + payload)
+    return pickle.dumps(found)
+
+
+METADATA = {
+    "a program": (lambda folder, mark: pickle.dumps(Payload(mark)), "asks for builtins.exec"),
+    "protocol 0": (lambda folder, mark: pickle.dumps(Payload(mark), 0), "asks for __builtin__.exec"),
+    "protocol 5": (lambda folder, mark: pickle.dumps(Payload(mark), 5), "asks for builtins.exec"),
+    "a program inside": (with_planner_data, "asks for builtins.exec"),
+    "by a dotted name": (
+        lambda folder, mark: by_name("torch", "serialization.os.system", f"touch {mark}"),
+        "asks for torch.serialization.os.system",
+    ),
+    "by a function of torch": (lambda folder, mark: by_name("torch", "load", str(mark)), "asks for torch.load"),
+    "by a getter": (lambda folder, mark: by_name("builtins", "getattr", "x"), "asks for builtins.getattr"),
+    "an object for a weight": (with_object, f"calls {WEIGHT} an object"),
+    "a path out of the folder": (lambda folder, mark: with_path(folder, "../../x.distcp"), "outside of the folder"),
+    "an absolute path": (lambda folder, mark: with_path(folder, "/etc/passwd"), "outside of the folder"),
+}
+COMMON = {
+    "a program": (lambda mark: saved({"extra": Payload(mark)}), "asks for builtins.exec"),
+    "a program in the state of a run": (
+        lambda mark: saved({"optimizer": {}, "extra": {"step": 1, "rollouts": [{"a": Payload(mark)}]}}),
+        "asks for builtins.exec",
+    ),
+    "an old archive": (
+        lambda mark: saved({"extra": Payload(mark)}, _use_new_zipfile_serialization=False),
+        "not what torch.save writes",
+    ),
+    "a bare pickle": (lambda mark: pickle.dumps(Payload(mark)), "not what torch.save writes"),
+    "strings for names": (
+        lambda mark: archive(by_name("builtins", "exec", hostile.code(mark))),
+        "not what torch.save writes",
+    ),
+    "a shell": (lambda mark: archive(shell(mark)), "asks for posix.system"),
+    "TorchScript": (lambda mark: torchscript(), "not what torch.save writes"),
+}
+
+
+def shell(mark: Path) -> bytes:
+    command = f"touch {mark}".encode()
+    return b"\x80\x02cposix\nsystem\nX" + len(command).to_bytes(4, "little") + command + b"\x85R."
+
+
+def torchscript() -> bytes:
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.script(torch.nn.Linear(1, 1)), file)
+    return file.getvalue()
+
+
+def refused(capsys, inputs: Path, *more: str) -> str:
+    """The one line in which a run ends."""
+    capsys.readouterr()
+    status = launch.main("sft", Config, sft.run, [*overrides(inputs), *more])
+    out, err = capsys.readouterr()
+    assert status == 2, err
+    (line,) = [line for line in err.splitlines() if line.startswith("isoloss: ")]
+    assert "Traceback" not in err
+    return line
+
+
+@pytest.mark.parametrize(("make", "said"), METADATA.values(), ids=METADATA.keys())
+def test_metadata(make, said, checkpoint, mark, inputs, capsys):
+    """Of a run that goes on. Without the look at it torch would unpickle it, and do what it asks for."""
+    data = make(checkpoint, mark)
+    (checkpoint / ".metadata").write_bytes(data)
+    hostile.sign(checkpoint)
+    line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+    assert f"{checkpoint}/.metadata" in line and said in line
+    assert not mark.exists() and not Path("out/checkpoints/step_00000002").exists()
+
+
+@pytest.mark.parametrize(("make", "said"), METADATA.values(), ids=METADATA.keys())
+def test_metadata_of_a_source_of_weights(make, said, checkpoint, mark, inputs, capsys):
+    data = make(checkpoint, mark)
+    (checkpoint / ".metadata").write_bytes(data)
+    hostile.sign(checkpoint)
+    refused(capsys, inputs, f"model.path={checkpoint}", "model.from_scratch=false", "output_dir=other")
+    assert not mark.exists() and not Path("other").exists()
+
+
+@pytest.mark.parametrize("forced", (False, True))
+@pytest.mark.parametrize(("make", "said"), COMMON.values(), ids=COMMON.keys())
+def test_common_state(make, said, forced, checkpoint, mark, inputs, capsys, monkeypatch):
+    """forced: by a variable that takes torch's own limit away."""
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    (checkpoint / "common.pt").write_bytes(make(mark))
+    hostile.sign(checkpoint)
+    line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+    assert f"{checkpoint}/common.pt" in line and said in line
+    assert not mark.exists()
+
+
+def test_a_tensor_that_is_a_program(checkpoint, mark, inputs, capsys):
+    """Read as a source of weights, and read by torch, of which the limit holds here."""
+    (checkpoint / ".metadata").write_bytes(with_payload(checkpoint, mark))
+    hostile.sign(checkpoint)
+    line = refused(capsys, inputs, f"model.path={checkpoint}", "model.from_scratch=false", "output_dir=other")
+    assert "__0_" in line and "exec has no place in a tensor" in line
+    line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+    assert f"a .distcp file of {checkpoint} asks for exec where a tensor should stand" in line
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("name", ("../../elsewhere", "/etc/hostname", "huggingface/../../x", ".", ""))
+def test_a_manifest_that_names_what_is_not_its_own(name, checkpoint, inputs, capsys):
+    Path("elsewhere").write_text("x")
+    found = manifest.read(checkpoint)
+    files = {**found.files, name: manifest.FileRecord(1, f"{0x8CDC1683:08x}")}
+    (checkpoint / manifest.NAME).write_text(replace(found, files=files).to_json())
+    line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+    assert f"{checkpoint}/isoloss.json names {name!r}" in line
+
+
+# ---- the converter, and folders of other trainers --------------------------------------------------------------------
+
+
+def convert_back(checkpoint: Path, out: Path, *more: str) -> int:
+    return convert.main(["mcore-to-hf", "--checkpoint", str(checkpoint), "--out", str(out), *more])
+
+
+@pytest.mark.parametrize(("make", "said"), METADATA.values(), ids=METADATA.keys())
+def test_the_converter_runs_nothing_of_metadata(make, said, checkpoint, mark, capsys):
+    data = make(checkpoint, mark)
+    (checkpoint / ".metadata").write_bytes(data)
+    hostile.sign(checkpoint)
+    assert convert_back(checkpoint, Path("export"), "--verify") == 2
+    assert not mark.exists() and not Path("export").exists()
+
+
+def test_the_converter_runs_nothing_of_a_tensor(checkpoint, mark, capsys):
+    (checkpoint / ".metadata").write_bytes(with_payload(checkpoint, mark))
+    hostile.sign(checkpoint)
+    assert convert_back(checkpoint, Path("export")) == 2
+    assert "exec has no place in a tensor" in capsys.readouterr().err
+    assert not mark.exists() and not Path("export").exists()
+
+
+@pytest.mark.parametrize("name", ("../../../escaped.safetensors", "{here}/escaped.safetensors", "..", ""))
+def test_the_converter_writes_into_its_folder_alone(name, checkpoint, tmp_path, capsys):
+    """The names of files come from a list that a converted checkpoint brings along."""
+    name = name.format(here=tmp_path)
+    tensors = {"model.embed_tokens.weight": "F32"}
+    layout = {"files": {name: {"tensors": tensors, "metadata": {"format": "pt"}}}, "indexed": False}
+    (checkpoint / "huggingface/shards.json").write_text(json.dumps(layout))
+    hostile.sign(checkpoint)
+    assert convert_back(checkpoint, tmp_path / "a/b/export") == 2
+    assert f"{name!r} is no file of a folder" in capsys.readouterr().err
+    assert not any(path.name == "escaped.safetensors" for path in tmp_path.rglob("*"))
+
+
+@pytest.mark.parametrize("kind", ("archive", "strings for names", "a bare pickle"))
+def test_arguments_of_megatron(kind, tmp_path, mark):
+    """Read for what they tell of a model; a program among them is passed over, and does nothing."""
+    arguments = argparse.Namespace(num_layers=2, hidden_size=8, secret=Payload(mark))
+    data = {
+        "archive": saved({"args": arguments}),
+        "strings for names": archive(by_name("builtins", "exec", hostile.code(mark))),
+        "a bare pickle": pickle.dumps({"args": arguments}),
+    }[kind]
+    (tmp_path / "common.pt").write_bytes(data)
+    found = megatron_args.read_model(tmp_path)
+    assert ("num_layers" in found) == (kind == "archive") and not mark.exists()
+
+
+def test_yaml_of_megatron_bridge(tmp_path, mark):
+    path = tmp_path / "run_config.yaml"
+    path.write_text(f"model: !!python/object/apply:builtins.exec [{hostile.code(mark)!r}]\n")
+    with pytest.raises(UserError, match=r"run_config.yaml is damaged or not Megatron-Bridge's"):
+        run_config.hf_model(tmp_path)
+    path.write_text("model:\n  _target_: os.system\n  hf_model_id: {_target_: os.system, command: 'touch mark'}\n")
+    assert "os.system" in str(run_config.hf_model(tmp_path))
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("said", ("../../elsewhere", "/etc", "release/../..", "1; touch mark"))
+def test_a_tracker_names_a_checkpoint_of_its_folder(said, tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text(said)
+    with pytest.raises(UserError, match="where the number of an iteration should stand"):
+        checkpoint_folder(tmp_path)
+
+
+def test_a_checkpoint_of_links_is_read(checkpoint, trained):
+    """A link to a file is a file: stores of large files are made of them."""
+    for path in checkpoint.glob("*.distcp"):
+        path.unlink()
+        os.symlink(trained / "checkpoints/step_00000001" / path.name, path)
+    assert WEIGHT in Folder(checkpoint).tensors
