@@ -1,9 +1,9 @@
 """Whether a checkpoint can be given to torch and Megatron-Core, which unpickle what is in it.
 
-torch's reader unpickles `.metadata` without any limit, and its planner what `.metadata` calls an object, so that whoever
-wrote these files could have run anything. `common.pt` goes through torch's own list of what is harmless, and a refusal
-there is a traceback. So the files are looked through first, without running anything; `distcp` and `megatron_args` read
-them in the same way where a checkpoint is only a source of weights.
+torch's reader unpickles `.metadata` without any limit, and its planner whatever `.metadata` calls an object: who wrote
+these files could have run anything. `common.pt` goes through torch's own list of what is harmless; what is not ends in
+a traceback, and an environment variable takes the list away. So the files are looked through first, without running
+anything. Where a checkpoint is only a source of weights, `distcp` and `megatron_args` read them in the same way.
 """
 
 import contextlib

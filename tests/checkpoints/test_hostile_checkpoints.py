@@ -146,7 +146,7 @@ def refused(capsys, inputs: Path, *more: str) -> str:
     """The one line in which a run ends."""
     capsys.readouterr()
     status = launch.main("sft", Config, sft.run, [*overrides(inputs), *more])
-    out, err = capsys.readouterr()
+    err = capsys.readouterr().err
     assert status == 2, err
     (line,) = [line for line in err.splitlines() if line.startswith("isoloss: ")]
     assert "Traceback" not in err
