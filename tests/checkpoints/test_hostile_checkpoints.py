@@ -16,9 +16,11 @@ from support.hostile import Payload, archive, by_name, saved
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from isoloss.engine.config import Config
+from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest, megatron_args, run_config
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.iterations import checkpoint_folder
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel import UserError
 from isoloss.recipes import launch, sft
 from isoloss.tools import convert
@@ -235,7 +237,7 @@ def test_the_converter_runs_nothing_of_a_tensor(checkpoint, mark, capsys):
 def test_the_converter_writes_into_its_folder_alone(name, checkpoint, tmp_path, capsys):
     """The names of files come from a list that a converted checkpoint brings along."""
     name = name.format(here=tmp_path)
-    tensors = {"model.embed_tokens.weight": "F32"}
+    tensors = dict.fromkeys(hf_shapes(weight_map(read_architecture(checkpoint))), "F32")
     layout = {"files": {name: {"tensors": tensors, "metadata": {"format": "pt"}}}, "indexed": False}
     (checkpoint / "huggingface/shards.json").write_text(json.dumps(layout))
     hostile.sign(checkpoint)
