@@ -168,12 +168,13 @@ def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -
             f"{place}: {length} tokens are more than data.max_length={most}: raise it, or set data.overlong to drop "
             f"(leave such rows out) or truncate (cut their end off); now it is error"
         )
-    if not any(mask_T[:most]):
+    tokens_T, mask_T = tokens_T[:most], mask_T[:most]
+    if not any(mask_T):
         raise UserError(
             f"{place}: truncated from {length} tokens to data.max_length={most}, it has no target left: raise it or "
             f"set data.overlong=drop"
         )
-    return tokens_T[:most], mask_T[:most]
+    return tokens_T, mask_T
 
 
 def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserError:

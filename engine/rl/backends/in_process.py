@@ -139,7 +139,9 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # transformers 5.23 has Mistral 4's class and not its entry
             name = read_config(folder)["architectures"][0]
             AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+        # A file may name a kernel for attention, which transformers would download and run: None is its own choice.
+        own = {"trust_remote_code": False, "attn_implementation": None}
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own, **options)
     model.tie_weights()  # part of the initialisation that was left out
     for weight in weight_map(arch):
         if not weight.trained:  # the experts' selection bias: rounded to bf16 it would choose other experts
@@ -154,11 +156,8 @@ def _config(folder: Path, arch: Architecture) -> PreTrainedConfig:
     code beside the file knows (Kimi-K2)."""
     written = read_config(folder)
     if written.get("model_type") in CONFIG_MAPPING:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    else:
-        config = CONFIG_MAPPING[arch.family].from_dict({**written, "model_type": arch.family})
-    config._attn_implementation = None  # a file may name a kernel there, which transformers would download and run
-    return config
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    return CONFIG_MAPPING[arch.family].from_dict({**written, "model_type": arch.family})
 
 
 def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
