@@ -13,7 +13,7 @@ from megatron.core.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from isoloss.engine.checkpoint_writer import COMMON, Share
+from isoloss.engine.checkpoint_writer import Share
 from isoloss.engine.optimizer import complete_state
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
@@ -59,9 +59,13 @@ class Staged:
             told = _together(self.folder, lambda: (self.share.write(), self.share.records), group)
             _together(self.folder, lambda: self._complete(partial, told) if dist.get_rank() == 0 else None, group)
         except NotWrittenError:
-            if dist.get_rank() == 0:
-                shutil.rmtree(partial, ignore_errors=True)
+            self.discard()
             raise
+
+    def discard(self) -> None:
+        """Delete what is there of it under its temporary name."""
+        if dist.get_rank() == 0:
+            shutil.rmtree(_partial(self.folder), ignore_errors=True)
 
     def _complete(self, partial: Path, told: list[tuple[Any, Mapping[str, manifest.FileRecord]]]) -> None:
         """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""

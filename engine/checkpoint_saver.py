@@ -29,14 +29,16 @@ class Saver:
         self._pending: Future[NotWrittenError | None] | None = None
         self._problem: NotWrittenError | None = None  # of the newest
 
-    def save(self, stage: Callable[[], Sequence[Staged]]) -> None:
-        """Begin to write what `stage` takes to host memory, in this order, and then delete the oldest of each kind. It
-        is called once nothing is being written. Without checkpoint.asynchronous, wait for the end. Raises as `wait`."""
+    def save(self, *stages: Callable[[], Staged]) -> None:
+        """Once nothing is being written, take these to host memory and begin to write them, in this order; then delete
+        the oldest of each kind. Without checkpoint.asynchronous, wait for the end. Raises as `wait`."""
         self.wait()
+        staged: list[Staged] = []
         try:
-            staged = stage()
+            for stage in stages:
+                staged.append(stage())
         except NotWrittenError as problem:
-            self._note(_told(problem))
+            self._note(_given_up(staged, problem))
             return
         self._pending = self._thread.submit(self._write, staged)
         if not self._asynchronous:
@@ -68,7 +70,7 @@ class Saver:
             for each in staged:
                 each.write(self._group)
         except NotWrittenError as problem:
-            return _told(problem)
+            return _given_up(staged, problem)
         try:
             for each in staged if is_main() else ():  # after all were written: until then older ones count
                 prune(each.folder.parent, self._keep)
@@ -77,8 +79,10 @@ class Saver:
         return None
 
 
-def _told(problem: NotWrittenError) -> NotWrittenError:
+def _given_up(staged: Sequence[Staged], problem: NotWrittenError) -> NotWrittenError:
     """The user hears of it at once, and not when the run comes to it."""
+    for each in staged:
+        each.discard()
     if is_main():
         print(f"isoloss: {problem}", file=sys.stderr, flush=True)
     return problem

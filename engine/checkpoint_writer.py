@@ -21,7 +21,6 @@ from megatron.core.dist_checkpointing.exchange_utils import determine_main_repli
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync, WriteBucket
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
@@ -32,8 +31,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from isoloss.models.mcore import patches
 from isoloss.models.weights.manifest import FileRecord
-
-COMMON = COMMON_STATE_FNAME  # what Megatron writes besides tensors
+from isoloss.models.weights.pickles import COMMON
 
 
 class Share(TorchDistSaveShardedStrategy):

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -160,12 +161,8 @@ class Run:
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
         extra = {"step": self.done, **fingerprint, **of_data, **state}
-
-        def stage() -> list[checkpoint.Staged]:
-            before = [beside(self.output_dir, self.done)] if beside else []
-            return [*before, self._engine.stage(folder, extra, apart=self._config.checkpoint.asynchronous)]
-
-        self._saver.save(stage)
+        own = partial(self._engine.stage, folder, extra, apart=self._config.checkpoint.asynchronous)
+        self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
 
     def finish(self) -> RunResult:
         """Wait for the last checkpoint, and export the model, if asked. Raises NotWrittenError."""
@@ -237,14 +234,14 @@ class Run:
         """Leave a Hugging Face folder in output_dir/hf; that of an earlier end of this run is replaced."""
         if not self._config.checkpoint.export_hf:
             return None
-        folder, partial = self.output_dir / "hf", self.output_dir / ".hf.partial"
+        folder, unfinished = self.output_dir / "hf", self.output_dir / ".hf.partial"
         if is_main():
-            shutil.rmtree(partial, ignore_errors=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
         dist.barrier()
-        self._engine.export_hf(partial)
+        self._engine.export_hf(unfinished)
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)
-            partial.rename(folder)
+            unfinished.rename(folder)
         dist.barrier()
         return folder
 

@@ -1,11 +1,15 @@
 """Kills and failing disks at every operation of a save: the checkpoint before it, or the new one, is whole."""
 
 import errno
+import gc
 import os
+import shutil
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import DISK_BROKEN, DISK_FULL, struck
+from support.faults import DISK_BROKEN, DISK_FULL, Dead, Operations, struck
 from support.runs import numbers
 from support.transformers_parity import make_engine
 
@@ -14,82 +18,116 @@ from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.config import CheckpointConfig, Config
 from isoloss.engine.engine import Engine
 from isoloss.models.weights import manifest
+from isoloss.parallel import launch as launch_ranks
 from isoloss.recipes import launch, sft
 
 
 class Job:
-    """A process with an engine and its critic, which has saved step 1 of both, and saves step 2 with the fault."""
+    """Saves a model and its critic: step 1, of which every `strike` has a copy, and step 2 with a fault."""
 
-    def __init__(self, inputs: Path, folder: Path, *, asynchronous: bool):
-        self.inputs, self.folder, self.asynchronous = inputs, folder, asynchronous
-
-    def prepare(self) -> None:
-        self.policy = make_engine(self.inputs / "model", "fp32", from_scratch=True)
+    def __init__(self, model: Path, folder: Path, *, asynchronous: bool):
+        self.folder, self.now = folder, folder / "whole"
+        self.policy = make_engine(model, "fp32", from_scratch=True)
         self.critic = Engine(self.policy.config, self.policy.source, critic_of=self.policy)
-        self.saver = Saver(CheckpointConfig(keep=1, asynchronous=self.asynchronous))
+        self.saver = Saver(CheckpointConfig(keep=1, asynchronous=asynchronous))
         self.save(1)
-        self.saver.wait(last=True)
+        shutil.copytree(self.now, folder / "first")
 
     def save(self, step: int) -> None:
-        of = lambda kind: self.folder / kind / checkpoint.STEP_FOLDER.format(step)
-        stage = lambda: [self.critic.stage(of("critic")), self.policy.stage(of("policy"), {"step": step})]
-        self.saver.save(stage)
+        of = lambda kind: self.now / kind / checkpoint.STEP_FOLDER.format(step)
+        of_policy = partial(self.policy.stage, of("policy"), {"step": step})
+        self.saver.save(partial(self.critic.stage, of("critic")), of_policy)
+        self.saver.wait(last=True)
 
-    def strike(self, at: int | None, fault: str | int = "kill") -> tuple[str, int]:
-        def work() -> None:
-            self.save(2)
-            self.saver.wait(last=True)
+    def strike(self, at: int | None, fault: str | int = "dead") -> tuple[str, int]:
+        """How it ended ("done", "dead", or the text of its exception), and the number of operations."""
+        self.now = self.folder / f"at {at}"
+        shutil.copytree(self.folder / "first", self.now)
+        with Operations(at, fault) as operations:
+            try:
+                self.save(2)
+                ended = "done"
+            except (Dead, RuntimeError):  # torch tells Dead as an error of its own
+                assert fault == "dead"
+                ended = "dead"
+            except checkpoint.NotWrittenError as problem:
+                ended = str(problem)
+        self.saver._problem = None
+        return ended, operations.count
 
-        return struck(work, at, fault, self.prepare)
-
-    def newest(self, kind: str) -> int:
-        """The newest checkpoint, all of whose files hold what was written."""
-        folder = checkpoint.newest_first(self.folder / kind)[0]
-        manifest.check_checksums(folder, manifest.read(folder))
-        return int(folder.name.removeprefix("step_"))
+    def newest(self) -> tuple[int, int]:
+        """The newest checkpoint of policy and critic, all of whose files hold what was written; they then go."""
+        found = []
+        for kind in ("policy", "critic"):
+            folder = checkpoint.newest_first(self.now / kind)[0]
+            manifest.check_checksums(folder, manifest.read(folder))
+            found.append(int(folder.name.removeprefix("step_")))
+        shutil.rmtree(self.now)
+        return found[0], found[1]
 
 
 @pytest.fixture
-def job(inputs, tmp_path):
-    return lambda name, **options: Job(inputs, tmp_path / name, **options)
+def job(one_rank, inputs, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)  # a dead process closes no file
+    monkeypatch.setattr(gc, "collect", lambda: 0)  # a save's, which would take most of the time
+    return lambda asynchronous: Job(inputs / "model", tmp_path, asynchronous=asynchronous)
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_killed_at_any_operation_a_whole_checkpoint_is_the_newest(job, asynchronous):
+@pytest.mark.parametrize(("asynchronous", "stride"), [(True, 1), (False, 7)])
+def test_dead_at_any_operation_a_whole_checkpoint_is_the_newest(job, asynchronous, stride):
     """Every open, write, fsync, mkdir, rename and delete of a save of two models, and of the deletion of the old ones.
     The policy's newest is never newer than its critic's."""
-    ended, operations = job("whole", asynchronous=asynchronous).strike(None)
-    assert ended == "done" and operations >= 100
+    job = job(asynchronous)
+    ended, operations = job.strike(None)
+    assert ended == "done" and operations >= 200 and job.newest() == (2, 2)
     found = []
-    for at in range(operations):
-        one = job(str(at), asynchronous=asynchronous)
-        ended, _ = one.strike(at)
-        policy, critic = one.newest("policy"), one.newest("critic")
-        assert ended == "killed" and 1 <= policy <= critic <= 2, at
-        found.append((policy, critic))
+    for at in range(0, operations, stride):
+        ended, _ = job.strike(at)
+        found.append(job.newest())
+        assert ended == "dead" and found[-1] in [(1, 1), (1, 2), (2, 2)], at
     assert set(found) == {(1, 1), (1, 2), (2, 2)} and found == sorted(found)
 
 
-@pytest.mark.parametrize("fault", [DISK_FULL, DISK_BROKEN, errno.EROFS])
-def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before(job, fault):
+def test_killed_for_good(inputs, tmp_path):
+    """The same with SIGKILL, at a few operations."""
+    jobs: list[Job] = []
+    at_work = lambda: jobs[0].save(2)
+
+    def prepare(name: str) -> None:
+        launch_ranks.init_process_group()
+        jobs.append(Job(inputs / "model", tmp_path / name, asynchronous=True))
+
+    ended, operations = struck(at_work, None, before=partial(prepare, "whole"))
+    assert ended == "done"
+    found = []
+    for at in range(20, operations, 40):
+        ended, _ = struck(at_work, at, before=partial(prepare, str(at)))
+        assert ended == "killed"
+        folders = [checkpoint.newest_first(tmp_path / str(at) / "whole" / kind)[0] for kind in ("policy", "critic")]
+        for folder in folders:
+            manifest.check_checksums(folder, manifest.read(folder))
+        found.append(tuple(int(folder.name.removeprefix("step_")) for folder in folders))
+    assert set(found) == {(1, 1), (1, 2), (2, 2)}
+
+
+@pytest.mark.parametrize(("fault", "stride"), [(DISK_FULL, 1), (DISK_BROKEN, 5), (errno.EROFS, 5)])
+def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before(job, fault, stride):
     """In one line; what is half written goes. Only once the new ones are whole does a failure to delete the old ones
     not matter."""
-    _, operations = job("whole", asynchronous=True).strike(None)
+    job = job(True)
+    _, operations = job.strike(None)
     outcomes = []
-    for at in range(operations):
-        one = job(str(at), asynchronous=True)
-        ended, _ = one.strike(at, fault)
-        policy, critic = one.newest("policy"), one.newest("critic")
-        assert 1 <= policy <= critic <= 2
+    for at in range(0, operations, stride):
+        ended, _ = job.strike(at, fault)
+        left = [path.name for kind in ("policy", "critic") for path in (job.now / kind).glob(".*.partial")]
+        policy, critic = job.newest()
+        assert left == [] and 1 <= policy <= critic <= 2, at
         if ended != "done":
-            assert ended.startswith(f"checkpoint {one.folder}/") and "\n" not in ended
+            assert ended.startswith(f"checkpoint {job.folder}/") and "\n" not in ended
             assert f"({os.strerror(fault)}, on rank 0): make room for it, or mend the disk" in ended
         outcomes.append((policy, ended == "done"))
-        left = [path.name for kind in ("policy", "critic") for path in (one.folder / kind).glob(".*.partial")]
-        assert left == [], at
-    assert (1, False) in outcomes and (2, True) in outcomes
-    assert all(done for policy, done in outcomes if policy == 2), outcomes  # it is not told that it failed
-    assert all(not done for policy, done in outcomes if policy == 1), outcomes
+    # Where the name of a new one cannot be synced it is there, but may not outlive a power cut: that is told as well.
+    assert set(outcomes) >= {(1, False), (2, True)} and outcomes.count((2, False)) <= 2
 
 
 @pytest.mark.parametrize(("steps_that_fail", "status"), [((2,), 0), ((2, 4), 0), ((2, 3), 2), ((5,), 2)])

@@ -15,12 +15,17 @@ OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "s
 DISK_FULL, DISK_BROKEN = errno.ENOSPC, errno.EIO
 
 
+class Dead(BaseException):
+    """Stands for the end of the process: nothing handles it."""
+
+
 class Operations:
     """Counts the operations of this process and of one forked from it, whatever thread does them; those of files that
     Python's `open` opens for writing as well.
 
     at: the one that the fault strikes, from 0.
-    fault: "kill" (the whole process group; a write is left half done), or the number of an OSError.
+    fault: "kill" (the whole process group; a write is left half done), "dead" (as much on the disk as after a kill, in
+        a process that lives: from there on every operation raises Dead), or the number of an OSError.
     """
 
     def __init__(self, at: int | None, fault: str | int):
@@ -59,12 +64,15 @@ class Operations:
             now = self._count.value
             self._count.value += 1
         if now == self.at:
-            if self.fault != "kill":
-                raise OSError(self.fault, os.strerror(int(self.fault)))
+            if isinstance(self.fault, int):
+                raise OSError(self.fault, os.strerror(self.fault))
             if name == "write":
                 with contextlib.suppress(OSError):  # half a block, past the page cache
                     real(*args[:-1], bytes(args[-1])[: len(args[-1]) // 2])
-            os.killpg(0, signal.SIGKILL)
+            if self.fault == "kill":
+                os.killpg(0, signal.SIGKILL)
+        if self.fault == "dead" and self.at is not None and now >= self.at:
+            raise Dead
         return real(*args, **options)
 
 

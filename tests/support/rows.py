@@ -131,14 +131,26 @@ QUICK = {
         "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
     },
+    "checkpoints/test_asynchronous.py": {
+        "test_a_step_after_it_was_taken_does_not_change_it": "2-fp32-parallel0 1-fp32-parallel1",
+    },
+    "checkpoints/test_disk_faults.py": {
+        "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "30-*",
+        "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "False-*",
+        "test_killed_for_good": "",
+    },
     "checkpoints/test_resume.py": {
         "test_a_kill_while_saving": "",
+        "test_a_run_that_is_told_to_end_saves_first": "dp2",
         "test_other_rows_are_another_run": "answer tokenizer truncate",
         "test_resume_is_exact": "dp2-bf16-True",
         "test_resume_on_another_layout": "",
     },
     "checkpoints/test_transfer.py": {
         "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
+    },
+    "cli/test_elastic.py": {
+        "test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back": "",
     },
     "cli/test_install.py": {
         "test_a_recipe_runs_from_a_wheel": "",
