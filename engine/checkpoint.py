@@ -1,7 +1,7 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,6 +12,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer import ChainedOptimizer
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
 
 from isoloss.engine.checkpoint_writer import Share
 from isoloss.engine.optimizer import complete_state
@@ -67,7 +68,9 @@ class Staged:
         if dist.get_rank() == 0:
             shutil.rmtree(_partial(self.folder), ignore_errors=True)
 
-    def _complete(self, partial: Path, told: list[tuple[Any, Mapping[str, manifest.FileRecord]]]) -> None:
+    def _complete(
+        self, partial: Path, told: Sequence[tuple[list[WriteResult], Mapping[str, manifest.FileRecord]]]
+    ) -> None:
         """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""
         self.share.complete([written for written, _ in told])
         hf_checkpoint.copy_sidecars(self.huggingface, partial / HUGGINGFACE, self.arch)

@@ -48,6 +48,7 @@ class Share(TorchDistSaveShardedStrategy):
         super().__init__("torch_dist", 1)
         self.records: dict[str, FileRecord] = {}
         self._folder, self._replicas, self._apart = folder, replicas, apart
+        tensors: Any
         tensors, common = save_preprocess(state)
         self._common = io.BytesIO()
         if dist.get_rank() == 0:
@@ -112,7 +113,7 @@ def _copy_from_host(state: ShardedStateDict) -> None:
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor) or not is_main_replica(tensor.replica_id):
             continue
-        if tensor.data.device.type == "cpu":
+        if tensor.data is not None and tensor.data.device.type == "cpu":
             tensor.data = tensor.data.detach().clone(memory_format=torch.contiguous_format)
 
 

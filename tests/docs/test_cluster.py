@@ -320,9 +320,11 @@ def test_reinforcement_learning_takes_each_question_once(cluster):
 
 
 def test_a_run_goes_on_with_the_keys_that_it_began_with(cluster):
-    (again,) = [each for each in cluster.launched if each[1].checkpoint.resume]
-    began = [each for each in cluster.launched if each[1].output_dir == again[1].output_dir and each is not again]
-    assert len(began) == 1 and began[0][0] == again[0] and began[0][1].batch == again[1].batch
+    began = {}
+    again = [each for each in cluster.launched if began.setdefault(each[1].output_dir, each) is not each]
+    assert len(again) == 1 and again[0][1].checkpoint.resume
+    first = began[again[0][1].output_dir]
+    assert first[0] == again[0][0] and first[1].batch == again[0][1].batch
 
 
 @pytest.mark.parametrize(
