@@ -56,14 +56,13 @@ class Job:
         return ended, operations.count
 
     def newest(self) -> tuple[int, int]:
-        """The newest checkpoint of policy and critic, all of whose files hold what was written; they then go."""
-        found = []
-        for kind in ("policy", "critic"):
-            folder = checkpoint.newest_first(self.now / kind)[0]
+        """The newest checkpoint of policy and critic; they then go. All files hold what was written, also those of the
+        critic's from which the run goes on: of the policy's step."""
+        policy, critic = (checkpoint.newest_first(self.now / kind)[0] for kind in ("policy", "critic"))
+        for folder in (policy, critic, critic.with_name(policy.name)):
             manifest.check_checksums(folder, manifest.read(folder))
-            found.append(int(folder.name.removeprefix("step_")))
         shutil.rmtree(self.now)
-        return found[0], found[1]
+        return int(policy.name.removeprefix("step_")), int(critic.name.removeprefix("step_"))
 
 
 @pytest.fixture
