@@ -59,6 +59,8 @@ class Saver:
     def close(self) -> None:
         """Let what is being written come to its end, whatever that is."""
         self._thread.shutdown()
+        dist.destroy_process_group(self._group)
+        del self._group  # whose threads end with it
 
     def _note(self, problem: NotWrittenError | None) -> None:
         before, self._problem = self._problem, problem

@@ -31,6 +31,8 @@ class Preemption:
         """From now on they do what they did before."""
         for each, before in self._before.items():
             signal.signal(each, before)
+        dist.destroy_process_group(self._group)
+        del self._group  # whose threads end with it
 
     def told(self) -> signal.Signals | None:
         """The signal that a rank got, the same on every rank: between two steps, so that all end after the same one.

@@ -4,13 +4,16 @@ import pickle
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from support.families import VOCAB, write_folder
 from support.saves import taken_then_trained
 from support.transformers_parity import make_samples
 
 from isoloss.engine import checkpoint
-from isoloss.engine.config import Config
+from isoloss.engine.checkpoint_saver import Saver
+from isoloss.engine.config import CheckpointConfig, Config
+from isoloss.engine.preemption import Preemption
 from isoloss.engine.run import BadStepGuard
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError
@@ -89,3 +92,16 @@ def test_what_is_written_when_a_run_ends_in_a_mistake_is_finished(arguments, mon
 def _bad_at_2(self, step, *rest):
     if step == 2:
         raise UserError("planted")
+
+
+def test_what_saves_and_what_listens_leave_no_threads(one_rank):
+    """A process may train many times, and each group of gloo has threads."""
+    threads = psutil.Process().num_threads()
+    for _ in range(3):
+        saver, preemption = Saver(CheckpointConfig()), Preemption()
+        saver._thread.submit(int).result()
+        assert preemption.told() is None
+        assert psutil.Process().num_threads() > threads
+        saver.close()
+        preemption.end()
+    assert psutil.Process().num_threads() == threads
