@@ -6,13 +6,14 @@ classes of that format, and the numbers of a tensor straight from the mapped fil
 they are.
 """
 
+import contextlib
 import io
 import itertools
 import math
 import mmap
 import pickle
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -94,14 +95,6 @@ class StoredTensor:
         return {}
 
 
-@dataclass(frozen=True)
-class StoredMetadata:
-    """What `.metadata` tells: of the tensors, and the keys of what is stored as an object, a pickle."""
-
-    tensors: tuple[StoredTensor, ...]
-    objects: tuple[str, ...]
-
-
 class Folder:
     """The tensors of a torch_dist checkpoint, by key. Files are mapped as they are needed.
 
@@ -113,7 +106,7 @@ class Folder:
         self.path = Path(path)
         self._maps: dict[str, mmap.mmap] = {}
         self._pieces: dict[StoredChunk, Tensor] = {}
-        self.tensors = {stored.key: stored for stored in read_metadata(self.path).tensors}
+        self.tensors = {stored.key: stored for stored in read_tensors(self.path)}
         self._check_files()
 
     def rows(self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape) -> Tensor:
@@ -210,28 +203,37 @@ class Folder:
         return self._maps[file]
 
 
-def read_metadata(folder: Path) -> StoredMetadata:
-    """Without running anything that stands in it. Raises UserError where it is missing or is not one."""
+def read_tensors(folder: Path) -> list[StoredTensor]:
+    """The tensors that `.metadata` tells of. Raises UserError, as `read_objects`, also where one is not whole."""
+    with _reading(folder) as found:
+        where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
+        entries = found.state_dict_metadata.items()
+        return [_stored(key, e, where) for key, e in entries if isinstance(e, metadata.TensorStorageMetadata)]
+
+
+def read_objects(folder: Path) -> list[str]:
+    """The keys of what is stored as an object, a pickle. Raises UserError where `.metadata` is not there or not one."""
+    with _reading(folder) as found:
+        entries = found.state_dict_metadata.items()
+        return [key for key, entry in entries if not isinstance(entry, metadata.TensorStorageMetadata)]
+
+
+@contextlib.contextmanager
+def _reading(folder: Path) -> Iterator[metadata.Metadata]:
+    """What stands in `.metadata`, without running any of it; an error within is one of the file."""
     path = folder / METADATA
     if not path.is_file():
         raise UserError(f"{folder} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does")
     try:
         found = _Unpickler(io.BytesIO(path.read_bytes())).load()
-        where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
-        for (key, _), info in where.items():
+        for index, info in found.storage_data.items():
             if Path(info.relative_path).name != info.relative_path:
-                raise ValueError(f"{key} is stored outside of the folder, at {info.relative_path}")
-        tensors, objects = [], []
-        for key, entry in found.state_dict_metadata.items():
-            if isinstance(entry, metadata.TensorStorageMetadata):
-                tensors.append(_stored(key, entry, where))
-            else:
-                objects.append(key)
+                raise ValueError(f"{index.fqn} is stored outside of the folder, at {info.relative_path}")
+        yield found
     except _NoPlace as error:
         raise UserError(f"{path} asks for {error}, which has no place in a checkpoint's metadata; {DISTRUST}") from None
     except Exception as error:
         raise UserError(f"{path} is damaged or not a checkpoint's ({error!r}); copy it again") from None
-    return StoredMetadata(tuple(tensors), tuple(objects))
 
 
 def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any, Any]) -> StoredTensor:

@@ -28,8 +28,7 @@ def check(folder: Path) -> None:
     Reads `.metadata` and what `common.pt` holds besides tensors. Enters no collective.
     """
     check_common(folder)
-    found = distcp.read_metadata(folder)
-    for key in found.objects:
+    for key in distcp.read_objects(folder):
         if EXTRA_STATE not in key:
             raise UserError(
                 f"{folder / distcp.METADATA} calls {key} an object, which torch would run to read it; {distcp.DISTRUST}"
