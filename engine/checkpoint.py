@@ -230,7 +230,7 @@ def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object
 
 
 def _is_extra_state(key: str) -> bool:
-    return "._extra_state" in key
+    return pickles.EXTRA_STATE in key
 
 
 def _partial(folder: Path) -> Path:

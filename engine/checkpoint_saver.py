@@ -9,6 +9,7 @@ import torch.distributed as dist
 from isoloss.engine.checkpoint import NotWrittenError, Staged, prune
 from isoloss.engine.config import CheckpointConfig
 from isoloss.engine.run_folder import is_main
+from isoloss.parallel.launch import host_group
 
 
 class Saver:
@@ -22,9 +23,7 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig):
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        self._group, self._keep, self._asynchronous = group, config.keep, config.asynchronous
+        self._group, self._keep, self._asynchronous = host_group(), config.keep, config.asynchronous
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending: Future[NotWrittenError | None] | None = None
         self._problem: NotWrittenError | None = None  # of the newest

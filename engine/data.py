@@ -181,7 +181,7 @@ def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserE
     """The refusal of files without a row to take. rows: their name. limit: what the dropped ones were over."""
     key, files = rejects.key, ", ".join(rejects.paths)
     if rejects.rows:
-        bad = f"{len(rejects.rows)} are bad, the first is {rejects.first()}"
+        bad = f"{len(rejects.rows)} are bad, the first is {rejects.rows[0].told(rejects.paths)}"
         return UserError(f"{key}: none of the {rows} of {files} is left: {bad}; {dropped} are over {limit}")
     if dropped:
         return UserError(f"{key}: all {dropped} {rows} of {files} were dropped, being over {limit}: raise it")

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from isoloss.parallel.launch import host_group
+
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -15,10 +17,7 @@ class Preemption:
     """Whether a rank of the world was told to end. The constructor is collective over the world."""
 
     def __init__(self):
-        # Of its own, and on the host, so that a step does not wait for a device.
-        group = dist.new_group(backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)
-        self._group = group
+        self._group = host_group()
         self._received = 0
         self._before: dict[signal.Signals, Any] = {}
 

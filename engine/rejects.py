@@ -29,6 +29,10 @@ class Reject:
     def place(self, paths: Sequence[str]) -> str:
         return place_of(paths[self.file], self.number)
 
+    def told(self, paths: Sequence[str]) -> str:
+        """What is wrong, and where. paths: the files of its split."""
+        return f"{self.place(paths)}: {self.reason}"
+
 
 class Rejects:
     """Collects the bad rows of a split while it is read.
@@ -39,10 +43,6 @@ class Rejects:
     def __init__(self, key: str, paths: Sequence[str], most: int):
         self.key, self.paths, self._most = key, paths, most
         self.rows: list[Reject] = []
-
-    def first(self) -> str:
-        """What is wrong with the first of them, and where."""
-        return f"{self.rows[0].place(self.paths)}: {self.rows[0].reason}"
 
     @contextlib.contextmanager
     def instead_of_error(self, row: UnreadRow) -> Iterator[None]:
@@ -59,7 +59,7 @@ def check(key: str, paths: Sequence[str], rejects: Sequence[Reject], most: int) 
     """UserError where more rows are bad than may be; of none at all, it is what is wrong with the first."""
     if len(rejects) <= most:
         return
-    first = f"{rejects[0].place(paths)}: {rejects[0].reason}"
+    first = rejects[0].told(paths)
     if most == 0:
         raise UserError(first)
     raise UserError(

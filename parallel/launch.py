@@ -22,6 +22,16 @@ def choose_kernels(*, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
 
 
+def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A group of the whole world over gloo, for what must not wait for a device, nor for the training's collectives.
+
+    timeout: None: torch's. Collective over the world.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:
     """Join the world if this process has not yet: NCCL on GPUs, gloo on CPUs; one rank needs no rendezvous.
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
+from isoloss.parallel.launch import host_group
 
 # The others wait for rank 0 as long as it takes; if it dies, their connections to it tell them at once.
 PATIENCE = timedelta(days=7)
@@ -26,9 +27,7 @@ class RankZero:
 
     def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
         self._explain = explain
-        group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        assert isinstance(group, dist.ProcessGroup)
-        self.group = group
+        self.group = host_group(PATIENCE)
         self.here = dist.get_rank() == 0
 
     def attempt(self, call: Callable[[], Any]) -> Exception | None:

@@ -5,7 +5,7 @@
 #
 # HEAD is the host name of one of the nodes, reachable from all; PORT any free port on it. NODES=1:4 with RESTARTS and
 # checkpoint.resume=true: the run goes on with the nodes that are left, and with those that join. SIGTERM and SIGUSR1
-# have the ranks save and end (docs/checkpoints.md); after SIGTERM torchrun gives them
+# have the ranks save and end (docs/reliability.md); after SIGTERM torchrun gives them
 # TORCH_ELASTIC_SHUTDOWN_TIMEOUT seconds, by default 30.
 set -euo pipefail
 : "${HEAD:?set HEAD to the host name of one node}" "${NODES:?set NODES to the number of nodes}"
