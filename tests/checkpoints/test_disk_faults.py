@@ -3,66 +3,19 @@
 import errno
 import gc
 import os
-import shutil
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import DISK_BROKEN, DISK_FULL, Dead, Operations, struck
+from support.faults import DISK_BROKEN, DISK_FULL
 from support.runs import numbers
-from support.transformers_parity import make_engine
+from support.saves import Job, saved_until
 
 from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_saver import Saver
-from isoloss.engine.config import CheckpointConfig, Config
-from isoloss.engine.engine import Engine
+from isoloss.engine.config import Config
 from isoloss.models.weights import manifest
-from isoloss.parallel import launch as launch_ranks
 from isoloss.recipes import launch, sft
-
-
-class Job:
-    """Saves a model and its critic: step 1, of which every `strike` has a copy, and step 2 with a fault."""
-
-    def __init__(self, model: Path, folder: Path, *, asynchronous: bool):
-        self.folder, self.now = folder, folder / "whole"
-        self.policy = make_engine(model, "fp32", from_scratch=True)
-        self.critic = Engine(self.policy.config, self.policy.source, critic_of=self.policy)
-        self.saver = Saver(CheckpointConfig(keep=1, asynchronous=asynchronous))
-        self.save(1)
-        shutil.copytree(self.now, folder / "first")
-
-    def save(self, step: int) -> None:
-        of = lambda kind: self.now / kind / checkpoint.STEP_FOLDER.format(step)
-        of_policy = partial(self.policy.stage, of("policy"), {"step": step})
-        self.saver.save(partial(self.critic.stage, of("critic")), of_policy)
-        self.saver.wait(last=True)
-
-    def strike(self, at: int | None, fault: str | int = "dead") -> tuple[str, int]:
-        """How it ended ("done", "dead", or the text of its exception), and the number of operations."""
-        self.now = self.folder / f"at {at}"
-        shutil.copytree(self.folder / "first", self.now)
-        with Operations(at, fault) as operations:
-            try:
-                self.save(2)
-                ended = "done"
-            except (Dead, RuntimeError):  # torch tells Dead as an error of its own
-                assert fault == "dead"
-                ended = "dead"
-            except checkpoint.NotWrittenError as problem:
-                ended = str(problem)
-        self.saver._problem = None
-        return ended, operations.count
-
-    def newest(self) -> tuple[int, int]:
-        """The newest checkpoint of policy and critic; they then go. All files hold what was written, also those of the
-        critic's from which the run goes on: of the policy's step."""
-        policy, critic = (checkpoint.newest_first(self.now / kind)[0] for kind in ("policy", "critic"))
-        for folder in (policy, critic, critic.with_name(policy.name)):
-            manifest.check_checksums(folder, manifest.read(folder))
-        shutil.rmtree(self.now)
-        return int(policy.name.removeprefix("step_")), int(critic.name.removeprefix("step_"))
+from isoloss.tools.pool import WorkerError, WorkerPool
 
 
 @pytest.fixture
@@ -89,23 +42,17 @@ def test_dead_at_any_operation_a_whole_checkpoint_is_the_newest(job, asynchronou
 
 def test_killed_for_good(inputs, tmp_path):
     """The same with SIGKILL, at a few operations."""
-    jobs: list[Job] = []
-    at_work = lambda: jobs[0].save(2)
-
-    def prepare(name: str) -> None:
-        launch_ranks.init_process_group()
-        jobs.append(Job(inputs / "model", tmp_path / name, asynchronous=True))
-
-    ended, operations = struck(at_work, None, before=partial(prepare, "whole"))
-    assert ended == "done"
-    found = []
-    for at in range(20, operations, 40):
-        ended, _ = struck(at_work, at, before=partial(prepare, str(at)))
-        assert ended == "killed"
-        folders = [checkpoint.newest_first(tmp_path / str(at) / "whole" / kind)[0] for kind in ("policy", "critic")]
-        for folder in folders:
-            manifest.check_checksums(folder, manifest.read(folder))
-        found.append(tuple(int(folder.name.removeprefix("step_")) for folder in folders))
+    with WorkerPool(1) as pool:
+        ((ended, operations),) = pool.run(1, saved_until, inputs / "model", tmp_path / "whole", None)
+        assert ended == "done"
+        found = []
+        for at in range(20, operations, 40):
+            with pytest.raises(WorkerError, match="a worker process died"):
+                pool.run(1, saved_until, inputs / "model", tmp_path / str(at), at)
+            folders = [checkpoint.newest_first(tmp_path / str(at) / "whole" / kind)[0] for kind in ("policy", "critic")]
+            for folder in folders:
+                manifest.check_checksums(folder, manifest.read(folder))
+            found.append(tuple(int(folder.name.removeprefix("step_")) for folder in folders))
     assert set(found) == {(1, 1), (1, 2), (2, 2)}
 
 

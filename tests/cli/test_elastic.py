@@ -59,6 +59,7 @@ def jobs(tmp_path) -> Iterator[Jobs]:
     yield jobs
     for agent in jobs.agents:
         jobs.kill(agent)
+    print(jobs.said())  # shown where the test failed
 
 
 def steps_of(out: Path) -> list[int]:
@@ -103,10 +104,14 @@ def test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back(job
     out, endpoint = tmp_path / "out", f"localhost:{free_port()}"
     argv = [*keys, f"output_dir={out}", "checkpoint.resume=true"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "elastic"]
-    conf = ["--rdzv_conf", "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"]
-    words = ["--nnodes", "1:2", "--nproc_per_node", "2", "--max_restarts", "3", *rendezvous, *conf]
-    node = lambda: jobs.start(*words, "-m", "support.slow_steps", "0.4", *argv)
-    first = node()
+    words = ["--nnodes", "1:2", "--nproc_per_node", "2", "--max_restarts", "3", *rendezvous]
+    conf = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=8,is_host="
+
+    def node(is_host: bool = False) -> subprocess.Popen:
+        """All agents are on this machine: which one holds the store of the rendezvous, and has to live, is said."""
+        return jobs.start(*words, "--rdzv_conf", f"{conf}{is_host}", "-m", "support.slow_steps", "0.4", *argv)
+
+    first = node(is_host=True)
     alive = lambda: first.poll() is None
     second = node()
     until(lambda: "on 4 rank(s)" in jobs.said(), "four ranks trained", alive)
