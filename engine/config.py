@@ -311,6 +311,12 @@ class TrainConfig(Keys, group="train"):
         "waiting at some other time; 0: whenever Python likes.",
         at_least=0,
     )
+    timeout: float = key(
+        1200.0,
+        "Seconds without a micro-batch, a token or a step after which the run ends and tells which rank keeps the "
+        "others waiting, and in which line; 0: never. What waits for servers and rewards has its own limits.",
+        at_least=0,
+    )
     max_bad_steps: int = key(
         3,
         "The run ends after this many consecutive steps whose loss or gradient is not finite. Such a step is never "

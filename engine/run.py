@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 
-from isoloss.engine import checkpoint, device_memory
+from isoloss.engine import checkpoint, device_memory, watchdog
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.config import Config
@@ -25,6 +25,7 @@ from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.preemption import Preemption
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
+from isoloss.engine.watchdog import Watchdog
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel import PreemptedError, UserError, device
@@ -84,6 +85,7 @@ class Run:
         self._garbage = Garbage(config.train.gc_every)
         self._saver = Saver(config.checkpoint)
         self._preemption = Preemption()
+        self._watchdog = Watchdog(output_dir / "stacks", config.train.timeout, dist.get_rank(), dist.get_world_size())
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
@@ -92,9 +94,11 @@ class Run:
     def __enter__(self) -> "Run":
         self._garbage.begin()
         self._preemption.begin()
+        self._watchdog.begin()
         return self
 
     def __exit__(self, *_) -> None:
+        self._watchdog.end()
         self._saver.close()
         self._preemption.end()
         self._garbage.end()
@@ -116,6 +120,7 @@ class Run:
             self._started = time.perf_counter()
             yield self.done
             self.done += 1
+            watchdog.beat()
             self._garbage.after_step(self.done)
             if self._due(self._config.train.eval_every):
                 self._evaluate(evaluate)
@@ -168,7 +173,9 @@ class Run:
         """Wait for the last checkpoint, and export the model, if asked. Raises NotWrittenError."""
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
-        return RunResult(self.output_dir, folder, self._export(), self._first_eval, self._last_eval)
+        with watchdog.patient():
+            export = self._export()
+        return RunResult(self.output_dir, folder, export, self._first_eval, self._last_eval)
 
     def print(self, lines: Sequence[str]) -> None:
         """Print on the rank that speaks to the user."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from isoloss.engine import watchdog
 from isoloss.engine.batch import Sample
 from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
@@ -254,6 +255,7 @@ def _forward(
     chunk: nn.Module,
     micro_batch: PackedBatch,
 ) -> Tensor:
+    watchdog.beat()
     routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
     row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths
     return forward_row(chunk, *row, routed, bound(micro_batch), micro_batch.uploads)

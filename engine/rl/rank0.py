@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from isoloss.engine import watchdog
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.launch import host_group
@@ -44,7 +45,9 @@ class RankZero:
 
     def agree(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that has one, on every rank. Collective over the world."""
-        for rank, told in enumerate(gather_objects(_told(failure), self.group)):
+        with watchdog.patient():
+            everyone = gather_objects(_told(failure), self.group)
+        for rank, told in enumerate(everyone):
             if told is not None:
                 return failure if rank == dist.get_rank() else _heard(told, rank)
         return None
@@ -52,9 +55,10 @@ class RankZero:
     def run(self, call: Callable[[], Result]) -> Result:
         """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
         results: list[Result] = []
-        failure = self.attempt(lambda: results.append(call()))
-        outcome: list[Any] = [(results, _told(failure))]
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        with watchdog.patient():  # servers and rewards have limits of their own
+            failure = self.attempt(lambda: results.append(call()))
+            outcome: list[Any] = [(results, _told(failure))]
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
         results, told = outcome[0]
@@ -64,7 +68,8 @@ class RankZero:
 
     def meet(self) -> None:
         """Wait until every rank is here. Collective over the world."""
-        dist.barrier(group=self.group)
+        with watchdog.patient():
+            dist.barrier(group=self.group)
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)

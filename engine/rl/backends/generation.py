@@ -20,6 +20,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
+from isoloss.engine import watchdog
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
 from isoloss.parallel.vocab import unrounded_logits
@@ -117,6 +118,7 @@ def generate(
     running = Batch([], DynamicCache())
     with torch.inference_mode():
         while (waiting or running.rows) and proceed():
+            watchdog.beat()
             free = concurrency - len(running.rows)
             # Reading prompts stops the others, so several are let in at a time.
             if waiting and (4 * free >= concurrency or not running.rows):

@@ -1,0 +1,88 @@
+"""A rank that stops moving is found and named, with its line, and the run ends."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.te_pool import environment
+from support.waiting import LONG
+
+from isoloss.engine.watchdog import Frame, Place, place_of, report, unfinished
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+COLLECTIVE = r"(all_reduce|all_gather|barrier|all_gather_object|monitored_barrier)"
+WHAT = {
+    "sleep": r"rank 1: at .*tests/support/hangs\.py:\d+ in sleep",
+    "hold_the_interpreter": r"rank 1: at .*tests/support/hangs\.py:\d+ in hold_the_interpreter",
+    "stop": r"rank 1 does not answer \(its process \d+ is stopped\)",
+    "meet_alone": rf"rank \d: waiting for the others in {COLLECTIVE} of .*:\d+ in \w+",
+}
+
+
+@pytest.mark.parametrize("kind", ["sleep", *(pytest.param(k, marks=pytest.mark.full) for k in WHAT if k != "sleep")])
+def test_the_rank_that_keeps_the_others_waiting_is_named(kind, arguments, tmp_path):
+    argv = [*arguments, "train.steps=9", "train.timeout=4", f"output_dir={tmp_path}/out"]
+    ended = subprocess.run(
+        [*TORCHRUN, "-m", "support.hangs", kind, "1", *argv],
+        capture_output=True, text=True, env=environment(), check=False, timeout=LONG,
+    )  # fmt: skip
+    assert ended.returncode == 1
+    (told,) = re.findall(r"^isoloss: error: .*$", ended.stderr, re.MULTILINE)
+    lines = [told, *re.findall(r"^isoloss: rank.*$", ended.stderr, re.MULTILINE)]
+    assert told.startswith("isoloss: error: nothing has moved for train.timeout=4 seconds: rank"), ended.stderr
+    assert re.search(WHAT[kind], told) and "start again with checkpoint.resume=true" in told
+    assert len(lines) == 2 and re.search(
+        rf"rank [01]: waiting for the others in {COLLECTIVE} of [\w/]+\.py:\d+ in", lines[1]
+    ), lines
+    assert {path.name for path in (tmp_path / "out" / "stacks").iterdir()} >= {"rank_0.txt", "rank_1.txt"}
+
+
+DUMP = """{"pid": 7, "host": "here", "main": "0x00000000000000aa"}
+Timeout (0:00:04)!
+Thread 0x00000000000000bb (most recent call first):
+  File "/site/torch/distributed/distributed_c10d.py", line 11 in broadcast
+  File "/code/engine/checkpoint_saver.py", line 5 in _write
+
+Thread 0x00000000000000aa (most recent call first):
+"""
+IN_ALL_REDUCE = """  File "/site/torch/distributed/distributed_c10d.py", line 3049 in all_reduce
+  File "/site/torch/distributed/c10d_logger.py", line 81 in wrapper
+  File "/site/somebody.py", line 3 in sums
+  File "/code/app.py", line 9 in <module>
+"""
+
+
+def test_where_a_rank_is_by_its_stacks():
+    assert place_of(DUMP + IN_ALL_REDUCE) == Place("all_reduce", Frame("/code/app.py", 9, "<module>"))
+    at_work = '  File "/code/reward.py", line 3 in score\n' + IN_ALL_REDUCE.splitlines()[-1] + "\n"
+    assert place_of(DUMP + at_work) == Place(None, Frame("/code/reward.py", 3, "score"))
+    # Backward of a device runs in a thread of its own; a checkpoint's thread may wait meanwhile.
+    backward = '  File "/site/torch/autograd/graph.py", line 8 in _engine_run_backward\n'
+    assert place_of(DUMP + backward).collective is None
+    device = f"{DUMP}{backward}\nThread 0x00000000000000cc (most recent call first):\n{IN_ALL_REDUCE}"
+    assert place_of(device).collective == "all_reduce"
+    assert place_of(DUMP.partition("Timeout")[0]) is None and place_of("") is None
+
+
+def test_who_keeps_whom_waiting():
+    waiting, other = Place("all_reduce", Frame("/a.py", 1, "f")), Place("barrier", Frame("/b.py", 2, "g"))
+    at_work = Place(None, Frame("/c.py", 3, "h"))
+    told = report({0: waiting, 1: other, 2: waiting, 3: at_work}, {4: ""}, 60.0, Path("out/stacks"))
+    assert "for train.timeout=60 seconds: rank 4 does not answer; the stacks of all ranks are in out/stacks;" in told[0]
+    assert told[1:] == [
+        "isoloss: rank 3: at /c.py:3 in h",
+        "isoloss: rank 1: waiting for the others in barrier of /b.py:2 in g",
+        "isoloss: ranks 0, 2: waiting for the others in all_reduce of /a.py:1 in f",
+    ]
+
+
+def test_what_a_device_has_not_finished():
+    """By a trace of torch 2.13's flight recorder, with NCCL's name in place of gloo's."""
+    entry = {"profiling_name": "nccl:all_reduce", "collective_seq_id": 7, "input_sizes": [[3]], "state": "started"}
+    entry["process_group"] = ["0", "default_pg"]
+    entries = [entry | {"state": "completed", "collective_seq_id": 6}, entry, entry | {"profiling_name": "gloo:x"}]
+    (line,) = unfinished({"entries": entries})
+    assert line.endswith("has not finished nccl:all_reduce number 7 of [[3]] in default_pg")
+    assert list(unfinished({})) == []
