@@ -20,12 +20,14 @@ class Sample:
     group: number of the prompt the sample belongs to; any, the same for all samples of a prompt (prompt-mean losses).
     fields: further per-token float tensors of shape [T] that a loss reads (advantages, old log-probabilities ...);
         fields[k][t] belongs to the prediction *of* token t, like mask_T.
+    id: where the sample comes from, such as "file:line" of its row; nothing is computed from it.
     """
 
     tokens_T: Tensor
     mask_T: Tensor
     group: int = 0
     fields: Mapping[str, Tensor] = field(default_factory=dict)
+    id: str = ""
 
     def __post_init__(self):
         if self.tokens_T.ndim != 1 or self.tokens_T.numel() == 0:

@@ -319,9 +319,22 @@ class TrainConfig(Keys, group="train"):
     )
     max_bad_steps: int = key(
         3,
-        "The run ends after this many consecutive steps whose loss or gradient is not finite. Such a step is never "
-        "applied.",
+        "The run ends after this many consecutive steps that were not applied because their loss or gradient is not "
+        "finite, or for skip_spikes.",
         at_least=1,
+    )
+    spike_factor: float | None = key(
+        10.0,
+        "A step whose gradient norm, or in SFT loss, is above this many times the median of the last 64 is told, and "
+        "bad_steps.jsonl names its samples; null: none is.",
+        above=1,
+    )
+    skip_spikes: bool = key(False, "Such a step is not applied either.")
+    check_replicas_every: int = key(
+        100,
+        "Optimizer steps between comparisons of the weights that several ranks hold, bit for bit; there is one before "
+        "each checkpoint as well. 0: never.",
+        at_least=0,
     )
 
 
@@ -381,6 +394,11 @@ class Config:
     def distributed_optimizer(self) -> bool:
         chosen = self.parallel.distributed_optimizer
         return self.train.precision != "fp64" if chosen is None else chosen
+
+    @property
+    def judged_by(self) -> tuple[str, ...]:
+        """What train.spike_factor is compared with."""
+        return "loss", "grad_norm"
 
     @property
     def lends_device_memory(self) -> bool:

@@ -27,11 +27,12 @@ from isoloss.engine.chat import TokensAndMask, load_tokenizer, tokenize_row
 from isoloss.engine.chat_template import check_template_kwargs
 from isoloss.engine.config import DataConfig
 from isoloss.engine.rejects import Reject, Rejects, check
-from isoloss.engine.rows import check_paths, unread_rows
+from isoloss.engine.rows import check_paths, place_of, unread_rows
 from isoloss.parallel.errors import UserError
 
-FORMAT = 3  # of the cache folder and of the tokenization; a new number leaves old folders unread
-ARRAYS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
+FORMAT = 4  # of the cache folder and of the tokenization; a new number leaves old folders unread
+ROWS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
+ARRAYS = ROWS | {"origins": np.int32}
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,13 @@ class DataStats:
 
 
 class TokenDataset:
-    """A sequence of Samples over three arrays, with n sequences and `total` tokens in all.
+    """A sequence of Samples over arrays, with n sequences and `total` tokens in all.
 
     tokens: int32 [total].
     mask: bool [total], True at targets.
     offsets: int64 [n + 1], sequence i is offsets[i]:offsets[i + 1].
-    fingerprint: the same for two data sets where these arrays are, whatever files they came from.
+    origins: int32 [n, 2], which of the files `paths` a sequence comes from, from 0, and which line or row, from 1.
+    fingerprint: the same for two data sets where tokens, mask and offsets are, whatever files they came from.
     rejects: bad rows that were left out.
     """
 
@@ -60,11 +62,14 @@ class TokenDataset:
         tokens: np.ndarray,
         mask: np.ndarray,
         offsets: np.ndarray,
+        origins: np.ndarray,
+        paths: Sequence[str],
         stats: DataStats,
         fingerprint: str,
         rejects: Sequence[Reject] = (),
     ):
         self.tokens, self.mask, self.offsets, self.stats = tokens, mask, offsets, stats
+        self.origins, self.paths = origins, tuple(paths)
         self.fingerprint, self.rejects = fingerprint, tuple(rejects)
         self.lengths: np.ndarray = np.diff(offsets).astype(np.int64)
 
@@ -76,7 +81,8 @@ class TokenDataset:
         index = range(len(self))[index]  # negative indices, and IndexError past the end
         part = slice(self.offsets[index], self.offsets[index + 1])
         tokens_T = torch.from_numpy(self.tokens[part].astype(np.int64))
-        return Sample(tokens_T, torch.from_numpy(np.array(self.mask[part])))
+        file, number = self.origins[index].tolist()
+        return Sample(tokens_T, torch.from_numpy(np.array(self.mask[part])), id=place_of(self.paths[file], number))
 
 
 def load_dataset(
@@ -97,13 +103,13 @@ def load_dataset(
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
     name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_kwargs))
     folder = cache_dir / name
-    dataset = load_cached(folder)
+    dataset = load_cached(folder, paths)
     if dataset is None:
         with exclusively(folder):
-            dataset = load_cached(folder)
+            dataset = load_cached(folder, paths)
             if dataset is None:
                 write_cache(folder, tokenize(data, split, tokenizer_dir, vocab_size))
-                dataset = load_cached(folder)
+                dataset = load_cached(folder, paths)
     assert dataset is not None, f"{folder} cannot be read back"
     # The limit is not part of the folder's name: whatever it was, the rows that are left are the same.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
@@ -137,7 +143,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     max_length = data.max_length
     tokenizer = load_tokenizer(tokenizer_dir, vocab_size)
     check_template_kwargs(data.template_kwargs, tokenizer)
-    tokens, mask, lengths = [], [], [0]
+    tokens, mask, lengths, origins = [], [], [0], []
     dropped = truncated = 0
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
     for row in unread_rows(paths, f"data.{split}"):
@@ -152,12 +158,14 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
             tokens.append(np.array(tokens_T, np.int32))
             mask.append(np.array(mask_T, np.bool_))
             lengths.append(len(tokens_T))
+            origins.append((row.file, row.number))
     if not tokens:
         raise nothing_left(rejects, dropped, "rows", f"data.max_length={max_length}")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
-    return TokenDataset(**arrays, stats=stats, fingerprint=fingerprint(arrays), rejects=rejects.rows)
+    of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
+    return TokenDataset(**arrays, **of_rows, fingerprint=fingerprint(arrays))
 
 
 def cut(tokens_T: list[int], mask_T: list[bool], data: DataConfig, place: str) -> TokensAndMask:
@@ -191,7 +199,7 @@ def nothing_left(rejects: Rejects, dropped: int, rows: str, limit: str) -> UserE
 def fingerprint(arrays: Mapping[str, np.ndarray]) -> str:
     """Of the rows that the arrays of a TokenDataset hold: their order, tokens and targets."""
     digest = hashlib.sha256()
-    for name, dtype in ARRAYS.items():
+    for name, dtype in ROWS.items():
         digest.update(np.ascontiguousarray(arrays[name], np.dtype(dtype).newbyteorder("<")).data)
     return digest.hexdigest()[:16]
 
@@ -247,8 +255,11 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
         shutil.rmtree(temporary)
 
 
-def load_cached(folder: Path) -> TokenDataset | None:
-    """The data set of a cache folder, memory-mapped; None where it is missing, incomplete or damaged."""
+def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:
+    """The data set of a cache folder, memory-mapped; None where it is missing, incomplete or damaged.
+
+    paths: what its files are called now.
+    """
     try:
         meta = json.loads((folder / "meta.json").read_text())
         for name in ARRAYS:
@@ -256,9 +267,8 @@ def load_cached(folder: Path) -> TokenDataset | None:
                 return None
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         rejects = [Reject(**reject) for reject in meta["rejects"]]
-        return TokenDataset(
-            **arrays, stats=DataStats(**meta["stats"]), fingerprint=meta["fingerprint"], rejects=rejects
-        )
+        stats = DataStats(**meta["stats"])
+        return TokenDataset(**arrays, paths=paths, stats=stats, fingerprint=meta["fingerprint"], rejects=rejects)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

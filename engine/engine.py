@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint, load_balancing, startup
+from isoloss.engine import checkpoint, load_balancing, replicas, startup
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
@@ -60,6 +60,14 @@ class OptimResult:
     lr: float
     applied: bool
     seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A step that exceeds one of them is reported and not applied."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
 
 
 class Engine:
@@ -133,12 +141,13 @@ class Engine:
         """
         return self._forward_backward(samples, loss)
 
-    def optim_step(self, lr: float | None = None) -> OptimResult:
+    def optim_step(self, lr: float | None = None, max_grad_norm: float = math.inf) -> OptimResult:
         """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
         A non-finite loss or gradient, or a step without a valid token, is reported and not applied.
 
         lr: learning rate of this step; default the configured one.
+        max_grad_norm: nor is a step whose gradient has a greater norm, before clipping.
         Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
             experts' loads.
         """
@@ -147,7 +156,7 @@ class Engine:
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         norm = global_grad_norm(self.optimizer)
-        applied = self._finite and math.isfinite(norm) and self._tokens > 0
+        applied = self._finite and math.isfinite(norm) and norm <= max_grad_norm and self._tokens > 0
         if applied:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_hyperparameters(self.optimizer, lr)
@@ -159,7 +168,7 @@ class Engine:
         return OptimResult(norm, lr, applied, time.perf_counter() - started)
 
     def train_step(
-        self, samples: Sequence[Sample], loss: Loss, lr: float | None = None
+        self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
     ) -> tuple[StepMetrics, OptimResult]:
         """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
 
@@ -167,18 +176,22 @@ class Engine:
         had no room for a token, on whatever rank, all ranks forget the step and run it again without a bound, so
         nothing depends on it.
         """
+
+        def step(metrics: StepMetrics) -> OptimResult:
+            return self.optim_step(lr, limits.grad_norm if metrics.loss <= limits.loss else -math.inf)
+
         # What earlier calls accumulated could not be kept if this one were forgotten.
         bound = None if self._modes else self.config.moe.dispatch_bound
         try:
             with self.overlap.now():
                 metrics = self._forward_backward(samples, loss, bound)
-                result = None if metrics.lost else self.optim_step(lr)
+                result = None if metrics.lost else step(metrics)
             if result is None:
                 wasted = metrics.seconds
                 self.zero_grad()  # once what has begun to be reduced has been waited for
                 with self.overlap.now():
                     metrics = self.forward_backward(samples, loss)
-                    result = self.optim_step(lr)
+                    result = step(metrics)
                 metrics = dataclasses.replace(metrics, seconds=wasted + metrics.seconds, reruns=1)
             elif bound is not None:
                 metrics = dataclasses.replace(metrics, reruns=0)
@@ -270,6 +283,11 @@ class Engine:
         self._whole_weights()
         yield from self.model.weight_stream(bucket_bytes, receives)
 
+    def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
+        """Raises DivergedError where ranks that should hold the same weights do not. See `replicas.check_replicas`."""
+        self._whole_weights()
+        replicas.check_replicas(self.model, world, after)
+
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
         self.stage(folder, extra, apart=False).write()
@@ -340,9 +358,11 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        batch = prepare_step(samples, loss, self.plan([len(s) for s in samples]), self.mesh, self.device)
+        plan = self.plan([len(sample) for sample in samples])
+        batch = prepare_step(samples, loss, plan, self.mesh, self.device)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
-        return batch
+        mine = [len(samples[index]) for micro_batch in plan.micro_batches[self.mesh.dp.rank()] for index in micro_batch]
+        return dataclasses.replace(batch, cost=float(self.cost_model.cost(mine).sum()))
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
         """What `head` gives for every target, sample by sample."""

@@ -107,9 +107,12 @@ def _number(value: float) -> int | float:
 def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
     """One line. JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf"."""
     assert "step" not in row, "the step is an argument of its own"
-    values = {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
-    file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
+    file.write(json.dumps({"step": step, **finite_or_text(row)}, allow_nan=False) + "\n")
     file.flush()
+
+
+def finite_or_text(row: Mapping[str, float]) -> dict[str, float | str]:
+    return {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
 
 
 def open_after(path: Path, last_step: int) -> TextIO:

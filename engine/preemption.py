@@ -8,16 +8,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from isoloss.parallel.launch import host_group
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class Preemption:
-    """Whether a rank of the world was told to end. The constructor is collective over the world."""
+    """Whether a rank of the world was told to end. group: of the world, on the host."""
 
-    def __init__(self):
-        self._group = host_group()
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
         self._received = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -30,8 +28,6 @@ class Preemption:
         """From now on they do what they did before."""
         for each, before in self._before.items():
             signal.signal(each, before)
-        dist.destroy_process_group(self._group)
-        del self._group  # whose threads end with it
 
     def told(self) -> signal.Signals | None:
         """The signal that a rank got, the same on every rank: between two steps, so that all end after the same one.

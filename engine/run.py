@@ -1,7 +1,6 @@
 """A run of a recipe: resume, evaluate, save, guard, log, export. SFT and reinforcement learning share it; what they do
 in an optimizer step is theirs."""
 
-import math
 import shutil
 import signal
 import sys
@@ -15,20 +14,24 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from isoloss.engine import checkpoint, device_memory, watchdog
+from isoloss.engine.bad_steps import NAME as BAD_STEPS
+from isoloss.engine.bad_steps import BadStepGuard
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine, OptimResult
+from isoloss.engine.engine import Engine, Limits, OptimResult
 from isoloss.engine.garbage import Garbage
 from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.preemption import Preemption
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
+from isoloss.engine.stragglers import Stragglers
 from isoloss.engine.watchdog import Watchdog
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.parallel import PreemptedError, UserError, device
+from isoloss.parallel import PreemptedError, device
+from isoloss.parallel.launch import host_group
 
 
 @dataclass(frozen=True)
@@ -79,12 +82,16 @@ class Run:
         state = self._load_newest() if config.checkpoint.resume else None
         self.state: Mapping[str, Any] | None = state
         self.done = 0 if state is None else int(state["step"])
-        self._guard = BadStepGuard(config.train.max_bad_steps)
+        bad_steps = output_dir / BAD_STEPS if is_main() else None
+        guarded = (state or {}).get("guard"), bad_steps, self.done
+        self._guard = BadStepGuard(config.train, config.judged_by, *guarded)
         self._peak = peak_flops(engine.device)
         self._memory = device_memory.PeakReport(self._planned_peak)
         self._garbage = Garbage(config.train.gc_every)
         self._saver = Saver(config.checkpoint)
-        self._preemption = Preemption()
+        self._group = host_group()
+        self._preemption = Preemption(self._group)
+        self._stragglers = Stragglers(self._group)
         self._watchdog = Watchdog(output_dir / "stacks", config.train.timeout, dist.get_rank(), dist.get_world_size())
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
@@ -103,6 +110,8 @@ class Run:
         self._preemption.end()
         self._garbage.end()
         self.metrics.close()
+        dist.destroy_process_group(self._group)
+        del self._group  # whose threads end with it
 
     def steps(
         self, evaluate: Callable[[int], Mapping[str, float]], save: Callable[[], None] | None = None
@@ -125,16 +134,22 @@ class Run:
             if self._due(self._config.train.eval_every):
                 self._evaluate(evaluate)
             due = self._due(self._config.checkpoint.every)
-            if due:
+            told = self._preemption.told() if self.done < self.total_steps else None
+            every = self._config.train.check_replicas_every
+            if every and (due or told or self.done % every == 0):
+                self._engine.check_replicas(self._group, f"after step {self.done}")
+            if due or told:
                 (save or self.save)()
-            if self.done < self.total_steps and (told := self._preemption.told()):
-                if not due:
-                    (save or self.save)()
+            if told:
                 self._leave(told)
 
     def lr(self) -> float:
         """The learning rate of the step under way."""
         return learning_rate(self.done, self._config.optim, self.total_steps)
+
+    def limits(self) -> Limits:
+        """What the step under way must not exceed to be applied."""
+        return self._guard.not_to_apply()
 
     def log(
         self, samples: Sequence[Sample], metrics: StepMetrics, result: OptimResult, more: Mapping[str, float] = {}
@@ -146,7 +161,8 @@ class Run:
         self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
         if line := self._memory.after_step(device.peak_bytes()):
             self.print([line])
-        self._guard.check(step, metrics, result)
+        self.print(self._stragglers.after_step(step, metrics, seconds))
+        self._guard.check(step, metrics, result, samples)
 
     def save(
         self,
@@ -165,7 +181,7 @@ class Run:
             return
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
-        extra = {"step": self.done, **fingerprint, **of_data, **state}
+        extra = {"step": self.done, "guard": self._guard.state(), **fingerprint, **of_data, **state}
         own = partial(self._engine.stage, folder, extra, apart=self._config.checkpoint.asynchronous)
         self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
 
@@ -179,7 +195,7 @@ class Run:
 
     def print(self, lines: Sequence[str]) -> None:
         """Print on the rank that speaks to the user."""
-        if is_main():
+        if lines and is_main():
             print(*lines, sep="\n", flush=True)
 
     def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
@@ -277,22 +293,3 @@ def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utili
         "tokens_per_second": metrics.total_tokens / seconds,
         "mfu": utilization,
     }
-
-
-class BadStepGuard:
-    """Ends a run whose loss or gradient stays non-finite. Every rank sees the same numbers, so all end together."""
-
-    def __init__(self, max_bad_steps: int):
-        self.max_bad_steps = max_bad_steps
-        self.bad_steps = 0
-
-    def check(self, step: int, metrics: StepMetrics, result: OptimResult) -> None:
-        finite = math.isfinite(metrics.loss) and math.isfinite(result.grad_norm)
-        self.bad_steps = 0 if finite else self.bad_steps + 1
-        if not finite and is_main():
-            print(f"step {step}: loss {metrics.loss}, gradient norm {result.grad_norm}: not applied", file=sys.stderr)
-        if self.bad_steps >= self.max_bad_steps:
-            raise UserError(
-                f"loss or gradient not finite for train.max_bad_steps={self.max_bad_steps} steps in a row, up to "
-                f"step {step} (loss {metrics.loss}); lower optim.lr, or look at the data of these steps"
-            )

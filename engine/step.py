@@ -19,6 +19,7 @@ from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
+from isoloss.engine.stopwatch import Stopwatch
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
@@ -62,12 +63,14 @@ class StepBatch:
     rows: tokens of each micro-batch's whole row, with padding.
     counts: for each aggregation of the loss.
     lengths: tokens of every sample of the step.
+    cost: of this rank's samples, as the plan has it.
     """
 
     micro_batches: Sequence[PackedBatch]
     rows: tuple[int, ...]
     counts: tuple[StepCounts, ...]
     lengths: tuple[int, ...]
+    cost: float = 0.0
 
     @property
     def total_tokens(self) -> int:
@@ -90,6 +93,8 @@ class StepMetrics:
     lost: rows for which messages between experts had no room, of the rank that lost most; above 0 the step is worth
         nothing.
     reruns: how often `Engine.train_step` ran the step again for that; None without a bound.
+    busy_seconds: that this rank's device was at its micro-batches, before it waits for other ranks' sums.
+    cost: of this rank's samples, as the plan has it.
     """
 
     loss: float
@@ -104,6 +109,8 @@ class StepMetrics:
     observed: Mapping[str, float] = field(default_factory=dict)
     lost: int = 0
     reruns: int | None = None
+    busy_seconds: float = 0.0
+    cost: float = 0.0
 
 
 def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device) -> StepBatch:
@@ -180,10 +187,11 @@ def run_step(
 
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound = partial(_bound, model.mesh, dispatch_bound, lost)
-    forward = partial(_forward, model, router_losses, bound)
+    forward, busy = partial(_forward, model, router_losses, bound), Stopwatch()
     consumed = run_schedule(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
     )
+    busy.stop()
     sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
@@ -212,6 +220,8 @@ def run_step(
         | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
         | dict(zip(loss.largest, largest)),
         lost=int(sum(most_lost)),
+        busy_seconds=busy.seconds(),
+        cost=batch.cost,
     )
 
 

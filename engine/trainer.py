@@ -74,7 +74,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
         samples = grouped_by_prompt([data.train[int(row)] for row in rows])
-        metrics, result = engine.train_step(samples, loss, run.lr())
+        metrics, result = engine.train_step(samples, loss, run.lr(), run.limits())
         run.log(samples, metrics, result)
 
     ended = run.finish()

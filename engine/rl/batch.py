@@ -51,7 +51,7 @@ class RolloutBatch:
         """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along."""
         if self.exhausted:
             return {"cursor": self.cursor, "experience": None}
-        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in self.samples]
+        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
         steps = [list(step) for step in self.steps]
         rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
         return {"cursor": self.cursor, "experience": rest}
@@ -134,7 +134,7 @@ def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) ->
     mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
     if not trajectory.valid or (algorithm.mask_truncated and completion.finish == "length"):
         mask_T[:] = False
-    return Sample(tokens_T, mask_T, group)
+    return Sample(tokens_T, mask_T, group, id=completion.id)
 
 
 def on_completion(sample: Sample, values_C: Tensor) -> Tensor:

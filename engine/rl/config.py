@@ -282,6 +282,11 @@ class RLConfig(Config):
         return self.algorithm.minibatches * self.algorithm.epochs
 
     @property
+    def judged_by(self) -> tuple[str, ...]:
+        """The loss of a policy is about 0, and says nothing."""
+        return ("grad_norm",)
+
+    @property
     def lends_device_memory(self) -> bool:
         """Servers open the buckets of weights. Memory of segments that grow goes by file descriptors, which the kernel
         refuses across containers, and whose handles differ between versions of torch."""

@@ -78,7 +78,7 @@ def _train(
             log.batch(step + 1, groups, batch)
         samples, batch = batch.next()
         values = critic.train_step(samples) if critic else {}
-        metrics, result = policy.train_step(samples, loss, run.lr())
+        metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
         run.log(samples, metrics, result, {**values, **batch.stats, **rollout.take_seconds()})
 
     ended = run.finish()

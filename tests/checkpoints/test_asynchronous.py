@@ -13,7 +13,6 @@ from support.transformers_parity import make_samples
 from isoloss.engine import checkpoint
 from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.config import CheckpointConfig, Config
-from isoloss.engine.preemption import Preemption
 from isoloss.engine.run import BadStepGuard
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError
@@ -94,14 +93,12 @@ def _bad_at_2(self, step, *rest):
         raise UserError("planted")
 
 
-def test_what_saves_and_what_listens_leave_no_threads(one_rank):
+def test_what_saves_leaves_no_threads(one_rank):
     """A process may train many times, and each group of gloo has threads."""
     threads = psutil.Process().num_threads()
     for _ in range(3):
-        saver, preemption = Saver(CheckpointConfig()), Preemption()
+        saver = Saver(CheckpointConfig())
         saver._thread.submit(int).result()
-        assert preemption.told() is None
         assert psutil.Process().num_threads() > threads
         saver.close()
-        preemption.end()
     assert psutil.Process().num_threads() == threads

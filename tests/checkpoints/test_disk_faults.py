@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.faults import DISK_BROKEN, DISK_FULL
 from support.runs import numbers
-from support.saves import Job, saved_until
+from support.struck_saves import Job, saved_until
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config

@@ -39,6 +39,51 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(kind, arguments, tmp_pa
     assert {path.name for path in (tmp_path / "out" / "stacks").iterdir()} >= {"rank_0.txt", "rank_1.txt"}
 
 
+PROCESS = """
+import sys, time
+from pathlib import Path
+from isoloss.engine import watchdog
+
+def begun():
+    dog = watchdog.Watchdog(Path(sys.argv[1]), 2.0, 0, 1)
+    dog.begin()
+    return dog
+
+def beating(seconds):
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        watchdog.beat()
+        time.sleep(0.05)
+
+def stuck():
+    time.sleep(60)
+
+watchdog.SECONDS_FOR_OTHERS = 1.0
+dog = begun()
+beating(3)
+with watchdog.patient():
+    time.sleep(4)
+watchdog.beat()
+time.sleep(1.9)  # the timer may go off a little early
+beating(1)
+dog.end()
+print("moved", Path(sys.argv[1]).exists(), flush=True)
+begun()
+beating(0.5)
+time.sleep(1.9)
+beating(1)
+stuck()
+"""
+
+
+def test_a_process_that_moves_lives_and_one_that_does_not_ends(tmp_path):
+    command = [sys.executable, "-c", PROCESS, str(tmp_path / "stacks")]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=LONG)
+    assert ended.stdout == "moved False\n" and ended.returncode == 1
+    assert "train.timeout=2 seconds: rank 0: at <string>:" in ended.stderr and "in stuck; the stacks" in ended.stderr
+    assert (tmp_path / "stacks" / "rank_0.txt").read_text().count("Timeout (") == 1
+
+
 DUMP = """{"pid": 7, "host": "here", "main": "0x00000000000000aa"}
 Timeout (0:00:04)!
 Thread 0x00000000000000bb (most recent call first):

@@ -1,6 +1,5 @@
 """The recipe end to end, and what a step does where its loss is not finite or has nothing to learn from."""
 
-import dataclasses
 import json
 import math
 import os
@@ -12,44 +11,18 @@ import torch
 import yaml
 from support import training as world
 from support.runs import rows_of
+from support.training import config_of, samples, size
 
 from isoloss.engine import startup
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss
-from isoloss.parallel import Layout, device
+from isoloss.parallel import device
 from isoloss.recipes import launch, sft
 from isoloss.tools.parity import freeze
-from isoloss.tools.proof import on_layout
 
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "sequences", "micro_batches", "seconds",
            "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip
-
-
-def samples() -> list[Sample]:
-    rng = np.random.default_rng(2)
-    found = []
-    for length in (7, 19, 4, 33, 12, 25, 9, 16):
-        mask = torch.from_numpy(rng.random(length) < 0.7)
-        mask[0], mask[1] = False, True
-        found.append(Sample(torch.from_numpy(rng.integers(0, 2048, length)), mask))
-    return found
-
-
-def config_of(inputs, layout: str, precision: str = "fp32", **parallel) -> Config:
-    config = Config(
-        ModelConfig(path=f"{inputs}/model", from_scratch=True),
-        batch=BatchConfig(max_tokens=48),
-        optim=OptimConfig(lr=1e-3),
-        train=TrainConfig(precision=precision),
-    )
-    config = on_layout(config, Layout.parse(layout), precision)
-    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
-
-
-def size(layout: str) -> int:
-    return Layout.parse(layout).world_size
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------
@@ -147,12 +120,12 @@ def test_rows_of_one_prompt_are_a_group(inputs, arguments, monkeypatch):
     tokenizer, found = AutoTokenizer.from_pretrained(inputs / "model"), {}
     train_step = Engine.train_step
 
-    def recorded(self, step_samples, loss, lr=None):
+    def recorded(self, step_samples, loss, *rest):
         for sample, logprobs in zip(step_samples, self.logprobs(step_samples)):
             text = tokenizer.decode(sample.tokens_T)
             prompt = next((question for question in answers if question in text), text)
             found.setdefault(prompt, []).extend((-logprobs[sample.mask_T]).tolist())
-        return train_step(self, step_samples, loss, lr)
+        return train_step(self, step_samples, loss, *rest)
 
     monkeypatch.setattr(Engine, "train_step", recorded)
     more = ["loss.aggregation=prompt-mean-token-mean", "train.precision=fp64", "train.steps=1"]
@@ -174,10 +147,10 @@ def poison(monkeypatch):
         changed: list[bool] = []
         train_step = Engine.train_step
 
-        def poisoned(self, step_samples, loss, lr=None):
+        def poisoned(self, step_samples, loss, *rest):
             before = world.weights(self)
             loss = Loss.of(world.nan_loss) if len(changed) + 1 in bad else loss
-            result = train_step(self, step_samples, loss, lr)
+            result = train_step(self, step_samples, loss, *rest)
             changed.append(not world.same(before, world.weights(self)))
             return result
 

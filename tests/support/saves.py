@@ -1,69 +1,65 @@
-"""Saves of a model and its critic, with a fault at one operation on the disk."""
+"""The same state saved by Megatron's default strategy and by ours; what a save has on the disk, and when. Runs on every
+rank."""
 
 import os
-import shutil
-from functools import partial
 from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_saver import Saver
-from isoloss.engine.config import CheckpointConfig
-from isoloss.engine.engine import Engine
-from isoloss.models.weights import manifest
-from support.faults import Dead, Operations
-from support.transformers_parity import make_engine
+from isoloss.engine.batch import Sample
+from isoloss.engine.checkpoint_writer import Share
+from isoloss.parallel.collectives import gather_objects
+from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 
 
-class Job:
-    """Saves a model and its critic: step 1, of which every `strike` has a copy, and step 2 with a fault."""
-
-    def __init__(self, model: Path, folder: Path, *, asynchronous: bool):
-        self.folder, self.now = folder, folder / "whole"
-        self.policy = make_engine(model, "fp32", from_scratch=True)
-        self.critic = Engine(self.policy.config, self.policy.source, critic_of=self.policy)
-        self.saver = Saver(CheckpointConfig(keep=1, asynchronous=asynchronous))
-        self.save(1)
-        shutil.copytree(self.now, folder / "first")
-
-    def save(self, step: int) -> None:
-        of = lambda kind: self.now / kind / checkpoint.STEP_FOLDER.format(step)
-        of_policy = partial(self.policy.stage, of("policy"), {"step": step})
-        self.saver.save(partial(self.critic.stage, of("critic")), of_policy)
-        self.saver.wait(last=True)
-
-    def strike(self, at: int | None, fault: str | int = "dead") -> tuple[str, int]:
-        """How it ended ("done", "dead", or the text of its exception), and the number of operations."""
-        self.now = self.folder / f"at {at}"
-        shutil.copytree(self.folder / "first", self.now)
-        with Operations(at, fault) as operations:
-            try:
-                self.save(2)
-                ended = "done"
-            except (Dead, RuntimeError):  # torch tells Dead as an error of its own
-                assert fault == "dead"
-                ended = "dead"
-            except checkpoint.NotWrittenError as problem:
-                ended = str(problem)
-        self.saver._problem = None
-        return ended, operations.count
-
-    def newest(self) -> tuple[int, int]:
-        """The newest checkpoint of policy and critic; they then go. All files hold what was written, also those of the
-        critic's from which the run goes on: of the policy's step."""
-        policy, critic = (checkpoint.newest_first(self.now / kind)[0] for kind in ("policy", "critic"))
-        for folder in (policy, critic, critic.with_name(policy.name)):
-            manifest.check_checksums(folder, manifest.read(folder))
-        shutil.rmtree(self.now)
-        return int(policy.name.removeprefix("step_")), int(critic.name.removeprefix("step_"))
+def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
+    """theirs, ours: empty folders."""
+    engine = make_engine(model, "fp32", tp=2)
+    engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
+    state = lambda: checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
+    share = Share(ours, state(), engine.mesh.dp_context, apart=True)
+    written = gather_objects(share.write())
+    if dist.get_rank() == 0:
+        share.complete(written)
+    filesystem_async._results_queue = None
+    dist_checkpointing.save(state(), str(theirs))
+    filesystem_async._results_queue._manager.shutdown()
 
 
-def saved_until(model: Path, folder: Path, at: int | None) -> tuple[str, int]:
-    """Step 1 is saved; SIGKILL at the operation `at` of the save of step 2. Only where none was struck it returns.
+def operations(model: Path, folder: Path, vocab_size: int) -> list[tuple[str, str, int]]:
+    """Every fsync and rename of this rank in Engine.save: ("fsync" or "rename", path, bytes that it had)."""
+    engine = make_engine(model, "fp32", tp=2)
+    engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
+    done, fsync, rename = [], os.fsync, os.rename
 
-    A task of a pool of its own: what is forked from a process with threads may find their locks taken for ever.
-    """
-    os.setpgid(0, 0)  # what is killed
-    job = Job(model, folder, asynchronous=True)
-    with Operations(at, "kill") as operations:
-        job.save(2)
-    return "done", operations.count
+    def synced(file) -> None:
+        fsync(file)
+        descriptor = file if isinstance(file, int) else file.fileno()
+        done.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    def renamed(source, target, **options) -> None:
+        rename(source, target, **options)
+        done.append(("rename", str(target), 0))
+
+    with mock.patch.object(os, "fsync", synced), mock.patch.object(os, "rename", renamed):
+        engine.save(folder)
+    return done
+
+
+def taken_then_trained(
+    model: Path, waited: Path, apart: Path, samples: list[Sample], precision: str, parallel: dict
+) -> bool:
+    """The same state saved, and taken apart but written after another step only; whether that step changed a weight."""
+    engine = make_engine(model, precision, **parallel)
+    engine.train_step(samples, TOKEN_MEAN)
+    before = {name: weight.clone() for name, weight in engine.weights()}
+    engine.save(waited, {"step": 1})
+    staged = engine.stage(apart, {"step": 1})
+    engine.train_step(samples, TOKEN_MEAN)
+    staged.write()
+    return any(not torch.equal(before[name], weight) for name, weight in engine.weights())

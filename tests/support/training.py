@@ -12,12 +12,13 @@ import torch.distributed as dist
 
 from isoloss.engine import checkpoint, run, trainer
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
+from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.run_folder import open_folder
-from isoloss.parallel import PreemptedError, UserError
+from isoloss.parallel import Layout, PreemptedError, UserError
 from isoloss.tools.parity import thaw
+from isoloss.tools.proof import on_layout
 
 Arrays = dict[str, np.ndarray]
 
@@ -29,6 +30,31 @@ class Killed(Exception):
 def weights(engine: Engine) -> Arrays:
     """The weights of this rank's stage, whole. fp64 holds every bit of the others, and numpy has no bf16."""
     return {name: weight.double().numpy(force=True).copy() for name, weight in engine.weights()}
+
+
+def samples() -> list[Sample]:
+    rng = np.random.default_rng(2)
+    found = []
+    for length in (7, 19, 4, 33, 12, 25, 9, 16):
+        mask = torch.from_numpy(rng.random(length) < 0.7)
+        mask[0], mask[1] = False, True
+        found.append(Sample(torch.from_numpy(rng.integers(0, 2048, length)), mask))
+    return found
+
+
+def config_of(inputs, layout: str, precision: str = "fp32", **parallel) -> Config:
+    config = Config(
+        ModelConfig(path=f"{inputs}/model", from_scratch=True),
+        batch=BatchConfig(max_tokens=48),
+        optim=OptimConfig(lr=1e-3),
+        train=TrainConfig(precision=precision),
+    )
+    config = on_layout(config, Layout.parse(layout), precision)
+    return dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **parallel))
+
+
+def size(layout: str) -> int:
+    return Layout.parse(layout).world_size
 
 
 def train(

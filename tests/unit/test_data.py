@@ -50,7 +50,7 @@ def never(*_):
 
 
 def same(a: TokenDataset, b: TokenDataset) -> bool:
-    return a.stats == b.stats and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in data.ARRAYS)
+    return a.stats == b.stats and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in data.ROWS)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -80,6 +80,8 @@ def test_parquet_gives_the_same_tokens(load, write, tmp_path):
 def test_several_files_blank_lines_and_null_values(load, write):
     both = load(write("", ROWS[0], "  "), write(ROWS[1] | {"text": None, "id": 4}, name="more.json-lines"))
     assert same(both, load(write(*ROWS[:2], name="one.jsonl")))
+    places = [sample.id.rpartition("/")[2] for sample in both]
+    assert places == ["train.jsonl:2", "more.json-lines:1"]
 
 
 def test_overlong(load, write):
