@@ -111,7 +111,7 @@ def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monke
     assert said[-1] == (
         f"told to end by {told.name}: saved out/checkpoints/step_00000001; go on with checkpoint.resume=true"
     )
-    assert not Path("out/hf").exists()
+    assert Path("out/checkpoints/step_00000001").is_dir() and not Path("out/hf").exists()
     assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true"]) == 0
     assert [row["step"] for row in numbers("out")] == [1, 2]
 

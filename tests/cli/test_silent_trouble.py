@@ -197,6 +197,7 @@ def test_who_is_slow():
     assert line.startswith("rank 2 on node2 is slow: it needs 2.0 times the seconds of the others for the same work")
     assert "wait for it 40% of the time" in line
     assert slow_ranks(shares((10, 1), (20, 2), (30, 3)), 40.0) == []  # as much slower as it has more to do
+    assert slow_ranks(shares((20, 1), (10, 0.4), (10, 0.4)), 25.0) == []
     assert slow_ranks(shares((10, 1), (14, 1)), 20.0) == []
     assert slow_ranks(shares((0.1, 1), (0.4, 1)), 20.0) == []  # of no account
     assert slow_ranks(shares((10, 1), (0, 0)), 20.0) == slow_ranks(shares((10, 1)), 20.0) == []
