@@ -78,6 +78,11 @@ def test_logprob_memory(script, tmp_path):
     assert (found["micro_batches"], found["kept_bytes"]) == (2, 2048 * 8)
 
 
+def test_rollout_memory(script):
+    found = script("rollout_memory").measure("arrays", 3, 20_000)
+    assert 0 < found["held"] <= found["peak"]
+
+
 def test_context_scaling(script, tmp_path):
     module = script("context_scaling")
     (tmp_path / "config.json").write_text(
