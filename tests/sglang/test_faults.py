@@ -1,7 +1,6 @@
 """What goes wrong with servers, injected into the double: each a retry, a None, or one clear line."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,48 +13,9 @@ from isoloss.engine.rl.backends.sglang.weights import TensorSync
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError, versions
 
+from .conftest import Control
+
 PARITY = 1e-5
-
-
-class Control:
-    """The double's own endpoints."""
-
-    def __init__(self, url: str):
-        self.server = SGLangServer(url, 60.0)
-
-    def inject(self, kind: str, path: str = "/generate", count: int = 1) -> None:
-        self.server.post("/faults", {"faults": [{"kind": kind, "path": path, "count": count}]})
-
-    def heal(self) -> None:
-        self.server.post("/faults", {"faults": []})
-
-    def options(self, **options: bool | str) -> None:
-        self.server.post("/options", options)
-
-    def calls(self, path: str) -> int:
-        return self.server.get("/calls").get(path, 0)
-
-
-@pytest.fixture
-def first(double) -> Iterator[Control]:
-    control = Control(double.url)
-    yield control
-    control.heal()
-    control.server.close()
-
-
-@pytest.fixture
-def second(second_double) -> Iterator[Control]:
-    control = Control(second_double.url)
-    yield control
-    control.heal()
-    control.options(memory_saver=False, keeps_weights=False, without_sessions=False, loses="", device="cpu")
-    control.server.close()
-
-
-@pytest.fixture
-def both(first, second) -> tuple[str, str]:
-    return (first.server.url, second.server.url)
 
 
 def check(rollout, model, number=4) -> None:

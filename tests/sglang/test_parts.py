@@ -19,6 +19,7 @@ from support.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
 from isoloss.engine.rl.backends.servers.generate import Fleet
+from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.process import GUARD, ServerProcess
 from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
@@ -90,7 +91,8 @@ def test_the_budget_is_what_is_left():
 
 def test_the_least_busy_server_is_next():
     a, b, c = (SGLangServer(f"http://{name}", 1.0) for name in "abc")
-    fleet = Fleet([a, b, c], alive=lambda server: server is not b)
+    incidents = Incidents([a, b, c])
+    fleet = Fleet([a, b, c], lambda server: server is not b, lambda *_: None, incidents)
     assert [fleet.take() for _ in range(4)] == [a, b, c, a]
     fleet.give(b)
     assert fleet.take() is b and fleet.take(but=b) is c
@@ -101,6 +103,7 @@ def test_the_least_busy_server_is_next():
     assert fleet.take() is a and fleet.take(but=a) is a
     fleet.failed(a, ServerLost("slow", timed_out=True))
     assert fleet.take() is None
+    assert incidents.take()["servers_lost"] == 3
 
 
 # ------------------------------------------------------------------------------------------------------------- buckets
