@@ -4,8 +4,8 @@
 
 It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
 protocol it counts calls (GET /calls), tells which weights an update brought and which groups it is in (GET /received),
-takes faults to inject (POST /faults, a list of {"kind", "path", "count"}: `Handler.serve` and LIES have the kinds) and
-lets its options be changed (POST /options).
+takes faults to inject (POST /faults, a list of {"kind", "path", "count"}: `Handler.serve` and LIES have the kinds; GET
+/faults tells those that are left) and lets its options be changed (POST /options).
 """
 
 import argparse
@@ -479,8 +479,9 @@ class Server(ThreadingHTTPServer):
         if path == "/received":
             return {"tensors": engine.received, "groups": sorted(engine.groups)}
         if path == "/faults":
-            self.faults = body["faults"]
-            return done
+            with self.lock:
+                self.faults = body.get("faults", self.faults)
+                return {"faults": [fault for fault in self.faults if fault["count"] > 0]}
         if path == "/options":
             vars(self.options).update(body)
             return done
