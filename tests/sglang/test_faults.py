@@ -88,6 +88,17 @@ def test_a_router_gets_the_requests_and_the_servers_the_rest(backend, both, firs
     assert rollout.generate(requests(2), Sampling(8)) == [None, None]
 
 
+def test_a_server_that_comes_up_behind_a_router_ends_the_batch_soon(backend, both, first, second):
+    """The router would go on asking it, and its answers are of other weights: the loop has to send ours first."""
+    rollout = backend(servers=both, router=second.server.url)
+    rollout.update_weights(buckets(policy(1)), 1)
+    second.inject("other weights", count=1000)
+    threading.Timer(0.5, first.server.set_weight_version, (9,)).start()
+    assert rollout.generate(requests(2), Sampling(8)) == [None, None]
+    counts = rollout.take_counts()
+    assert counts["completions_lost"] == 2 and counts["requests_retried"] >= 2
+
+
 def test_a_server_with_other_weights_gets_no_requests(backend, both, first):
     rollout, model = backend(servers=both), policy(1)
     rollout.update_weights(buckets(model), 1)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from doubles.sglang_server import LIES
 
+from isoloss.engine.config import ModelConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
@@ -68,9 +69,10 @@ def campaign(
     chance, found, weights = random.Random(seed), Found(), Weights()
     controls = [SGLangServer(url, 60.0) for url in urls]
     config = RLConfig(
+        model=ModelConfig(path=str(model_folder)),
         rollout=RolloutConfig(
             backend="sglang", servers=tuple(urls), weight_sync="tensor", timeout=timeout, concurrency=len(urls)
-        )
+        ),
     )
     backend = ServerBackend(config.rollout, model_folder, VOCAB, logs, SGLangServer, weight_sync)
     rollout = Rollout(cast(Engine, weights), cast(RolloutBackend, backend), lambda *_: [], config, [], ())
