@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 from isoloss.engine.rl.backends.servers.server import Server
 
-NAMES = ("servers_lost", "servers_returned", "requests_retried", "completions_lost", "syncs_retried")
+NAMES: tuple[str, ...] = ("servers_lost", "servers_returned", "requests_retried", "completions_lost", "syncs_retried")
 
 
 class Incidents:
