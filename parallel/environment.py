@@ -30,6 +30,11 @@ def torchrun_agent() -> int | None:
     return os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
 
 
+def variable(name: str) -> str | None:
+    """The value of a variable that the user named for it; None where it is not set."""
+    return os.environ.get(name)
+
+
 def visible_gpus() -> str | None:
     """The GPUs that the environment leaves this process, as CUDA reads it; None: all of them."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")

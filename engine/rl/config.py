@@ -63,6 +63,11 @@ class RolloutConfig(Keys, group="rollout"):
         'sglang: command that starts, and restarts, each of the servers on this machine, such as "python -m '
         'sglang.launch_server --model-path {model} --host {host} --port {port}"; null: you start the servers yourself.',
     )
+    api_key_env: str | None = key(
+        None,
+        "sglang: name of the environment variable that holds the key which servers and router ask for (SGLang's "
+        "--api-key); null: they ask for none.",
+    )
     colocated: bool = key(
         False, "sglang: servers share the trainer's GPUs: each side gives its memory back while the other works."
     )
@@ -78,6 +83,11 @@ class RolloutConfig(Keys, group="rollout"):
         for name, url in [*urls, ("rollout.router", self.router)]:
             is_url = url is None or url.startswith(("http://", "https://"))
             require(is_url, name, url, "is not a URL; it must begin with http:// or https://")
+        if self.api_key_env is not None and not (self.api_key_env.isascii() and self.api_key_env.isidentifier()):
+            raise UserError(  # the value is not told: it may be the key
+                "rollout.api_key_env must be the name of an environment variable that holds the key of the servers, "
+                "such as SERVERS_KEY, and what it is set to is no name: export the key in a variable"
+            )
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ import contextlib
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.algorithms import check_functions
+from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
@@ -25,6 +26,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     Raises UserError for what the user can fix; nothing has been written by then unless training had started.
     """
     device.check_fallback(config.train.device)
+    api_key_of(config.rollout)
     check_functions(config.algorithm.advantage, config.algorithm.loss)
     source = resolve(config)
     check_folder(config, run_name, source.arch)
@@ -79,7 +81,8 @@ def _train(
         samples, batch = batch.next()
         values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
-        run.log(samples, metrics, result, {**values, **batch.stats, **rollout.take_seconds()})
+        of_rollout = {**batch.stats, **rollout.take_seconds(), **rollout.take_counts()}
+        run.log(samples, metrics, result, {**values, **of_rollout})
 
     ended = run.finish()
     run.print(summary(ended))
@@ -93,7 +96,7 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
     rollout.sync_weights(step)
     trajectories = rollout.evaluate(data.eval.prompts)
     log.evaluation(step, trajectories)
-    return rollout_stats(trajectories)
+    return {**rollout_stats(trajectories), **rollout.take_counts()}
 
 
 def save(run: Run, critic: Critic | None, batch: RolloutBatch) -> None:

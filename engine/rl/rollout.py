@@ -106,6 +106,10 @@ class Rollout:
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
+    def take_counts(self) -> dict[str, int]:
+        """See `RolloutBackend`."""
+        return self.backend.take_counts()
+
     def groups(self, first_draw: int, num_prompts: int) -> list[Group]:
         """Rewarded completions of the next prompts, rollout.num_generations of each; the same on every rank.
 

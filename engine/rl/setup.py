@@ -149,5 +149,6 @@ def open_rollout(
 def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutBackend:
     if config.rollout.backend == "sglang":
         logs = output_dir / "sglang"
-        return ServerBackend(config.rollout, config.model.path, logs, SGLangServer, weight_sync)
+        vocab_size = engine.arch.vocab_size
+        return ServerBackend(config.rollout, config.model.path, vocab_size, logs, SGLangServer, weight_sync)
     return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

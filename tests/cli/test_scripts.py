@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ WATCHED = (
 
 # By its name: scontrol tells the nodes of a job; srun runs its command in a session of its own, as on another node, and
 # ends it when it is told to end; torchrun trains until all SERVERS are there; python serves until it is killed, but for
-# the server on the GPUs that DIES names, once all are there.
+# the server on the GPUs that DIES names, once all are there, and after TIMES deaths of it no more.
 STAND_IN = f"""#!{sys.executable} -IS
 import json, os, signal, subprocess, sys, time
 name, record = os.path.basename(sys.argv[0]), os.environ["RECORD"]
@@ -61,7 +62,9 @@ elif name == "torchrun":
             file.write(json.dumps({{**call, "name": "ended", "arguments": []}}) + "\\n")
     sys.exit(int(os.environ.get("STATUS", 0)))
 elif name == "python":
-    if os.environ.get("DIES") == os.environ["CUDA_VISIBLE_DEVICES"]:
+    lives = [json.loads(line)["environment"].get("CUDA_VISIBLE_DEVICES") for line in open(record)]
+    dies = os.environ.get("DIES")
+    if dies == os.environ["CUDA_VISIBLE_DEVICES"] and lives.count(dies) <= int(os.environ.get("TIMES", 99)):
         wait_for_the_servers()
         sys.exit(3)
     time.sleep({WAIT})
@@ -97,8 +100,9 @@ class Done:
 
 @pytest.fixture
 def run(tmp_path) -> Iterator[Callable[..., Done]]:
-    """run(script, *arguments, told=signal, **environment) in the root of the checkout; what the stand-ins were called
-    with. told: the signal that the script gets once it trains."""
+    """run(script, *arguments, told=signal, once=(name, count), **environment) in the root of the checkout; what the
+    stand-ins were called with. told: the signal that the script gets once it trains, or once `name` was called so many
+    times."""
     folder, record = tmp_path / "bin", tmp_path / "record"
     folder.mkdir()
     for name in STAND_INS:
@@ -109,7 +113,13 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
     def calls() -> list[Call]:
         return [Call(**json.loads(line)) for line in record.read_text().splitlines()] if record.exists() else []
 
-    def run(script: str, *arguments: str, told: signal.Signals | None = None, **variables: str) -> Done:
+    def run(
+        script: str,
+        *arguments: str,
+        told: signal.Signals | None = None,
+        once: tuple[str, int] = ("torchrun", 1),
+        **variables: str,
+    ) -> Done:
         # Nothing of ours but PATH: a script that needs a variable must be given it, or make it.
         environment = {"PATH": f"{folder}:/usr/bin:/bin", "RECORD": str(record), **variables}
         process = subprocess.Popen(
@@ -123,7 +133,8 @@ def run(tmp_path) -> Iterator[Callable[..., Done]]:
         )
         started.append(process.pid)
         if told:
-            until(lambda: any(call.name == "torchrun" for call in calls()), "it trained")
+            name, count = once
+            until(lambda: sum(call.name == name for call in calls()) >= count, f"{name} was called {count} times")
             process.send_signal(told)
         said, _ = process.communicate(timeout=WAIT)
         return Done(process.returncode, said, calls())
@@ -243,7 +254,7 @@ def test_a_job_whose_time_ends_saves_and_is_queued_again(run):
 
 
 def test_servers_stay_while_the_trainer_saves(run):
-    done = run("serve.sh", "a model", GPUS="1", SERVERS="1", DIES="0")
+    done = run("serve.sh", "a model", GPUS="1", SERVERS="1", DIES="0", RESTARTS="0")
     assert done.of("python")[0].ignores == ["SIGUSR1"]
 
 
@@ -274,8 +285,8 @@ def line_of_a_server(tp: int, port: int, more: str) -> str:
 
 
 def test_servers_of_a_node(run):
-    """One that dies ends the others and the script. Each has its own two GPUs: none serves the seventh."""
-    options = {"TP": "2", "GPUS": "7", "PORT": "7000", "SERVERS": "3", "DIES": "2,3"}
+    """One that is given up ends the others and the script. Each has its own two GPUs: none serves the seventh."""
+    options = {"TP": "2", "GPUS": "7", "PORT": "7000", "SERVERS": "3", "DIES": "2,3", "RESTARTS": "0"}
     done = run("serve.sh", "a model", "--load-format", "dummy", **options)
     assert done.status == 3, done.said  # the dead one's
     more = " --load-format dummy"
@@ -288,9 +299,46 @@ def test_servers_of_a_node(run):
 
 
 def test_a_server_for_every_gpu(run):
-    done = run("serve.sh", "a model", SERVERS="8", DIES="7")
+    done = run("serve.sh", "a model", SERVERS="8", DIES="7", RESTARTS="0")
     assert done.status == 3, done.said
     assert served(done) == [(str(gpu), line_of_a_server(1, 30000 + gpu, "")) for gpu in range(8)]
+
+
+TWO = {"GPUS": "2", "SERVERS": "2", "DIES": "1"}
+
+
+def told_by(done: Done) -> list[str]:
+    return [line for line in done.said.splitlines() if line.startswith("serve.sh: ")]
+
+
+def test_a_server_that_dies_is_started_again_and_the_other_lives_on(run):
+    """With the same words; SIGTERM, which srun sends, then ends the script and both."""
+    done = run("serve.sh", "a model", "--x", **TWO, TIMES="1", PAUSE="1", told=signal.SIGTERM, once=("python", 3))
+    more = line_of_a_server(1, 30001, " --x")
+    assert served(done) == [("0", line_of_a_server(1, 30000, " --x")), ("1", more), ("1", more)]
+    assert told_by(done) == ["serve.sh: the server on port 30001 ended with status 3: restart 1 of 5 in 1 s"]
+    assert done.status == -signal.SIGTERM, done.said
+    assert ended(done.of("python"))
+
+
+def test_a_server_that_cannot_start_ends_them_all_in_one_line(run):
+    """Not at once, and not never: each pause is twice the one before."""
+    began = time.monotonic()
+    done = run("serve.sh", "a model", **TWO, RESTARTS="2", PAUSE="1")
+    assert time.monotonic() - began >= 1 + 2 and done.status == 3
+    assert len(done.of("python")) == 1 + 3
+    *restarts, last = told_by(done)
+    assert [line.rpartition(": ")[2] for line in restarts] == ["restart 1 of 2 in 1 s", "restart 2 of 2 in 2 s"]
+    assert last.startswith("serve.sh: the server on port 30001 ended with status 3 and was restarted 2 times")
+    assert "giving up" in last and ended(done.of("python"))
+
+
+def test_deaths_with_a_life_between_them_do_not_add_up(run):
+    """Here any life counts as long."""
+    given = {**TWO, "RESTARTS": "1", "PAUSE": "0", "SETTLED": "0"}
+    done = run("serve.sh", "a model", **given, told=signal.SIGTERM, once=("python", 6))
+    assert len(told_by(done)) >= 4 and all(line.endswith("restart 1 of 1 in 0 s") for line in told_by(done))
+    assert ended(done.of("python"))
 
 
 # ---- rl.slurm -------------------------------------------------------------------------------------------------------

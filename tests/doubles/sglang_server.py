@@ -4,22 +4,25 @@
 
 It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
 protocol it counts calls (GET /calls), tells which weights an update brought and which groups it is in (GET /received),
-takes faults to inject (POST /faults, a list of {"kind", "path", "count"}) and lets its options be changed (POST
-/options).
+takes faults to inject (POST /faults, a list of {"kind", "path", "count"}: `Handler.serve` and LIES have the kinds; GET
+/faults tells those that are left) and lets its options be changed (POST /options).
 """
 
 import argparse
 import base64
+import copy
 import glob
 import hashlib
 import io
 import json
 import os
 import pickle
+import socket
 import socketserver
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -34,6 +37,79 @@ from transformers import AutoModelForCausalLM
 
 FLUSH_EVERY = 50  # a request that is aborted in the queue returns its tokens up to a multiple of this, as SGLang's does
 HANG_SECONDS = 3600
+LATE_SECONDS = 0.3
+
+
+def of_tokens(change: Callable[[list[int]], list[Any]]) -> Callable[[dict[str, Any]], None]:
+    """A lie about the tokens, told consistently with what their log-probabilities say of them."""
+
+    def lie(reply: dict[str, Any]) -> None:
+        tokens, meta = change(reply["output_ids"]), reply["meta_info"]
+        entries = meta["output_token_logprobs"] + [[-1.0, 0, None]] * len(tokens)
+        meta["output_token_logprobs"] = [[logprob, token, None] for (logprob, *_), token in zip(entries, tokens)]
+        reply["output_ids"] = tokens
+
+    return lie
+
+
+def of_logprob(value: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda reply: reply["meta_info"]["output_token_logprobs"][0].__setitem__(0, value)
+
+
+def of_meta(**changes: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda reply: reply["meta_info"].update(changes)
+
+
+def of_version(step: int, first: int) -> Callable[[dict[str, Any]], None]:
+    """Tokens from `first` on, or from the middle on where it is -1, of weights that many versions later."""
+
+    def lie(reply: dict[str, Any]) -> None:
+        count, version = len(reply["output_ids"]), int(reply["meta_info"]["weight_version"])
+        start = count // 2 if first < 0 else first
+        spans = [{"version": str(version), "start": 0, "end": start}] if start else []
+        reply["meta_info"]["weight_versions"] = [
+            *spans, {"version": str(version + step), "start": start, "end": count},
+        ]  # fmt: skip
+
+    return lie
+
+
+# What a server that lies makes of its reply to /generate. None of it may become a sample.
+LIES: dict[str, Callable[[dict[str, Any]], None]] = {
+    "token beyond the vocabulary": of_tokens(lambda tokens: [10**6, *tokens[1:]]),
+    "token of the next vocabulary entry": of_tokens(lambda tokens: [*tokens[:-1], 131]),
+    "negative token": of_tokens(lambda tokens: [*tokens[:-1], -1]),
+    "token of 41 bits": of_tokens(lambda tokens: [2**40, *tokens[1:]]),
+    "text for a token": of_tokens(lambda tokens: [str(tokens[0]), *tokens[1:]]),
+    "fraction for a token": of_tokens(lambda tokens: [tokens[0] + 0.5, *tokens[1:]]),
+    "truth for a token": of_tokens(lambda tokens: [True, *tokens[1:]]),
+    "more tokens": of_tokens(lambda tokens: [*tokens, *tokens]),
+    "fewer tokens": of_tokens(lambda tokens: tokens[:-1]),
+    "no tokens": of_tokens(lambda tokens: []),
+    "tokens are null": lambda reply: reply.update(output_ids=None),
+    "nan": of_logprob(float("nan")),
+    "infinite": of_logprob(float("-inf")),
+    "positive": of_logprob(0.5),
+    "impossible": of_logprob(-3.4e38),
+    "null for a logprob": of_logprob(None),
+    "text for a logprob": of_logprob("-0.5"),
+    "no logprobs": lambda reply: reply["meta_info"].pop("output_token_logprobs"),
+    "fewer logprobs": lambda reply: reply["meta_info"]["output_token_logprobs"].pop(),
+    "more logprobs": lambda reply: reply["meta_info"]["output_token_logprobs"].append([-1.0, 0, None]),
+    "logprobs of other tokens": lambda reply: reply["meta_info"]["output_token_logprobs"][0].__setitem__(1, 10**6),
+    "stale": of_version(-1, 0),
+    "stale from the middle on": of_version(-1, -1),
+    "of the future": of_version(1, 0),
+    "of the future from the middle on": of_version(1, -1),
+    "no version": of_meta(weight_version=None, weight_versions=[]),
+    "other weights": of_meta(weight_version="default", weight_versions=[]),
+    "spans with a gap": lambda reply: reply["meta_info"]["weight_versions"][0].update(start=1),
+    "unknown finish": of_meta(finish_reason={"type": "done"}),
+    "no finish": of_meta(finish_reason=None),
+    "abort": of_meta(finish_reason={"type": "abort", "message": "out of memory"}),
+    "no meta": lambda reply: reply.pop("meta_info"),
+    "text for meta": lambda reply: reply.update(meta_info="none"),
+}
 
 
 class Refusal(Exception):
@@ -403,8 +479,9 @@ class Server(ThreadingHTTPServer):
         if path == "/received":
             return {"tensors": engine.received, "groups": sorted(engine.groups)}
         if path == "/faults":
-            self.faults = body["faults"]
-            return done
+            with self.lock:
+                self.faults = body.get("faults", self.faults)
+                return {"faults": [fault for fault in self.faults if fault["count"] > 0]}
         if path == "/options":
             vars(self.options).update(body)
             return done
@@ -429,22 +506,46 @@ class Handler(BaseHTTPRequestHandler):
             os._exit(1)
         if kind == "hang":
             time.sleep(HANG_SECONDS)
-        if kind == "500":
-            return self.send(500, {"error": {"message": "injected"}})
+        if kind == "late":
+            time.sleep(LATE_SECONDS)
+        if kind == "reset":
+            return self.hang_up()
+        if kind in ("400", "500"):
+            return self.send(int(kind), {"error": {"message": "injected"}})
+        if kind == "not JSON":
+            return self.send_text(200, b"<html>busy</html>")
+        if kind == "a list":
+            return self.send(200, [])
+        key, asked = self.server.options.api_key, self.headers.get("Authorization")
+        if key is not None and asked != f"Bearer {key}" and not path.startswith("/health"):
+            return self.send(401, {"error": "Unauthorized"})
         try:
             status, reply = 200, self.server.answer(path, body)
         except Refusal as refusal:
             status, reply = refusal.status, {"success": False, "message": str(refusal)}
             if path == "/generate":
                 reply = {"error": {"message": str(refusal)}}
-        self.send(status, reply, cut=kind == "truncate")
-
-    def send(self, status: int, reply: Any, cut: bool = False) -> None:
+        if kind in LIES:
+            reply = copy.deepcopy(reply)
+            LIES[kind](reply)
         text = json.dumps(reply).encode()
-        text = text[: len(text) // 2] if cut else text
+        half = text[: len(text) // 2]
+        if kind == "break off":
+            self.send_text(status, half, len(text))
+            return self.hang_up()
+        self.send_text(status, half if kind == "truncate" else text)
+
+    def hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def send(self, status: int, reply: Any) -> None:
+        self.send_text(status, json.dumps(reply).encode())
+
+    def send_text(self, status: int, text: bytes, promised: int | None = None) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Length", str(len(text) if promised is None else promised))
         self.end_headers()
         self.wfile.write(text)
 
@@ -464,8 +565,15 @@ def main() -> None:
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")
+    parser.add_argument("--api-key", help="as SGLang's: every call but /health has to bring it")
+    parser.add_argument("--returns", type=float, metavar="SECONDS", help="one that died is there again after so long")
     torch.set_num_threads(1)
-    with Server(parser.parse_args()) as server:
+    options = parser.parse_args()
+    print(f"server_args={vars(options)}", flush=True)  # as SGLang does, key included
+    while options.returns is not None and (child := os.fork()):  # what takes seconds is imported
+        os.waitpid(child, 0)
+        time.sleep(options.returns)
+    with Server(options) as server:
         server.serve_forever()
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support import reward_faults
 from support.waiting import LONG, until
 
 from isoloss.engine.chat import load_tokenizer
@@ -503,3 +504,29 @@ def test_a_function_that_changes_during_the_run(tokenizer, completion, write):
         Path(path).write_text("def one(other): return 1")
         with pytest.raises(UserError, match=r"reward.function=\[.*mine.py:one\] changed in its files during the run"):
             rewarder.score([prompt()] * 2, [completion("_exit"), completion("good", 1)])
+
+
+def test_a_fork_that_comes_back_does_not_answer_for_another(score, write):
+    """Its answer would be taken for the next call's, and every reward after it would be another completion's."""
+    path = write(
+        """
+        import os, time
+
+        def forks(completion):
+            if completion == "0":
+                os.fork()
+            return float(completion)
+        """
+    )
+    texts = ["0", "1", "0", "2", "3", "4"]
+    assert [each.reward for each in score(f"{path}:forks", texts)] == [float(text) for text in texts]
+
+
+def test_a_hundred_faults_cost_their_completions_their_rewards_and_nothing_else(tmp_path):
+    """Drawn by a seed: exceptions, time-outs, crashes, forks, what is no number (support/reward_faults.py)."""
+    found = reward_faults.campaign(5, 100, tmp_path)
+    assert found.faults.total() == 100
+    assert set(found.faults) == {*reward_faults.FAULTS, *reward_faults.HARMLESS}
+    assert found.wrong == [] and found.errors == found.expected > 50
+    assert found.left == []
+    assert found.slowest < 20  # seconds of a batch, for each that its faults may take: no call wedges

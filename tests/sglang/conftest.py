@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import families
 from support.ports import free_port
-from support.servers import MODEL
+from support.servers import MODEL, VOCAB
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.process import ServerProcess
@@ -43,6 +43,25 @@ class Service:
     command: str
     model: Path
     real: bool
+
+
+class Control:
+    """The double's own endpoints."""
+
+    def __init__(self, url: str):
+        self.server = SGLangServer(url, 60.0)
+
+    def inject(self, kind: str, path: str = "/generate", count: int = 1) -> None:
+        self.server.post("/faults", {"faults": [{"kind": kind, "path": path, "count": count}]})
+
+    def heal(self) -> None:
+        self.server.post("/faults", {"faults": []})
+
+    def options(self, **options: bool | str) -> None:
+        self.server.post("/options", options)
+
+    def calls(self, path: str) -> int:
+        return self.server.get("/calls").get(path, 0)
 
 
 @pytest.fixture(scope="session")
@@ -100,12 +119,35 @@ def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[...,
         if "servers" not in config:
             config["servers"] = (request.getfixturevalue("service").url,)
         config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
-        made.append(ServerBackend(config, model_folder, tmp_path / "logs", SGLangServer, weights.weight_sync))
+        logs = tmp_path / "logs"
+        made.append(ServerBackend(config, model_folder, VOCAB, logs, SGLangServer, weights.weight_sync))
         return made[-1]
 
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def first(double) -> Iterator[Control]:
+    control = Control(double.url)
+    yield control
+    control.heal()
+    control.server.close()
+
+
+@pytest.fixture
+def second(second_double) -> Iterator[Control]:
+    control = Control(second_double.url)
+    yield control
+    control.heal()
+    control.options(memory_saver=False, keeps_weights=False, without_sessions=False, loses="", device="cpu")
+    control.server.close()
+
+
+@pytest.fixture
+def both(first, second) -> tuple[str, str]:
+    return (first.server.url, second.server.url)
 
 
 @pytest.fixture

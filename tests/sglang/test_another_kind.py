@@ -98,7 +98,7 @@ def states() -> dict[str, State]:
 def backend(one_rank, states, tmp_path) -> Iterator[ServerBackend]:
     kind = type("Kind", (Memory,), {"states": states})
     config = RolloutConfig(backend="sglang", servers=URLS, timeout=5.0, concurrency=4)
-    made = ServerBackend(config, tmp_path, tmp_path / "logs", kind, lambda *_: Copying())
+    made = ServerBackend(config, tmp_path, 100, tmp_path / "logs", kind, lambda *_: Copying())
     yield made
     made.close()
 

@@ -1,7 +1,6 @@
 """What goes wrong with servers, injected into the double: each a retry, a None, or one clear line."""
 
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -14,48 +13,9 @@ from isoloss.engine.rl.backends.sglang.weights import TensorSync
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError, versions
 
+from .conftest import Control
+
 PARITY = 1e-5
-
-
-class Control:
-    """The double's own endpoints."""
-
-    def __init__(self, url: str):
-        self.server = SGLangServer(url, 60.0)
-
-    def inject(self, kind: str, path: str = "/generate", count: int = 1) -> None:
-        self.server.post("/faults", {"faults": [{"kind": kind, "path": path, "count": count}]})
-
-    def heal(self) -> None:
-        self.server.post("/faults", {"faults": []})
-
-    def options(self, **options: bool | str) -> None:
-        self.server.post("/options", options)
-
-    def calls(self, path: str) -> int:
-        return self.server.get("/calls").get(path, 0)
-
-
-@pytest.fixture
-def first(double) -> Iterator[Control]:
-    control = Control(double.url)
-    yield control
-    control.heal()
-    control.server.close()
-
-
-@pytest.fixture
-def second(second_double) -> Iterator[Control]:
-    control = Control(second_double.url)
-    yield control
-    control.heal()
-    control.options(memory_saver=False, keeps_weights=False, without_sessions=False, loses="", device="cpu")
-    control.server.close()
-
-
-@pytest.fixture
-def both(first, second) -> tuple[str, str]:
-    return (first.server.url, second.server.url)
 
 
 def check(rollout, model, number=4) -> None:
@@ -126,6 +86,17 @@ def test_a_router_gets_the_requests_and_the_servers_the_rest(backend, both, firs
     assert first.calls("/generate") == before
     first.server.set_weight_version(9)  # the router would send requests there, too
     assert rollout.generate(requests(2), Sampling(8)) == [None, None]
+
+
+def test_a_server_that_comes_up_behind_a_router_ends_the_batch_soon(backend, both, first, second):
+    """The router would go on asking it, and its answers are of other weights: the loop has to send ours first."""
+    rollout = backend(servers=both, router=second.server.url)
+    rollout.update_weights(buckets(policy(1)), 1)
+    second.inject("other weights", count=1000)
+    threading.Timer(0.5, first.server.set_weight_version, (9,)).start()
+    assert rollout.generate(requests(2), Sampling(8)) == [None, None]
+    counts = rollout.take_counts()
+    assert counts["completions_lost"] == 2 and counts["requests_retried"] >= 2
 
 
 def test_a_server_with_other_weights_gets_no_requests(backend, both, first):

@@ -19,6 +19,7 @@ from support.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
 from isoloss.engine.rl.backends.servers.generate import Fleet
+from isoloss.engine.rl.backends.servers.incidents import NAMES, Incidents
 from isoloss.engine.rl.backends.servers.process import GUARD, ServerProcess
 from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
@@ -90,7 +91,8 @@ def test_the_budget_is_what_is_left():
 
 def test_the_least_busy_server_is_next():
     a, b, c = (SGLangServer(f"http://{name}", 1.0) for name in "abc")
-    fleet = Fleet([a, b, c], alive=lambda server: server is not b)
+    incidents = Incidents([a, b, c])
+    fleet = Fleet([a, b, c], lambda server: server is not b, lambda *_: None, incidents)
     assert [fleet.take() for _ in range(4)] == [a, b, c, a]
     fleet.give(b)
     assert fleet.take() is b and fleet.take(but=b) is c
@@ -101,6 +103,24 @@ def test_the_least_busy_server_is_next():
     assert fleet.take() is a and fleet.take(but=a) is a
     fleet.failed(a, ServerLost("slow", timed_out=True))
     assert fleet.take() is None
+    assert incidents.take()["servers_lost"] == 3
+
+
+def test_a_loss_counts_once_until_the_server_is_back():
+    """Whoever notices it, and however often; a router is none of the servers."""
+    a, b, router = (SGLangServer(f"http://{name}", 1.0) for name in ("a", "b", "router"))
+    incidents = Incidents([a, b])
+    a.had_ours = True
+    for server in (a, a, router, a):
+        incidents.lost(server)
+    incidents.returned(b)  # it was not away
+    incidents.returned(router)
+    assert not a.had_ours  # or its weights, which are not ours, would be taken for another loss
+    assert incidents.take() == dict.fromkeys(NAMES, 0) | {"servers_lost": 1}
+    incidents.returned(a)
+    incidents.returned(a)
+    incidents.lost(a)
+    assert incidents.take() == dict.fromkeys(NAMES, 0) | {"servers_lost": 1, "servers_returned": 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- buckets

@@ -70,7 +70,7 @@ def sync(
     """What went between the ranks of the trainer in each of two updates, and of how many groups a server is then."""
     engine = make_engine(folder, "fp32", **parallel)
     config = RolloutConfig(backend="sglang", servers=urls, weight_sync=way, timeout=60.0, sync_dir=str(logs / "sync"))
-    backend = ServerBackend(config, folder, logs, SGLangServer, weight_sync)
+    backend = ServerBackend(config, folder, engine.arch.vocab_size, logs, SGLangServer, weight_sync)
     found = []
     try:
         for version in (1, 2):

@@ -72,7 +72,7 @@ def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[s
     """What a rank sees of an update, a generation, an update refused to each of the ranks that send, and a refused
     request."""
     config = RolloutConfig(backend="sglang", servers=(url,), weight_sync=way, timeout=60.0, sync_dir=sync_dir)
-    backend = ServerBackend(config, model_folder, sync_dir, SGLangServer, weight_sync)
+    backend = ServerBackend(config, model_folder, VOCAB, sync_dir, SGLangServer, weight_sync)
     model, seen = policy(5), {}
     drawn = []
 

@@ -37,6 +37,7 @@ def test_everything_can_be_set():
             "backend": "sglang", "num_generations": 4, "max_new_tokens": 16, "temperature": "7e-1",
             "eval_temperature": 0, "eval_top_p": 0.9, "concurrency": 3, "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
             "router": "http://c:3", "weight_sync": "disk", "sync_dir": "shared", "timeout": 5,
+            "api_key_env": "SERVERS_KEY",
             "server_command": "serve {model}", "colocated": True,
         },
         "algorithm": {

@@ -121,6 +121,10 @@ class InProcessBackend:
     def check_health(self) -> None:
         """A model in this process is there for as long as the process."""
 
+    def take_counts(self) -> dict[str, int]:
+        """As `RolloutBackend.take_counts`: none, for there is no server."""
+        return {}
+
     def close(self) -> None:
         """Give the model's memory back; a closed backend serves no weights."""
         self._version = None

@@ -56,6 +56,11 @@ class RolloutBackend(Protocol):
         """Raises UserError, on every rank, with the server and the fix. Collective over the world."""
         ...
 
+    def take_counts(self) -> dict[str, int]:
+        """What went wrong and was mended since it was last asked for, by the names of metrics; rank 0's count. Enters
+        no collective."""
+        ...
+
     def close(self) -> None:
         """Let go of what the backend holds. Collective over the world; twice does no harm."""
         ...

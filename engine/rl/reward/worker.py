@@ -127,7 +127,7 @@ def reason(error: BaseException) -> str:
 
 
 def main() -> None:
-    descriptor = int(sys.argv[1])
+    descriptor, own = int(sys.argv[1]), os.getpid()
     os.set_inheritable(descriptor, False)
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent may be gone
@@ -136,7 +136,10 @@ def main() -> None:
         connection.send([describe(name, functions) for name in names])
         while True:
             index, arguments, batched = connection.recv()
-            connection.send(call(functions[index], arguments, batched))
+            answer = call(functions[index], arguments, batched)
+            if os.getpid() != own:  # a fork that the function made came back from it: its answer would be one too many
+                os._exit(0)
+            connection.send(answer)
 
 
 if __name__ == "__main__":

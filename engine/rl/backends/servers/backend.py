@@ -10,6 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.backends.servers.answers import damage
+from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
 from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
 from isoloss.engine.rl.backends.servers.health import (
     POLL_SECONDS,
@@ -19,11 +21,12 @@ from isoloss.engine.rl.backends.servers.health import (
     is_alive,
     is_healthy,
     passes,
-    serves_ours,
+    serves,
     try_resume,
     try_sleep,
     wait_until,
 )
+from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.config import RolloutConfig
@@ -40,8 +43,9 @@ class ServerBackend:
 
     model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
         disk, and {model} of rollout.server_command is its Hugging Face folder.
+    vocab_size: of the policy: token ids that a server answers with are below it.
     log_folder: where the output of servers that are started here goes.
-    server: makes the client of one URL.
+    server: makes the client of one URL, from it, the seconds that an answer may take, and the servers' key.
     weight_sync: makes what brings weights to them.
 
     Collective over the world: servers are waited for, with rollout.server_command after they were started. Raises
@@ -52,26 +56,31 @@ class ServerBackend:
         self,
         config: RolloutConfig,
         model: str | Path,
+        vocab_size: int,
         log_folder: str | Path,
-        server: Callable[[str, float], Server],
+        server: Callable[[str, float, ApiKey | None], Server],
         weight_sync: Callable[[RolloutConfig, str | Path, dist.ProcessGroup], WeightSync],
     ):
         self._config = config
+        self._vocab_size = vocab_size
         self._rank0 = RankZero(partial(explain, timeout=config.timeout))
         self._sync = weight_sync(config, model, self._rank0.group)
         self.receives: Receives = self._sync.receives
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
+        self._of_batch: set[int] = set()  # versions that tokens of the present batch may have; on rank 0
         self._aborted = threading.Event()
         self._paused = False
         self._closed = False
-        self._servers = [server(url, config.timeout) for url in config.servers]
-        self._router = server(config.router, config.timeout) if config.router else None
+        key = api_key_of(config)
+        self._servers = [server(url, config.timeout, key) for url in config.servers]
+        self._router = server(config.router, config.timeout, key) if config.router else None
+        self._incidents = Incidents(self._servers)
         self._keeps_weights = False  # whether colocated servers' weights survive giving back their memory
         self._processes: dict[Server, ServerProcess] = {}
         if config.server_command is not None and self._rank0.here:
             folder, logs = hf_folder(model).absolute(), Path(log_folder)
             self._processes = {
-                each: ServerProcess(config.server_command, each.url, folder, logs) for each in self._servers
+                each: ServerProcess(config.server_command, each.url, folder, logs, key) for each in self._servers
             }
         self._rank0.run(self._open)
 
@@ -87,18 +96,32 @@ class ServerBackend:
         served = self._served_versions()
         ready = [server for server, version in served.items() if version is not None and version == self._version]
         if not ready or (self._router is not None and len(ready) < len(served)):
+            self._incidents.count("completions_lost", len(requests))
             self._insist_on_one([])
             return [None] * len(requests)
+        self._of_batch = {version for version in (self._version,) if version is not None}
         self.wake(MEMORY)
-        fleet = Fleet(ready, serves_ours) if self._router is None else Fleet([self._router], is_healthy)
+        fleet = Fleet(
+            ready if self._router is None else [self._router],
+            self._takes_part,
+            lambda answer, budget: damage(answer, budget, sampling, self._vocab_size, self._of_batch),
+            self._incidents,
+        )
         completions = generate(
             fleet, requests, sampling, self._config.concurrency, self._config.timeout, self._aborted, self._abort_all
         )
         if None in completions:
+            self._incidents.count("completions_lost", completions.count(None))
             self._insist_on_one(fleet.losses)
         else:
             self.sleep(MEMORY)
         return completions
+
+    def _takes_part(self, server: Server) -> bool:
+        """Whether the server, or all that are behind the router, still serve the weights of the batch."""
+        if server is not self._router:
+            return serves(server, self._of_batch)
+        return is_healthy(server) and all(on_all(self._servers, lambda each: serves(each, self._of_batch)))
 
     def pause(self) -> None:
         self._paused = True
@@ -137,6 +160,7 @@ class ServerBackend:
         if failure is None:
             failure = self._rank0.attempt(lambda: self._end_update(version))
         if failure is not None:
+            self._incidents.count("syncs_retried")
             self._abandon_update()
         failure = self._rank0.agree(failure)
         self._sync.release()
@@ -172,6 +196,7 @@ class ServerBackend:
         self._sync.end(self._servers)
         on_all(self._servers, lambda server: server.end_update())
         on_all(self._servers, lambda server: server.flush_cache())
+        self._of_batch.add(version)  # before a token can have it
         # Only now, so that a server never claims a version of which it has a part.
         on_all(self._servers, lambda server: server.set_weight_version(version))
         if not self._paused:
@@ -214,6 +239,10 @@ class ServerBackend:
         """See `RolloutBackend`. A server that is ours to restart is restarted; `weight_version` then shows it."""
         self._rank0.run(lambda: self._come_up(lambda server: server.check_health()))
 
+    def take_counts(self) -> dict[str, int]:
+        """See `RolloutBackend`. All 0 on ranks but 0."""
+        return self._incidents.take()
+
     def close(self) -> None:
         """See `RolloutBackend`. Waits for no other rank: after a crash there may be none that comes."""
         if self._closed:
@@ -227,6 +256,7 @@ class ServerBackend:
     def _open(self) -> None:
         on_all(self._servers, try_resume)
         self._come_up(lambda server: server.check_health())
+        self._incidents.take()  # one that was not there yet was not lost
         if not self._config.colocated:
             return
         infos = on_all(self._servers, lambda server: server.info())
@@ -253,7 +283,9 @@ class ServerBackend:
         self._revive(check)
         # Not for ours: one that dies just now would be waited for, and started by nobody.
         others = [server for server in self._servers if server not in self._processes]
-        on_all(others, lambda server: wait_until(check, server, self._config.timeout))
+        on_all(others, lambda server: wait_until(check, server, self._config.timeout, self._incidents.lost))
+        for server in self._servers:
+            self._incidents.returned(server)
 
     def _revive(self, check: Check) -> None:
         """Start those servers of ours that do not pass the check, and wait for them."""
@@ -261,6 +293,7 @@ class ServerBackend:
             server for server, process in self._processes.items() if not process.running or not passes(check, server)
         ]
         for server in dead:
+            self._incidents.lost(server)
             self._processes[server].start()
             server.asleep.clear()
         for server in dead:
@@ -278,8 +311,11 @@ class ServerBackend:
                 version, lost = server.weight_version(), False
             except ServerLost:
                 version, lost = None, True
+            if not lost:
+                self._incidents.returned(server)
             if lost or (version is None and server.had_ours):
                 server.asleep.clear()  # whatever comes up there has all of its memory
+                self._incidents.lost(server)
             server.had_ours = version is not None
             return version
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
@@ -20,10 +21,13 @@ class Fleet:
     """The servers that take part in one call of `generate`, and how busy each is.
 
     alive: asked of a server that failed a request; False takes it out of the fleet.
+    damage: what is wrong with an answer to a request for so many tokens, None for nothing.
     """
 
     servers: Sequence[Server]
     alive: Callable[[Server], bool]
+    damage: Callable[[Completion, int], str | None]
+    incidents: Incidents
     losses: list[str] = field(default_factory=list)
 
     def __post_init__(self):
@@ -50,8 +54,11 @@ class Fleet:
         alive = not loss.timed_out and self.alive(server)
         with self._lock:
             self.losses.append(str(loss))
+            known = server in self._under_way
             if not alive:
                 self._under_way.pop(server, None)
+        if known and not alive:
+            self.incidents.lost(server)
 
 
 def generate(
@@ -110,6 +117,11 @@ def _complete(
         context = [*request.prompt_tokens, *so_far.tokens]
         try:
             continuation = server.generate(request, context, sampling, budget)
+            wrong = fleet.damage(continuation, budget)
+            if wrong is None and continuation.finish == "abort" and not aborted.is_set():
+                wrong = "an abort that nobody here asked for"
+            if wrong is not None:
+                raise ServerLost(f"{server} answered with {wrong}")
         except Refused as refused:
             raise UserError(
                 f"{request.id} of {len(context)} tokens, with at most {budget} to follow, was refused by "
@@ -123,6 +135,7 @@ def _complete(
                     f"{loss}; request {request.id} was tried for rollout.timeout={timeout:g} seconds: look into the "
                     "server's log"
                 ) from None
+            fleet.incidents.count("requests_retried")
             aborted.wait(pause)
             failed, pause = server, min(2 * pause, LAST_RETRY_SECONDS)
             continue

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
@@ -12,21 +12,25 @@ POLL_SECONDS = 1.0
 Check = Callable[[Server], None]  # raises ServerLost
 
 
-def wait_until(check: Check, server: Server, timeout: float) -> None:
+def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Server], object]) -> None:
     """The server passes; it may still be loading, or be restarted by whoever runs it. UserError after `timeout`
-    seconds."""
+    seconds.
+
+    lost: told of it where it does not pass at once.
+    """
     deadline, announced = time.monotonic() + timeout, False
     while True:
         try:
             return check(server)
-        except ServerLost as lost:
+        except ServerLost as why:
             if time.monotonic() > deadline:
                 raise UserError(
-                    f"rollout.servers: {lost}, for rollout.timeout={timeout:g} seconds; start a server there, correct "
+                    f"rollout.servers: {why}, for rollout.timeout={timeout:g} seconds; start a server there, correct "
                     "the URL, or let rollout.server_command start one"
                 ) from None
             if not announced:
-                print(f"waiting for a server: {lost}", flush=True)
+                print(f"waiting for a server: {why}", flush=True)
+                lost(server)
             announced = True
         time.sleep(POLL_SECONDS)
 
@@ -76,9 +80,10 @@ def try_sleep(server: Server, tags: Sequence[str]) -> None:
         server.sleep(tags)
 
 
-def serves_ours(server: Server) -> bool:
+def serves(server: Server, versions: Collection[int]) -> bool:
+    """Whether it answers, with weights of one of these versions."""
     try:
-        return server.weight_version() is not None
+        return server.weight_version() in versions
     except ServerLost:
         return False
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.parallel import UserError, environment
 from isoloss.parallel.processes import Helper
 
@@ -18,10 +19,11 @@ GUARD = Path(__file__).with_name("guard.py")
 class ServerProcess:
     """`command` (rollout.server_command, with {model}, {host} and {port}) run for one URL.
 
-    What it prints goes to `<log_folder>/server-<port>.log`. Raises UserError where the command cannot be made out.
+    What it prints goes to `<log_folder>/server-<port>.log`, but for the key: SGLang prints its options, --api-key
+    among them. Raises UserError where the command cannot be made out.
     """
 
-    def __init__(self, command: str, url: str, model: Path, log_folder: Path):
+    def __init__(self, command: str, url: str, model: Path, log_folder: Path, key: ApiKey | None = None):
         where = urlsplit(url)
         if where.port is None:
             raise UserError(f"rollout.servers={url!r} must name a port for rollout.server_command to serve on")
@@ -35,6 +37,7 @@ class ServerProcess:
                 "and {port}, other braces are written twice"
             ) from None
         self.url = url
+        self._hides = [] if key is None else ["--hide", key.variable]
         self.log = log_folder / f"server-{where.port}.log"
         self._process: Helper | None = None
 
@@ -49,7 +52,7 @@ class ServerProcess:
         with self.log.open("ab") as log:
             log.write(f"$ {shlex.join(self._command)}\n".encode())
             log.flush()
-            command = [sys.executable, "-IS", GUARD, *self._command]
+            command = [sys.executable, "-IS", GUARD, *self._hides, *self._command]
             self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:

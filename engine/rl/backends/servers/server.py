@@ -9,7 +9,9 @@ from typing import Any, ClassVar, TypeVar
 import httpx2
 
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.parallel import UserError
 
 CONNECT_SECONDS = 10.0
 PROBE_SECONDS = 10.0  # for a question that any living server answers at once
@@ -56,21 +58,27 @@ class ServerInfo:
 
 
 class Server(ABC):
-    """Calls to one server; from any thread. Each raises ServerLost or Refused. A kind of server is a subclass.
+    """Calls to one server; from any thread. Each raises ServerLost or Refused, and UserError where the server asks for
+    another key. A kind of server is a subclass.
 
     timeout: seconds that an answer may take, in all calls that do not say otherwise.
+    key: what it asks for, if it does.
     """
 
     memory_options: ClassVar[str] = ""  # what a server is started with so that it can give its memory back
 
-    def __init__(self, url: str, timeout: float):
+    def __init__(self, url: str, timeout: float, key: ApiKey | None = None):
         self.url = url.rstrip("/")
+        self._key = key
         self._timeout = timeout
         self.asleep: set[str] = set()  # what memory it has given back: "weights", "kv_cache"
         self.had_ours = False  # whether it has served weights of this run since it came up
         # Proxies of the environment are for the internet. No limit on connections: the caller has its own.
         self._http = httpx2.Client(
-            base_url=self.url, trust_env=False, limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64)
+            base_url=self.url,
+            headers={} if key is None else {"Authorization": f"Bearer {key.value}"},
+            trust_env=False,
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
         )
 
     def __repr__(self) -> str:
@@ -159,11 +167,11 @@ class Server(ABC):
     # ---- how --------------------------------------------------------------------------------------------------------
 
     def get(self, path: str, answer: bool = True) -> Any:
-        """The parsed reply to a question that takes a living server no time."""
+        """The parsed reply, a dict, to a question that takes a living server no time."""
         return self._call("GET", path, None, PROBE_SECONDS, answer)
 
     def post(self, path: str, body: Mapping[str, Any], answer: bool = True) -> Any:
-        """The parsed reply; with answer=False, whatever it is does not matter."""
+        """The parsed reply, a dict; with answer=False, whatever it is does not matter."""
         return self._call("POST", path, body, self._timeout, answer)
 
     def _call(self, method: str, path: str, body: Any, timeout: float, answer: bool = True) -> Any:
@@ -175,15 +183,43 @@ class Server(ABC):
             what = f"no answer in {timeout:g} seconds" if timed_out else str(error) or type(error).__name__
             raise ServerLost(f"{self.url}{path}: {what}", timed_out) from None
         if reply.status_code >= 500:
-            raise ServerLost(f"{self.url}{path}: status {reply.status_code}: {_message(reply)}")
+            raise ServerLost(f"{self.url}{path}: status {reply.status_code}: {self._message(reply)}")
+        if reply.status_code in (401, 403):
+            raise UserError(self._unauthorized(path, reply))
         if reply.status_code >= 400:
-            raise Refused(f"{self.url}{path}: {_message(reply)}", reply.status_code)
+            raise Refused(f"{self.url}{path}: {self._message(reply)}", reply.status_code)
         if not answer:
             return None
         try:
-            return reply.json()
-        except ValueError:
-            raise ServerLost(f"{self.url}{path}: an answer that is not JSON: {reply.text[:80]!r}") from None
+            parsed = reply.json()
+        except (ValueError, RecursionError):
+            parsed = None
+        if not isinstance(parsed, dict):
+            told = self._hidden(reply.text[:80])
+            raise ServerLost(f"{self.url}{path}: an answer that is no JSON object: {told!r}")
+        return parsed
+
+    def _unauthorized(self, path: str, reply: httpx2.Response) -> str:
+        if self._key is None:
+            key, fix = "null", "set it to the name of an environment variable that holds the server's key"
+        else:
+            key, fix = self._key.variable, "export the key that this server was started with in that variable"
+        told = f"{self.url}{path}: status {reply.status_code}: {self._message(reply)}"
+        return f"rollout.api_key_env={key}: {told}; {fix}"
+
+    def _message(self, reply: httpx2.Response) -> str:
+        """What the server says went wrong, on one line: its JSON holds that in one of several places."""
+        try:
+            body = reply.json()
+        except (ValueError, RecursionError):
+            body = reply.text
+        if isinstance(body, dict):
+            body = body.get("error") or body
+            body = body.get("message") or body.get("detail") or body if isinstance(body, dict) else body
+        return " ".join(self._hidden(str(body)).split())[:500]
+
+    def _hidden(self, text: str) -> str:
+        return text if self._key is None else self._key.hidden_in(text)
 
 
 class WeightSync:
@@ -224,15 +260,3 @@ def on_all(servers: Sequence[AnyServer], call: Callable[[AnyServer], Result]) ->
     """call(server) for all of them at the same time; the first failure is raised after all have ended."""
     with ThreadPoolExecutor(max_workers=max(1, len(servers))) as threads:
         return [future.result() for future in [threads.submit(call, server) for server in servers]]
-
-
-def _message(reply: httpx2.Response) -> str:
-    """What the server says went wrong, on one line: its JSON holds that in one of several places."""
-    try:
-        body = reply.json()
-    except ValueError:
-        body = reply.text
-    if isinstance(body, dict):
-        body = body.get("error") or body
-        body = body.get("message") or body.get("detail") or body if isinstance(body, dict) else body
-    return " ".join(str(body).split())[:500]

@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerInfo, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 
@@ -14,8 +15,8 @@ from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 class SGLangServer(Server):
     memory_options = "--enable-memory-saver (and --enable-weights-cpu-backup, to give back that of its weights too)"
 
-    def __init__(self, url: str, timeout: float):
-        super().__init__(url, timeout)
+    def __init__(self, url: str, timeout: float, key: ApiKey | None = None):
+        super().__init__(url, timeout, key)
         self._paused = False
         self._has_sessions = True  # of weight updates; older servers have none, which the first call shows
 
@@ -27,8 +28,8 @@ class SGLangServer(Server):
         reply = self.post("/generate", body)
         try:
             return read_reply(request.id, reply)
-        except (KeyError, TypeError, IndexError) as error:
-            raise ServerLost(f"{self.url}/generate answered without {error}") from None
+        except ServerLost as lost:
+            raise ServerLost(f"{self.url}/generate: {lost}") from None
 
     def pause(self) -> None:
         """See `Server`: requests under way go back to the queue."""
@@ -57,8 +58,7 @@ class SGLangServer(Server):
 
     def weight_version(self) -> int | None:
         """See `Server`: our versions are numbers."""
-        version = str(self.get("/model_info").get("weight_version"))
-        return int(version) if version.isdecimal() else None
+        return version_of(self.get("/model_info").get("weight_version"))
 
     def info(self) -> ServerInfo:
         info = self.get("/server_info")
@@ -112,18 +112,46 @@ class SGLangServer(Server):
 
 
 def read_reply(request_id: str, reply: Mapping[str, Any]) -> Completion:
-    """The tokens of a reply of /generate. ServerLost where weights that are not ours produced some of them."""
-    tokens = tuple(int(token) for token in reply["output_ids"])
-    meta = reply["meta_info"]
-    logprobs = tuple(float(entry[0]) for entry in meta["output_token_logprobs"][: len(tokens)])
-    spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]
-    versions = [str(span["version"]) for span in spans for _ in range(span["start"], span["end"])][: len(tokens)]
+    """The tokens of a reply of /generate. ServerLost where it is not of the form that it should have, or weights that
+    are not ours produced some of its tokens."""
+    try:
+        return _completion(request_id, reply)
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise ServerLost(f"a reply that cannot be read: {type(error).__name__}: {error}") from None
+
+
+def _completion(request_id: str, reply: Mapping[str, Any]) -> Completion:
+    tokens, meta = reply["output_ids"], reply["meta_info"]
+    finish, entries = meta["finish_reason"]["type"], meta["output_token_logprobs"]
+    if any(type(token) is not int for token in tokens):  # True is one, too
+        raise ValueError("a token id is no integer")
     # A request that was aborted in the queue returns fewer tokens than it had made, or spans that end before them.
-    versions += [str(meta["weight_version"])] * (len(tokens) - len(versions))
-    strange = [version for version in versions if not version.isdecimal()]
+    if len(entries) != len(tokens) and not (finish == "abort" and len(entries) > len(tokens)):
+        raise ValueError(f"{len(entries)} log-probabilities of {len(tokens)} tokens")
+    entries = entries[: len(tokens)]
+    if [entry[1] for entry in entries] != tokens:
+        raise ValueError("log-probabilities of other tokens")
+    if any(not isinstance(entry[0], float | int) for entry in entries):
+        raise ValueError("a log-probability is no number")
+    told: list[object] = []
+    for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": len(tokens)}]:
+        if len(told) == len(tokens):
+            break
+        if span["start"] != len(told):
+            raise ValueError("spans of weight versions with gaps")
+        told += [span["version"]] * (min(span["end"], len(tokens)) - span["start"])
+    told += [meta["weight_version"]] * (len(tokens) - len(told))
+    strange = [version for version in told if version_of(version) is None]
     if strange:
         raise ServerLost(f"the server was restarted: its weights are {strange[0]!r}")
-    return Completion(request_id, tokens, logprobs, tuple(map(int, versions)), meta["finish_reason"]["type"])
+    versions = [int(str(version)) for version in told]
+    return Completion(request_id, tokens, [entry[0] for entry in entries], versions, finish)
+
+
+def version_of(told: object) -> int | None:
+    """The number of a version of ours, None for another: ours are counted, in few digits."""
+    text = str(told)
+    return int(text) if text.isdecimal() and len(text) < 10 else None
 
 
 def sampling_params(request: Request, sampling: Sampling, budget: int) -> dict[str, Any]:
