@@ -7,6 +7,7 @@ reads what all wrote.
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import re
@@ -15,10 +16,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
@@ -29,6 +30,8 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$
 THREAD = re.compile(r"^(?:Current thread|Thread) (0x[0-9a-f]+)", re.MULTILINE)
 COLLECTIVES = "distributed_c10d.py"
 UNFINISHED = 4  # of them are told
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,17 @@ def beat() -> None:
 def patient() -> contextlib.AbstractContextManager[None]:
     """What is done in here may take any time, or has a limit of its own."""
     return contextlib.nullcontext() if _running is None else _running.patient()
+
+
+def patiently(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """The function, which may take any time."""
+
+    @functools.wraps(function)
+    def calling(*args: Given.args, **options: Given.kwargs) -> Result:
+        with patient():
+            return function(*args, **options)
+
+    return calling
 
 
 def place_of(dump: str) -> Place | None:

@@ -43,22 +43,21 @@ class RankZero:
             return self._explain(error)
         return None
 
+    @watchdog.patiently
     def agree(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that has one, on every rank. Collective over the world."""
-        with watchdog.patient():
-            everyone = gather_objects(_told(failure), self.group)
-        for rank, told in enumerate(everyone):
+        for rank, told in enumerate(gather_objects(_told(failure), self.group)):
             if told is not None:
                 return failure if rank == dist.get_rank() else _heard(told, rank)
         return None
 
+    @watchdog.patiently  # servers and rewards have limits of their own
     def run(self, call: Callable[[], Result]) -> Result:
         """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
         results: list[Result] = []
-        with watchdog.patient():  # servers and rewards have limits of their own
-            failure = self.attempt(lambda: results.append(call()))
-            outcome: list[Any] = [(results, _told(failure))]
-            dist.broadcast_object_list(outcome, src=0, group=self.group)
+        failure = self.attempt(lambda: results.append(call()))
+        outcome: list[Any] = [(results, _told(failure))]
+        dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
         results, told = outcome[0]
@@ -66,10 +65,10 @@ class RankZero:
             raise _heard(told, 0)
         return results[0]
 
+    @watchdog.patiently
     def meet(self) -> None:
         """Wait until every rank is here. Collective over the world."""
-        with watchdog.patient():
-            dist.barrier(group=self.group)
+        dist.barrier(group=self.group)
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from isoloss.engine import watchdog
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.protocol import RolloutBackend
@@ -84,8 +83,7 @@ class Rollout:
             self._leave_device(weights=False)
             try:
                 weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
-                with watchdog.patient():  # of servers: rollout.timeout
-                    self.backend.update_weights(weights, version)
+                self.backend.update_weights(weights, version)
             except UserError:
                 if not left:
                     raise

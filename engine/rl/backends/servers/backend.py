@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from isoloss.engine import watchdog
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.backends.servers.answers import damage
 from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
@@ -141,6 +142,7 @@ class ServerBackend:
 
     # ---- weights ----------------------------------------------------------------------------------------------------
 
+    @watchdog.patiently  # every call of a server has rollout.timeout
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """See `RolloutBackend`. Requests under way stop for it and go on with the new weights; with rollout.colocated
         none may be, and the servers take back the memory of their weights first, and that of their caches when they
