@@ -122,9 +122,14 @@ class Engine:
         if self.asleep:
             os._exit(1)
         contexts = [job.prompt + job.output for job in self.jobs]
-        width = max(map(len, contexts))
-        logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
+        if self.options.deterministic:
+            logits = [self.model(torch.tensor([context])).logits[0] for context in contexts]
+        else:
+            width = max(map(len, contexts))
+            logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
         for job, context, row in zip(list(self.jobs), contexts, logits):
+            if self.options.deterministic:
+                self.random.manual_seed(1_000_003 * job.params["sampling_seed"] + len(context))
             token, logprob = self.choose(row[len(context) - 1].float(), job.params)
             job.output.append(token)
             job.logprobs.append(logprob)
@@ -461,6 +466,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="what it says it runs on, whatever that is")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
+    more = "as SGLang's --enable-deterministic-inference: a completion is a function of its request alone"
+    parser.add_argument("--deterministic", action="store_true", help=more)
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")

@@ -1,0 +1,265 @@
+"""What is done to a run. Each leaves it going on, or ended with everything that it had started.
+
+A new one is a function of the job and of a source of chance, and a row in ROWS.
+"""
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+
+import psutil
+from chaos.job import Job
+from support.disturbed import Strike
+from support.phases import LOAD, MOMENTS, STEP
+from support.waiting import until
+
+PREEMPTED = 75
+
+
+@dataclass(frozen=True)
+class Row:
+    """do: returns what it did where that was up to chance. times: how often in a whole campaign. kinds: of runs, by the
+    name of their moments."""
+
+    name: str
+    do: Callable[[Job, Random], str | None]
+    times: int
+    kinds: tuple[str, ...]
+
+
+# ---- kills ----------------------------------------------------------------------------------------------------------
+
+
+def everything(job: Job, _: Random) -> None:
+    """As if the machine lost its power, but for what has to end by itself: servers and processes of rewards."""
+    job.kill(job.trainers())
+
+
+def one_rank(job: Job, chance: Random) -> None:
+    """The agent starts the ranks again."""
+    if ranks := job.ranks():
+        job.kill([chance.choice(ranks)])
+
+
+def ended_or_on(job: Job, stopped: Sequence[psutil.Process] = ()) -> None:
+    if not job.alive or not job.trainers():
+        job.gone()
+        return
+    for process in stopped:
+        job.let_go(process)
+    job.goes_on()
+
+
+def killed_at(moment: str, whom: Callable[[Job, Random], None], job: Job, chance: Random) -> None:
+    """SIGKILL at exactly this moment, of the first or the second time that it comes."""
+    first = moment in {each.name for each in LOAD}
+    if first and job.alive:
+        everything(job, chance)
+        job.gone()
+    stopped = job.strike(Strike(moment, 1 if first else chance.randint(1, 2)))
+    assert stopped is not None
+    whom(job, chance)
+    ended_or_on(job, [stopped])
+
+
+def killed_any_time(whom: Callable[[Job, Random], None], job: Job, chance: Random) -> str:
+    """Also while it starts."""
+    if not job.alive:
+        job.start()
+        seconds = chance.uniform(0, 12)
+    else:
+        seconds = chance.uniform(0, 1)
+    job.leash(5)
+    time.sleep(seconds)
+    whom(job, chance)
+    ended_or_on(job)
+    return f"after {seconds:.1f} s"
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+def told_to_end(number: signal.Signals, job: Job, chance: Random) -> None:
+    """Any time in a step: torchrun, or one of its ranks. It saves, ends, and no step is lost."""
+    stopped = job.strike(Strike(chance.choice(STEP).name))
+    assert stopped is not None
+    chance.choice(job.trainers()[:1] if number == signal.SIGTERM else job.ranks()).send_signal(number)
+    time.sleep(1)  # for torchrun, which passes SIGTERM on
+    job.let_go(stopped)
+    job.leash(2)
+    status = job.wait()
+    assert status == (1 if job.kind.ranks else PREEMPTED), f"status {status}"
+    job.gone()
+    assert f"told to end by {number.name}: saved {job.saved()[-1]}" in job.said()
+    assert job.saved()[-1].name == f"step_{job.done():08d}"
+
+
+def held_up(whom: Callable[[Job], list[psutil.Process]], job: Job, chance: Random) -> str:
+    """SIGSTOP, and SIGCONT a while later."""
+    running(job)
+    victim, seconds = chance.choice(whom(job)), chance.uniform(1, 4)
+    victim.send_signal(signal.SIGSTOP)
+    job.leash(3)
+    time.sleep(seconds)
+    job.let_go(victim)
+    job.goes_on()
+    return f"{seconds:.1f} s"
+
+
+def running(job: Job) -> None:
+    """It does steps."""
+    if not job.alive:
+        job.start()
+    job.goes_on()
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+
+def refused(number: int, job: Job, chance: Random) -> str:
+    """One operation on the disk fails, in a save or in the deletion of the old ones. The next save is tried."""
+    at = chance.randint(0, 40)
+    job.strike(Strike("writing", disk=number, at=at))
+    before = job.newest_saved()
+    job.leash(4)
+    told = lambda: " could not be " in job.said() and os.strerror(number) in job.said()
+    until(told, "the disk's refusal was told", lambda: job.alive)
+    until(lambda: job.newest_saved() > before, "another step was saved", lambda: job.alive)
+    return f"operation {at}"
+
+
+def slow(job: Job, _: Random) -> None:
+    """A save takes seconds; training waits for it before the next one."""
+    job.strike(Strike("writing", disk="slow"))
+    job.goes_on()
+
+
+def damaged(harm: Callable[[Path, Random], None], job: Job, chance: Random) -> str:
+    """A file of the newest checkpoint, between two starts: the run goes on from the one before."""
+    running(job)
+    until(lambda: len(job.saved()) >= 2, "two checkpoints were there", lambda: job.alive)
+    everything(job, chance)
+    job.gone()
+    before, newest = job.saved()[-2:]
+    file = chance.choice([path for path in sorted(newest.rglob("*")) if path.is_file() and path.stat().st_size])
+    harm(file, chance)
+    job.start(int(before.name.removeprefix("step_")))
+    job.goes_on()
+    kept = newest.with_name(f"damaged_{newest.name}")
+    assert f"passed over, and kept as {kept}" in job.said() and kept.is_dir()
+    return str(file.relative_to(newest))
+
+
+def truncated(file: Path, chance: Random) -> None:
+    with file.open("r+b") as opened:
+        opened.truncate(chance.randrange(file.stat().st_size))
+
+
+def flipped(file: Path, chance: Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+def deleted(file: Path, _: Random) -> None:
+    file.unlink()
+
+
+# ---- servers and rewards --------------------------------------------------------------------------------------------
+
+
+def server(job: Job, chance: Random) -> None:
+    """One of them, without what watches it."""
+    job.kill([chance.choice(server_processes(job))])
+
+
+def all_servers(job: Job, _: Random) -> None:
+    job.kill(server_processes(job))
+
+
+def server_processes(job: Job) -> list[psutil.Process]:
+    return [process for process in job.having("sglang_server.py") if process.cmdline()[1].endswith("sglang_server.py")]
+
+
+def reward_workers(job: Job) -> list[psutil.Process]:
+    return job.having("reward/worker.py")
+
+
+def idle_reward_worker(job: Job, _: Random) -> None:
+    """Nothing is asked of it: another one takes its place, and no completion loses its reward."""
+    job.kill(reward_workers(job))
+
+
+def network(trouble: str, job: Job, chance: Random) -> str:
+    """Between the trainer and one server, or both, for some seconds."""
+    stopped = job.strike(Strike(chance.choice(("amid generation", "before an update of a server")), 1))
+    assert stopped is not None
+    seconds, urls = chance.uniform(1, 4), chance.sample(job.kind.urls, chance.randint(1, 2))
+    files = [job.kind.networks[job.kind.urls.index(url)] / trouble for url in urls]
+    for file in files:
+        file.touch()
+    job.let_go(stopped)
+    job.leash(3)
+    time.sleep(seconds)
+    for file in files:
+        file.unlink()
+    job.goes_on()
+    return f"{len(urls)} of 2 for {seconds:.1f} s"
+
+
+# ---- all of it ------------------------------------------------------------------------------------------------------
+
+
+def rows(kind: str) -> list[Row]:
+    """All that is done to a run of this kind."""
+    return [row for row in ROWS if kind in row.kinds]
+
+
+def _kills() -> list[Row]:
+    """Of all processes of the trainer at every moment; of each of the others at some."""
+    found = []
+    for kind, moments in MOMENTS.items():
+        found += [
+            Row(f"kill all: {each.name}", partial(killed_at, each.name, everything), 1, (kind,)) for each in moments
+        ]
+    others = {
+        "a rank": (one_rank, ("sft",)),
+        "a server": (server, ("servers",)),
+        "servers": (all_servers, ("servers",)),
+    }
+    for name, (whom, of) in others.items():
+        for moment in (
+            ("amid generation", "weights sent, no version") if of == ("servers",) else ("gradients, no step yet",)
+        ):
+            found.append(Row(f"kill {name}: {moment}", partial(killed_at, moment, whom), 1, of))
+    return found
+
+
+ALL, RL = tuple(MOMENTS), ("grpo", "servers")
+ROWS = [
+    *_kills(),
+    Row("kill all: any time", partial(killed_any_time, everything), 4, ALL),
+    Row("kill a rank: any time", partial(killed_any_time, one_rank), 4, ("sft",)),
+    Row("kill a server: any time", partial(killed_any_time, server), 2, ("servers",)),
+    Row("kill an idle process of rewards", partial(killed_at, "generation", idle_reward_worker), 1, RL),
+    Row("SIGTERM", partial(told_to_end, signal.SIGTERM), 1, ALL),
+    Row("SIGUSR1", partial(told_to_end, signal.SIGUSR1), 1, ALL),
+    Row("SIGSTOP, SIGCONT: a rank", partial(held_up, Job.ranks), 1, ALL),
+    Row("SIGSTOP, SIGCONT: a server", partial(held_up, server_processes), 1, ("servers",)),
+    Row("SIGSTOP, SIGCONT: a process of rewards", partial(held_up, reward_workers), 1, RL),
+    Row("a file cut short", partial(damaged, truncated), 1, ALL),
+    Row("a bit of a file flipped", partial(damaged, flipped), 1, ALL),
+    Row("a file deleted", partial(damaged, deleted), 1, ALL),
+    Row("disk full", partial(refused, errno.ENOSPC), 1, ALL),
+    Row("disk broken", partial(refused, errno.EIO), 1, ALL),
+    Row("disk read-only", partial(refused, errno.EROFS), 1, ALL),
+    Row("disk slow", slow, 1, ALL),
+    Row("network cut", partial(network, "cut"), 2, ("servers",)),
+    Row("network silent", partial(network, "silent"), 2, ("servers",)),
+]

@@ -1,0 +1,140 @@
+"""Starts real runs, disturbs them at enumerated and at random moments, and checks them after each time: make chaos.
+
+    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers] [--rounds 1] [--folder DIR]
+
+A kind of run is run once undisturbed, and once with everything that `chaos.disturbances` does to it, in an order that
+the seed decides. Both must end alike. The last lines are a table, and what failed; the status is 1 where something did.
+"""
+
+import argparse
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from chaos import checks, disturbances, kinds
+from chaos.disturbances import Row
+from chaos.job import Job, Kind
+
+KINDS: dict[str, Callable[[Path], Kind]] = {"sft": kinds.sft, "grpo": kinds.grpo, "servers": kinds.servers}
+# Steps that a disturbance takes at most, on the average: until its moment comes, and to see that the run goes on.
+STEPS_EACH = 4
+KEEP = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """ended: "equal" to the undisturbed run or what it came to, or what was wrong."""
+
+    kind: str
+    row: str
+    detail: str
+    ended: str
+    seconds: float
+    failed: bool
+
+
+def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Outcome]:
+    """One run with these disturbances, in an order of chance; its outcomes, the last of which is the end of the run."""
+    chance = Random(f"{seed} {kind.name}")
+    planned = [row for row in rows for _ in range(row.times)]
+    chance.shuffle(planned)
+    steps = STEPS_EACH * len(planned) + 4
+    whole, job = (Job(kind, folder / name, steps, KEEP) for name in ("undisturbed", "disturbed"))
+    outcomes: list[Outcome] = []
+
+    def note(name: str, act: Callable[[], str | None], ended: Callable[[], str]) -> None:
+        started, detail, problem = time.monotonic(), "", ""
+        print(f"{kind.name}  {name}", end="  ", flush=True)
+        try:
+            detail = act() or ""
+        except Exception as error:
+            problem = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+            traceback.print_exc()
+            print(job.said()[-4000:] if job.starts else "", flush=True)
+        found = Outcome(kind.name, name, detail, problem or ended(), time.monotonic() - started, bool(problem))
+        print(f"{found.detail}  {found.ended}, {job.done()} steps  {found.seconds:.0f} s", flush=True)
+        outcomes.append(found)
+
+    def undisturbed() -> None:
+        whole.start()
+        status = whole.wait_long()
+        assert status == 0, f"status {status}: {whole.said()[-2000:]}"
+        whole.gone()
+
+    def one(row: Row) -> str | None:
+        job.leash(4)
+        detail = row.do(job, chance)
+        checks.so_far(job, whole)
+        return detail
+
+    def rest() -> None:
+        if not job.alive:
+            job.start()
+        job.leash(None)
+        status = job.wait_long()
+        assert status == 0, f"status {status}"
+        job.gone()
+        checks.at_the_end(job, whole)
+
+    try:
+        note("undisturbed", undisturbed, lambda: f"{steps} steps")
+        for row in planned if not outcomes[0].failed else ():
+            note(row.name, lambda row=row: one(row), lambda: "goes on" if job.alive else f"at step {job.done()}")
+            if outcomes[-1].failed:
+                break
+        else:
+            if not outcomes[0].failed:
+                note("to its end", rest, lambda: f"equal after {job.starts} starts: weights {checks.weights(job.out)}")
+    finally:
+        job.end()
+        whole.end()
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each kind of run and disturbance."""
+    lines = [f"{'run':16}  {'what was done':44}  times  {'how it ended':44}  seconds"]
+    for kind, row in dict.fromkeys((each.kind, each.row) for each in outcomes):
+        found = [each for each in outcomes if (each.kind, each.row) == (kind, row)]
+        ended = next((each.ended for each in found if each.failed), found[-1].ended)
+        seconds = sum(each.seconds for each in found)
+        lines.append(f"{kind:16}  {row:44}  {len(found):5}  {ended[:44]:44}  {seconds:7.0f}")
+    return lines
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Disturb real runs and check what becomes of them.")
+    parser.add_argument("--seed", type=int, default=0, help="decides order, moments and victims (0)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of runs (all)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="runs of each kind, with seeds that follow each other (1)"
+    )
+    parser.add_argument("--only", default="", help="disturbances whose names hold this (all)")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept (a temporary folder)")
+    arguments = parser.parse_args(argv)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+            inputs = kinds.write_inputs(folder / f"seed-{seed}" / "inputs")
+            for name in arguments.kinds:
+                rows = [row for row in disturbances.rows(name) if arguments.only in row.name]
+                (folder / f"seed-{seed}" / name).mkdir()
+                found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name)
+                outcomes += found
+                for each in found:
+                    if each.failed:
+                        print(f"FAILED with --seed {seed} --kinds {name}: {each.row}: {each.ended}", flush=True)
+    print(*table(outcomes), sep="\n")
+    failed = sum(each.failed for each in outcomes)
+    print(f"{len(outcomes)} done, {failed} failed, {sum(each.seconds for each in outcomes):.0f} seconds")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
