@@ -1,7 +1,6 @@
 """What must hold of a run, whatever was done to it."""
 
 import hashlib
-import json
 import re
 from pathlib import Path
 
@@ -46,4 +45,3 @@ def at_the_end(job: Job, whole: Job) -> None:
     assert whole_ones == [f"step_{step:08d}" for step in range(job.steps - job.keep + 1, job.steps + 1)], names
     strange = [name for name in names if not name.startswith(("step_", "damaged_step_"))]
     assert not strange and not (job.out / ".hf.partial").exists(), strange
-    assert json.loads((job.out / "run.json").read_text())

@@ -7,7 +7,7 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,12 +25,13 @@ PREEMPTED = 75
 @dataclass(frozen=True)
 class Row:
     """do: returns what it did where that was up to chance. times: how often in a whole campaign. kinds: of runs, by the
-    name of their moments."""
+    name of their moments. which: tells it from others of its name."""
 
     name: str
     do: Callable[[Job, Random], str | None]
     times: int
     kinds: tuple[str, ...]
+    which: str = ""
 
 
 # ---- kills ----------------------------------------------------------------------------------------------------------
@@ -221,45 +222,37 @@ def rows(kind: str) -> list[Row]:
     return [row for row in ROWS if kind in row.kinds]
 
 
-def _kills() -> list[Row]:
-    """Of all processes of the trainer at every moment; of each of the others at some."""
-    found = []
+def _kills() -> Iterator[Row]:
+    """Of the trainer at every moment, and of others where they matter."""
     for kind, moments in MOMENTS.items():
-        found += [
-            Row(f"kill all: {each.name}", partial(killed_at, each.name, everything), 1, (kind,)) for each in moments
-        ]
-    others = {
-        "a rank": (one_rank, ("sft",)),
-        "a server": (server, ("servers",)),
-        "servers": (all_servers, ("servers",)),
-    }
-    for name, (whom, of) in others.items():
-        for moment in (
-            ("amid generation", "weights sent, no version") if of == ("servers",) else ("gradients, no step yet",)
-        ):
-            found.append(Row(f"kill {name}: {moment}", partial(killed_at, moment, whom), 1, of))
-    return found
+        for each in moments:
+            yield Row("kill the trainer", partial(killed_at, each.name, everything), 1, (kind,), each.name)
+    yield Row("kill a rank", partial(killed_at, GRADIENTS, one_rank), 1, ("sft",), GRADIENTS)
+    for moment in ("amid generation", "weights sent, no version"):
+        yield Row("kill a server", partial(killed_at, moment, server), 1, ("servers",), moment)
+        yield Row("kill all servers", partial(killed_at, moment, all_servers), 1, ("servers",), moment)
+    yield Row("kill rewards", partial(killed_at, "generation", idle_reward_worker), 1, RL, "idle")
 
 
 ALL, RL = tuple(MOMENTS), ("grpo", "servers")
+GRADIENTS = "gradients, no step yet"
 ROWS = [
     *_kills(),
-    Row("kill all: any time", partial(killed_any_time, everything), 4, ALL),
-    Row("kill a rank: any time", partial(killed_any_time, one_rank), 4, ("sft",)),
-    Row("kill a server: any time", partial(killed_any_time, server), 2, ("servers",)),
-    Row("kill an idle process of rewards", partial(killed_at, "generation", idle_reward_worker), 1, RL),
+    Row("kill the trainer", partial(killed_any_time, everything), 4, ALL, "any time"),
+    Row("kill a rank", partial(killed_any_time, one_rank), 4, ("sft",), "any time"),
+    Row("kill a server", partial(killed_any_time, server), 2, ("servers",), "any time"),
     Row("SIGTERM", partial(told_to_end, signal.SIGTERM), 1, ALL),
     Row("SIGUSR1", partial(told_to_end, signal.SIGUSR1), 1, ALL),
-    Row("SIGSTOP, SIGCONT: a rank", partial(held_up, Job.ranks), 1, ALL),
-    Row("SIGSTOP, SIGCONT: a server", partial(held_up, server_processes), 1, ("servers",)),
-    Row("SIGSTOP, SIGCONT: a process of rewards", partial(held_up, reward_workers), 1, RL),
-    Row("a file cut short", partial(damaged, truncated), 1, ALL),
-    Row("a bit of a file flipped", partial(damaged, flipped), 1, ALL),
-    Row("a file deleted", partial(damaged, deleted), 1, ALL),
-    Row("disk full", partial(refused, errno.ENOSPC), 1, ALL),
-    Row("disk broken", partial(refused, errno.EIO), 1, ALL),
-    Row("disk read-only", partial(refused, errno.EROFS), 1, ALL),
-    Row("disk slow", slow, 1, ALL),
-    Row("network cut", partial(network, "cut"), 2, ("servers",)),
-    Row("network silent", partial(network, "silent"), 2, ("servers",)),
+    Row("SIGSTOP, SIGCONT", partial(held_up, Job.ranks), 1, ALL, "a rank"),
+    Row("SIGSTOP, SIGCONT", partial(held_up, server_processes), 1, ("servers",), "a server"),
+    Row("SIGSTOP, SIGCONT", partial(held_up, reward_workers), 1, RL, "rewards"),
+    Row("damage the newest checkpoint", partial(damaged, truncated), 1, ALL, "a file cut short"),
+    Row("damage the newest checkpoint", partial(damaged, flipped), 1, ALL, "a bit flipped"),
+    Row("damage the newest checkpoint", partial(damaged, deleted), 1, ALL, "a file deleted"),
+    Row("disk refuses", partial(refused, errno.ENOSPC), 1, ALL, "full"),
+    Row("disk refuses", partial(refused, errno.EIO), 1, ALL, "broken"),
+    Row("disk refuses", partial(refused, errno.EROFS), 1, ALL, "read-only"),
+    Row("disk is slow", slow, 1, ALL),
+    Row("network in trouble", partial(network, "cut"), 2, ("servers",), "cut"),
+    Row("network in trouble", partial(network, "silent"), 2, ("servers",), "silent"),
 ]

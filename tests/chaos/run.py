@@ -22,17 +22,17 @@ from chaos.job import Job, Kind
 
 KINDS: dict[str, Callable[[Path], Kind]] = {"sft": kinds.sft, "grpo": kinds.grpo, "servers": kinds.servers}
 # Steps that a disturbance takes at most, on the average: until its moment comes, and to see that the run goes on.
-STEPS_EACH = 4
+STEPS_EACH = 2
 KEEP = 2
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """ended: "equal" to the undisturbed run or what it came to, or what was wrong."""
+    """ended: what the run came to, or what was wrong."""
 
     kind: str
-    row: str
-    detail: str
+    name: str
+    which: str
     ended: str
     seconds: float
     failed: bool
@@ -47,17 +47,17 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Ou
     whole, job = (Job(kind, folder / name, steps, KEEP) for name in ("undisturbed", "disturbed"))
     outcomes: list[Outcome] = []
 
-    def note(name: str, act: Callable[[], str | None], ended: Callable[[], str]) -> None:
+    def note(name: str, which: str, act: Callable[[], str | None], ended: Callable[[], str]) -> None:
         started, detail, problem = time.monotonic(), "", ""
-        print(f"{kind.name}  {name}", end="  ", flush=True)
+        print(f"{kind.name}: {name}", which, end=" ", sep=", " if which else "", flush=True)
         try:
             detail = act() or ""
         except Exception as error:
             problem = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
             traceback.print_exc()
             print(job.said()[-4000:] if job.starts else "", flush=True)
-        found = Outcome(kind.name, name, detail, problem or ended(), time.monotonic() - started, bool(problem))
-        print(f"{found.detail}  {found.ended}, {job.done()} steps  {found.seconds:.0f} s", flush=True)
+        found = Outcome(kind.name, name, which, problem or ended(), time.monotonic() - started, bool(problem))
+        print(f"{detail}: {found.ended} ({found.seconds:.0f} s)", flush=True)
         outcomes.append(found)
 
     def undisturbed() -> None:
@@ -82,14 +82,13 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Ou
         checks.at_the_end(job, whole)
 
     try:
-        note("undisturbed", undisturbed, lambda: f"{steps} steps")
-        for row in planned if not outcomes[0].failed else ():
-            note(row.name, lambda row=row: one(row), lambda: "goes on" if job.alive else f"at step {job.done()}")
-            if outcomes[-1].failed:
-                break
-        else:
-            if not outcomes[0].failed:
-                note("to its end", rest, lambda: f"equal after {job.starts} starts: weights {checks.weights(job.out)}")
+        note("undisturbed", "", undisturbed, lambda: f"done: weights {checks.weights(whole.out)}")
+        for row in planned:
+            if not outcomes[-1].failed:
+                came_to = lambda: f"{'goes on' if job.alive else 'ended'} after step {job.done()}"
+                note(row.name, row.which, lambda row=row: one(row), came_to)
+        if not outcomes[-1].failed:
+            note("to its end", "", rest, lambda: f"equal, {job.starts} starts: weights {checks.weights(job.out)}")
     finally:
         job.end()
         whole.end()
@@ -97,14 +96,20 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Ou
 
 
 def table(outcomes: Sequence[Outcome]) -> list[str]:
-    """A line for each kind of run and disturbance."""
-    lines = [f"{'run':16}  {'what was done':44}  times  {'how it ended':44}  seconds"]
-    for kind, row in dict.fromkeys((each.kind, each.row) for each in outcomes):
-        found = [each for each in outcomes if (each.kind, each.row) == (kind, row)]
-        ended = next((each.ended for each in found if each.failed), found[-1].ended)
-        seconds = sum(each.seconds for each in found)
-        lines.append(f"{kind:16}  {row:44}  {len(found):5}  {ended[:44]:44}  {seconds:7.0f}")
+    """A line for each kind of run and what was done to it."""
+    lines = [f"{'run':18}  {'what was done':28}  times  seconds  how it ended"]
+    for kind, name in dict.fromkeys((each.kind, each.name) for each in outcomes):
+        found = [each for each in outcomes if (each.kind, each.name) == (kind, name)]
+        failed = [each for each in found if each.failed]
+        on = sum(each.ended.startswith("goes on") for each in found)
+        usual = found[0].ended if len({each.ended for each in found}) == 1 else f"{on} went on, {len(found) - on} ended"
+        ended = f"FAILED: {failed[0].ended}" if failed else usual
+        lines.append(f"{kind:18}  {name:28}  {len(found):5}  {sum(each.seconds for each in found):7.0f}  {ended}")
     return lines
+
+
+def chosen(row: Row, words: Sequence[str]) -> bool:
+    return any(word in f"{row.name} {row.which}" for word in words)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, help="runs of each kind, with seeds that follow each other (1)"
     )
-    parser.add_argument("--only", default="", help="disturbances whose names hold this (all)")
+    parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a row must hold (all rows)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (a temporary folder)")
     arguments = parser.parse_args(argv)
     outcomes: list[Outcome] = []
@@ -123,13 +128,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         for seed in range(arguments.seed, arguments.seed + arguments.rounds):
             inputs = kinds.write_inputs(folder / f"seed-{seed}" / "inputs")
             for name in arguments.kinds:
-                rows = [row for row in disturbances.rows(name) if arguments.only in row.name]
+                rows = [row for row in disturbances.rows(name) if chosen(row, arguments.only)]
                 (folder / f"seed-{seed}" / name).mkdir()
                 found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name)
                 outcomes += found
                 for each in found:
                     if each.failed:
-                        print(f"FAILED with --seed {seed} --kinds {name}: {each.row}: {each.ended}", flush=True)
+                        what = f"{each.name} {each.which}".strip()
+                        print(f"FAILED: {what}: {each.ended}; again: --seed {seed} --kinds {name}", flush=True)
     print(*table(outcomes), sep="\n")
     failed = sum(each.failed for each in outcomes)
     print(f"{len(outcomes)} done, {failed} failed, {sum(each.seconds for each in outcomes):.0f} seconds")

@@ -418,6 +418,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or an answer waits for the acknowledgement of its own headers: 40 ms
     server: Server
 
     def do_GET(self) -> None:
