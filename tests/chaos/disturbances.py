@@ -17,6 +17,7 @@ import psutil
 from chaos.job import Job
 from support.disturbed import Strike
 from support.phases import LOAD, MOMENTS, STEP
+from support.small_disk import filled
 from support.waiting import until
 
 PREEMPTED = 75
@@ -88,7 +89,8 @@ def killed_any_time(whom: Callable[[Job, Random], None], job: Job, chance: Rando
 
 def told_to_end(number: signal.Signals, job: Job, chance: Random) -> None:
     """Any time in a step: torchrun, or one of its ranks. It saves, ends, and no step is lost."""
-    stopped = job.strike(Strike(chance.choice(STEP).name))
+    moments = [each.name for each in MOMENTS[job.kind.moments] if each in STEP]
+    stopped = job.strike(Strike(chance.choice(moments)))
     assert stopped is not None
     chance.choice(job.trainers()[:1] if number == signal.SIGTERM else job.ranks()).send_signal(number)
     time.sleep(1)  # for torchrun, which passes SIGTERM on
@@ -133,6 +135,24 @@ def refused(number: int, job: Job, chance: Random) -> str:
     until(told, "the disk's refusal was told", lambda: job.alive)
     until(lambda: job.newest_saved() > before, "another step was saved", lambda: job.alive)
     return f"operation {at}"
+
+
+def full(job: Job, _: Random) -> str:
+    """No room for two saves in a row: the run ends, or under torchrun is started again and again, until there is."""
+    checkpoints = job.out / "checkpoints"
+    if not checkpoints.is_mount():
+        return "not done: nothing can be mounted here"
+    running(job)
+    with filled(checkpoints):
+        job.leash(8)
+        ends = lambda: "isoloss: error: checkpoint" in job.said() and (job.kind.ranks or not job.alive)
+        until(ends, "two saves had failed", lambda: job.alive)
+        assert "could not be written (No space left on device" in job.said()
+    if not job.kind.ranks:
+        assert job.wait() == 2
+        job.gone()
+    running(job)
+    return ""
 
 
 def slow(job: Job, _: Random) -> None:
@@ -252,6 +272,7 @@ ROWS = [
     Row("disk refuses", partial(refused, errno.ENOSPC), 1, ALL, "full"),
     Row("disk refuses", partial(refused, errno.EIO), 1, ALL, "broken"),
     Row("disk refuses", partial(refused, errno.EROFS), 1, ALL, "read-only"),
+    Row("disk full for a while", full, 1, ALL),
     Row("disk is slow", slow, 1, ALL),
     Row("network in trouble", partial(network, "cut"), 2, ("servers",), "cut"),
     Row("network in trouble", partial(network, "silent"), 2, ("servers",), "silent"),

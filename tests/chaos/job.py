@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from support.disturbed import Strike
+from support.phases import MOMENTS, WRITING
 from support.runs import TIMES
 from support.waiting import LONG, until
 
@@ -170,6 +171,7 @@ class Job:
 
     def strike(self, strike: Strike) -> psutil.Process | None:
         """Once it has struck: the process that stopped itself, or None where its disk was struck."""
+        assert strike.moment in {each.name for each in (*MOMENTS[self.kind.moments], WRITING)}, strike.moment
         struck = self.folder / "struck"
         struck.unlink(missing_ok=True)
         strike.leave_in(self.folder)

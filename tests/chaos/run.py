@@ -1,12 +1,14 @@
 """Starts real runs, disturbs them at enumerated and at random moments, and checks them after each time: make chaos.
 
-    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers] [--rounds 1] [--folder DIR]
+    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers] [--rounds 1] [--minutes 20]
 
 A kind of run is run once undisturbed, and once with everything that `chaos.disturbances` does to it, in an order that
 the seed decides. Both must end alike. The last lines are a table, and what failed; the status is 1 where something did.
 """
 
 import argparse
+import contextlib
+import signal
 import sys
 import tempfile
 import time
@@ -19,11 +21,13 @@ from random import Random
 from chaos import checks, disturbances, kinds
 from chaos.disturbances import Row
 from chaos.job import Job, Kind
+from support.small_disk import small_disk
 
 KINDS: dict[str, Callable[[Path], Kind]] = {"sft": kinds.sft, "grpo": kinds.grpo, "servers": kinds.servers}
 # Steps that a disturbance takes at most, on the average: until its moment comes, and to see that the run goes on.
 STEPS_EACH = 2
 KEEP = 2
+SECONDS_TO_END = 60.0  # of a run, once nothing more is done to it
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,10 @@ class Outcome:
     failed: bool
 
 
-def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Outcome]:
-    """One run with these disturbances, in an order of chance; its outcomes, the last of which is the end of the run."""
+def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: float) -> list[Outcome]:
+    """One run with these disturbances, in an order of chance, of which the last are left out when time is up. Its
+    outcomes; the last is the end of the run."""
+    deadline = time.monotonic() + seconds
     chance = Random(f"{seed} {kind.name}")
     planned = [row for row in rows for _ in range(row.times)]
     chance.shuffle(planned)
@@ -81,17 +87,22 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path) -> list[Ou
         job.gone()
         checks.at_the_end(job, whole)
 
-    try:
+    with contextlib.ExitStack() as stack:
+        if any(row.do is disturbances.full for row in planned):
+            stack.enter_context(small_disk(job.out / "checkpoints"))
+        stack.callback(whole.end)
+        stack.callback(job.end)
         note("undisturbed", "", undisturbed, lambda: f"done: weights {checks.weights(whole.out)}")
-        for row in planned:
+        for done, row in enumerate(planned):
+            if time.monotonic() > deadline - SECONDS_TO_END:
+                left = len(planned) - done
+                outcomes.append(Outcome(kind.name, "left out", "", f"{left} rows, for time", 0.0, False))
+                break
             if not outcomes[-1].failed:
                 came_to = lambda: f"{'goes on' if job.alive else 'ended'} after step {job.done()}"
                 note(row.name, row.which, lambda row=row: one(row), came_to)
         if not outcomes[-1].failed:
             note("to its end", "", rest, lambda: f"equal, {job.starts} starts: weights {checks.weights(job.out)}")
-    finally:
-        job.end()
-        whole.end()
     return outcomes
 
 
@@ -119,6 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--rounds", type=int, default=1, help="runs of each kind, with seeds that follow each other (1)"
     )
+    parser.add_argument("--minutes", type=float, default=20, help="of a round, a share for each kind of run (20)")
     parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a row must hold (all rows)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (a temporary folder)")
     arguments = parser.parse_args(argv)
@@ -127,10 +139,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = (arguments.folder or Path(temporary)).resolve()
         for seed in range(arguments.seed, arguments.seed + arguments.rounds):
             inputs = kinds.write_inputs(folder / f"seed-{seed}" / "inputs")
-            for name in arguments.kinds:
+            ends = time.monotonic() + 60 * arguments.minutes
+            for index, name in enumerate(arguments.kinds):
                 rows = [row for row in disturbances.rows(name) if chosen(row, arguments.only)]
                 (folder / f"seed-{seed}" / name).mkdir()
-                found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name)
+                seconds = (ends - time.monotonic()) / (len(arguments.kinds) - index)
+                found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name, seconds)
                 outcomes += found
                 for each in found:
                     if each.failed:
@@ -143,4 +157,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
     sys.exit(main())

@@ -65,7 +65,12 @@ _SERVERS = (
     Moment("weights sent, no version", f"{_SERVER}:SGLangServer.set_weight_version"),
 )
 GRPO = (*_EXPERIENCE, *_IN_PROCESS, *STEP, *SAVE, *LOAD)
-GRPO_SERVERS = (*_EXPERIENCE, *_SERVERS, *STEP, *SAVE, *LOAD)
+# What servers make different, and some of the rest.
+_ALSO = {
+    "weights synced", "generation", "generated", "amid rewards", "advantages, no step", "gradients, no step yet",
+    "told, not saved", "in a save, its tensors written", "saved, the old ones there", "loaded",
+}  # fmt: skip
+GRPO_SERVERS = (*_SERVERS, *(each for each in GRPO if each.name in _ALSO))
 WRITING = Moment("writing", f"{_SAVER}:Saver._write")
 MOMENTS = {"sft": SFT, "grpo": GRPO, "servers": GRPO_SERVERS}
 
