@@ -134,13 +134,14 @@ class Run:
             if self._due(self._config.train.eval_every):
                 self._evaluate(evaluate)
             due = self._due(self._config.checkpoint.every)
-            told = self._preemption.told() if self.done < self.total_steps else None
             every = self._config.train.check_replicas_every
-            if every and (due or told or self.done % every == 0):
-                self._engine.check_replicas(self._group, f"after step {self.done}")
-            if due or told:
+            if due:
                 (save or self.save)()
-            if told:
+            elif every and self.done % every == 0:
+                self._check_replicas()
+            if self.done < self.total_steps and (told := self._preemption.told()):
+                if not due:
+                    (save or self.save)()
                 self._leave(told)
 
     def lr(self) -> float:
@@ -174,11 +175,13 @@ class Run:
 
         state: what the run needs besides the engine's to go on, in plain containers and tensors.
         beside: stages another checkpoint, of (output_dir, step), which is on the disk before this one.
-        Raises NotWrittenError where two in a row could not be written.
+        Raises NotWrittenError where two in a row could not be written, and DivergedError for weights that must not be.
         """
         folder = step_folder(self.output_dir, self.done)
         if folder.exists():  # a resumed run that went back past it; what is complete is never replaced
             return
+        if self._config.train.check_replicas_every:
+            self._check_replicas()
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
         extra = {"step": self.done, "guard": self._guard.state(), **fingerprint, **of_data, **state}
@@ -233,6 +236,9 @@ class Run:
             kept = checkpoint.set_aside(each)
             print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
         return state
+
+    def _check_replicas(self) -> None:
+        self._engine.check_replicas(self._group, f"after step {self.done}")
 
     def _leave(self, told: signal.Signals) -> NoReturn:
         self._saver.wait(last=True)

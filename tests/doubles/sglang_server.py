@@ -198,9 +198,14 @@ class Engine:
         if self.asleep:
             os._exit(1)
         contexts = [job.prompt + job.output for job in self.jobs]
-        width = max(map(len, contexts))
-        logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
+        if self.options.deterministic:
+            logits = [self.model(torch.tensor([context])).logits[0] for context in contexts]
+        else:
+            width = max(map(len, contexts))
+            logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
         for job, context, row in zip(list(self.jobs), contexts, logits):
+            if self.options.deterministic:
+                self.random.manual_seed(1_000_003 * job.params["sampling_seed"] + len(context))
             token, logprob = self.choose(row[len(context) - 1].float(), job.params)
             job.output.append(token)
             job.logprobs.append(logprob)
@@ -490,6 +495,7 @@ class Server(ThreadingHTTPServer):
 
 class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # or an answer waits for the acknowledgement of its own headers: 40 ms
     server: Server
 
     def do_GET(self) -> None:
@@ -562,6 +568,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help="what it says it runs on, whatever that is")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")
+    more = "as SGLang's --enable-deterministic-inference: a completion is a function of its request alone"
+    parser.add_argument("--deterministic", action="store_true", help=more)
     parser.add_argument("--loses", default="", help="a weight that updates do not reach")
     parser.add_argument("--keeps-own", action="store_true", help="updates, of another model, are only told of")
     parser.add_argument("--without-sessions", action="store_true", help="as older servers, without begin and end")

@@ -7,12 +7,14 @@ import io
 import multiprocessing
 import os
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "sendfile")
 DISK_FULL, DISK_BROKEN = errno.ENOSPC, errno.EIO
+SLOW = 0.03
 
 
 class Dead(BaseException):
@@ -25,7 +27,8 @@ class Operations:
 
     at: the one that the fault strikes, from 0.
     fault: "kill" (the whole process group; a write is left half done), "dead" (as much on the disk as after a kill, in
-        a process that lives: from there on every operation raises Dead), or the number of an OSError.
+        a process that lives: from there on every operation raises Dead), "slow" (from there on every operation takes
+        SLOW seconds longer), or the number of an OSError.
     """
 
     def __init__(self, at: int | None, fault: str | int):
@@ -71,6 +74,8 @@ class Operations:
                     real(*args[:-1], bytes(args[-1])[: len(args[-1]) // 2])
             if self.fault == "kill":
                 os.killpg(0, signal.SIGKILL)
+        if self.fault == "slow" and self.at is not None and now >= self.at:
+            time.sleep(SLOW)
         if self.fault == "dead" and self.at is not None and now >= self.at:
             raise Dead
         return real(*args, **options)

@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
@@ -20,6 +22,7 @@ from isoloss.engine.run import BadStepGuard, Run
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.proof import on_layout
+from support.phases import GRPO, watch
 from support.runs import write_model, write_rows
 from support.training import Arrays, Killed, weights
 
@@ -120,6 +123,33 @@ def train(
         loop.train_rl(config, "test")
         assert not (killed_after or killed_in_save)
     return kept
+
+
+def train_and_count(config: RLConfig) -> tuple[Arrays, list[int]]:
+    """`train`, and the optimizer steps that it did."""
+    steps: list[int] = []
+    log = Run.log
+
+    def count(run, *rest):
+        steps.append(run.done + 1)
+        log(run, *rest)
+
+    with mock.patch.object(Run, "log", count):
+        return train(config), steps
+
+
+def train_until(config: RLConfig, moment: str, passing: int) -> None:
+    """The loop, until this process is killed at a moment of `support.phases`, the given time that it comes."""
+    left = passing
+
+    def reached(name: str) -> None:
+        nonlocal left
+        left -= name == moment
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    watch(GRPO, reached)
+    loop.train_rl(config, "test")
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,9 @@ ORDINARY = {
 }
 
 QUICK = {
+    "chaos/test_campaign.py": {
+        "test_a_run_is_killed_and_damaged": "",
+    },
     "checkpoints/test_checkpoint.py": {
         "test_a_checkpoint_goes_on_in_another_layout": "",
         "test_a_checkpoint_is_a_model_to_start_from": "",
@@ -320,6 +323,10 @@ QUICK = {
         "test_a_step_of_fewer_completions_than_ranks": "",
         "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling* 1-",
         "test_weights_that_are_not_sent_are_seen": "1",
+    },
+    "rl/test_rl_phases.py": {
+        "test_killed_at_a_moment_of_a_step": "generated advantages* batch* gradients* told* amid?a?weight?sync "
+        "in?a?save,?all*",
     },
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",

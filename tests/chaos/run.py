@@ -1,0 +1,161 @@
+"""Starts real runs, disturbs them at enumerated and at random moments, and checks them after each time: make chaos.
+
+    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers] [--rounds 1] [--minutes 20]
+
+A kind of run is run once undisturbed, and once with everything that `chaos.disturbances` does to it, in an order that
+the seed decides. Both must end alike. The last lines are a table, and what failed; the status is 1 where something did.
+"""
+
+import argparse
+import contextlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from chaos import checks, disturbances, kinds
+from chaos.disturbances import Row
+from chaos.job import Job, Kind
+from support.small_disk import small_disk
+
+KINDS: dict[str, Callable[[Path], Kind]] = {"sft": kinds.sft, "grpo": kinds.grpo, "servers": kinds.servers}
+# Steps that a disturbance takes at most, on the average: until its moment comes, and to see that the run goes on.
+STEPS_EACH = 2
+KEEP = 2
+SECONDS_TO_END = 60.0  # of a run, once nothing more is done to it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """ended: what the run came to, or what was wrong."""
+
+    kind: str
+    name: str
+    which: str
+    ended: str
+    seconds: float
+    failed: bool
+
+
+def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: float) -> list[Outcome]:
+    """One run with these disturbances, in an order of chance, of which the last are left out when time is up. Its
+    outcomes; the last is the end of the run."""
+    deadline = time.monotonic() + seconds
+    chance = Random(f"{seed} {kind.name}")
+    planned = [row for row in rows for _ in range(row.times)]
+    chance.shuffle(planned)
+    steps = STEPS_EACH * len(planned) + 4
+    whole, job = (Job(kind, folder / name, steps, KEEP) for name in ("undisturbed", "disturbed"))
+    outcomes: list[Outcome] = []
+
+    def note(name: str, which: str, act: Callable[[], str | None], ended: Callable[[], str]) -> None:
+        started, detail, problem = time.monotonic(), "", ""
+        print(f"{kind.name}: {name}", which, end=" ", sep=", " if which else "", flush=True)
+        try:
+            detail = act() or ""
+        except Exception as error:
+            problem = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
+            traceback.print_exc()
+            print(job.said()[-4000:] if job.starts else "", flush=True)
+        found = Outcome(kind.name, name, which, problem or ended(), time.monotonic() - started, bool(problem))
+        print(f"{detail}: {found.ended} ({found.seconds:.0f} s)", flush=True)
+        outcomes.append(found)
+
+    def undisturbed() -> None:
+        whole.start()
+        status = whole.wait_long()
+        assert status == 0, f"status {status}: {whole.said()[-2000:]}"
+        whole.gone()
+
+    def one(row: Row) -> str | None:
+        job.leash(4)
+        detail = row.do(job, chance)
+        checks.so_far(job, whole)
+        return detail
+
+    def rest() -> None:
+        if not job.alive:
+            job.start()
+        job.leash(None)
+        status = job.wait_long()
+        assert status == 0, f"status {status}"
+        job.gone()
+        checks.at_the_end(job, whole)
+
+    with contextlib.ExitStack() as stack:
+        if any(row.do is disturbances.full for row in planned):
+            stack.enter_context(small_disk(job.out / "checkpoints"))
+        stack.callback(whole.end)
+        stack.callback(job.end)
+        note("undisturbed", "", undisturbed, lambda: f"done: weights {checks.weights(whole.out)}")
+        for done, row in enumerate(planned):
+            if time.monotonic() > deadline - SECONDS_TO_END:
+                left = len(planned) - done
+                outcomes.append(Outcome(kind.name, "left out", "", f"{left} rows, for time", 0.0, False))
+                break
+            if not outcomes[-1].failed:
+                came_to = lambda: f"{'goes on' if job.alive else 'ended'} after step {job.done()}"
+                note(row.name, row.which, lambda row=row: one(row), came_to)
+        if not outcomes[-1].failed:
+            note("to its end", "", rest, lambda: f"equal, {job.starts} starts: weights {checks.weights(job.out)}")
+    return outcomes
+
+
+def table(outcomes: Sequence[Outcome]) -> list[str]:
+    """A line for each kind of run and what was done to it."""
+    lines = [f"{'run':18}  {'what was done':28}  times  seconds  how it ended"]
+    for kind, name in dict.fromkeys((each.kind, each.name) for each in outcomes):
+        found = [each for each in outcomes if (each.kind, each.name) == (kind, name)]
+        failed = [each for each in found if each.failed]
+        on = sum(each.ended.startswith("goes on") for each in found)
+        usual = found[0].ended if len({each.ended for each in found}) == 1 else f"{on} went on, {len(found) - on} ended"
+        ended = f"FAILED: {failed[0].ended}" if failed else usual
+        lines.append(f"{kind:18}  {name:28}  {len(found):5}  {sum(each.seconds for each in found):7.0f}  {ended}")
+    return lines
+
+
+def chosen(row: Row, words: Sequence[str]) -> bool:
+    return any(word in f"{row.name} {row.which}" for word in words)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Disturb real runs and check what becomes of them.")
+    parser.add_argument("--seed", type=int, default=0, help="decides order, moments and victims (0)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS], help="of runs (all)")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="runs of each kind, with seeds that follow each other (1)"
+    )
+    parser.add_argument("--minutes", type=float, default=20, help="of a round, a share for each kind of run (20)")
+    parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a row must hold (all rows)")
+    parser.add_argument("--folder", type=Path, help="where the runs are kept (a temporary folder)")
+    arguments = parser.parse_args(argv)
+    outcomes: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
+        folder = (arguments.folder or Path(temporary)).resolve()
+        for seed in range(arguments.seed, arguments.seed + arguments.rounds):
+            inputs = kinds.write_inputs(folder / f"seed-{seed}" / "inputs")
+            ends = time.monotonic() + 60 * arguments.minutes
+            for index, name in enumerate(arguments.kinds):
+                rows = [row for row in disturbances.rows(name) if chosen(row, arguments.only)]
+                (folder / f"seed-{seed}" / name).mkdir()
+                seconds = (ends - time.monotonic()) / (len(arguments.kinds) - index)
+                found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name, seconds)
+                outcomes += found
+                for each in found:
+                    if each.failed:
+                        what = f"{each.name} {each.which}".strip()
+                        print(f"FAILED: {what}: {each.ended}; again: --seed {seed} --kinds {name}", flush=True)
+    print(*table(outcomes), sep="\n")
+    failed = sum(each.failed for each in outcomes)
+    print(f"{len(outcomes)} done, {failed} failed, {sum(each.seconds for each in outcomes):.0f} seconds")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and end what was started
+    sys.exit(main())

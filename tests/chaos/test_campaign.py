@@ -1,0 +1,101 @@
+"""`make chaos` runs: a few rows of it, and what its checks refuse."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from chaos import checks, run
+from chaos.job import Job
+from chaos.kinds import grpo
+from support.runs import write_rows
+
+STEPS, KEEP = 3, 2
+
+
+def test_a_run_is_killed_and_damaged(tmp_path, capsys):
+    """In a save, and between two starts; the table has a line for each."""
+    rows = ["in a save, all but the name", "a bit flipped"]
+    assert run.main(["--kinds", "grpo", "--folder", str(tmp_path), "--seed", "1", "--only", *rows]) == 0
+    *_, last = said = capsys.readouterr().out.splitlines()
+    assert last.startswith("4 done, 0 failed") and "FAILED" not in " ".join(said)
+    names = ("undisturbed", "kill the trainer", "damage the newest checkpoint", "to its end")
+    told = [line for line in said if line.startswith("GRPO in process  ")]
+    assert len(told) == 4 and all(any(f"  {name}  " in line for line in told) for name in names)
+
+
+def test_what_fails_is_told_with_its_seed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(Job, "wait_long", lambda job: 1)
+    monkeypatch.setattr(Job, "start", lambda job: (job.folder / "said-000").touch() or setattr(job, "starts", 1))
+    assert run.main(["--kinds", "grpo", "--folder", str(tmp_path), "--seed", "7"]) == 1
+    said = capsys.readouterr().out
+    assert "FAILED: undisturbed: AssertionError: status 1:; again: --seed 7 --kinds grpo" in said
+    assert "1 done, 1 failed" in said
+
+
+# ---- the checks -----------------------------------------------------------------------------------------------------
+
+
+def metrics(out: Path, *steps: int) -> None:
+    write_rows(out / "metrics.jsonl", [{"step": step, "loss": 1 / step, "seconds": id(out)} for step in steps])
+
+
+@pytest.fixture
+def jobs(tmp_path) -> tuple[Job, Job]:
+    """A run that was disturbed and one that was not, as they should be at their ends."""
+    made = []
+    for name in ("disturbed", "undisturbed"):
+        job = Job(grpo(tmp_path), tmp_path / name, STEPS, KEEP)
+        for step in (2, 3):
+            (job.out / f"checkpoints/step_{step:08d}").mkdir(parents=True)
+        (job.out / "hf").mkdir()
+        (job.out / "hf/model.safetensors").write_bytes(b"weights")
+        metrics(job.out, 1, 2, 3)
+        write_rows(job.out / "rollouts.jsonl", [{"step": 1, "id": "a"}, {"step": 3, "id": "b"}])
+        for file in ("eval.jsonl", "eval_rollouts.jsonl"):
+            write_rows(job.out / file, [{"step": 0}])
+        (job.folder / "said-000").write_text("resumed after step 2\n")
+        job.starts, job.newest = 1, 2
+        made.append(job)
+    checks.at_the_end(*made)
+    return made[0], made[1]
+
+
+def checkpoint(job: Job, name: str) -> None:
+    (job.out / "checkpoints" / name).mkdir()
+
+
+SPOILED = {
+    "a step twice": lambda job: metrics(job.out, 1, 2, 2, 3),
+    "a step left out": lambda job: metrics(job.out, 1, 3),
+    "fewer steps than were saved": lambda job: metrics(job.out, 1, 2),
+    "another number": lambda job: write_rows(job.out / "metrics.jsonl", [{"step": 1, "loss": 7}]),
+    "a completion too many": lambda job: write_rows(job.out / "rollouts.jsonl", [{"step": 1, "id": "c"}]),
+    "resumed from an older one": lambda job: (job.folder / "said-000").write_text("resumed after step 1\n"),
+    "nothing was saved": lambda job: shutil.rmtree(job.out / "checkpoints"),
+    "old ones are kept": lambda job: [checkpoint(job, f"step_{step:08d}") for step in (0, 1)],
+    "killed saves pile up": lambda job: [checkpoint(job, f".step_{step:08d}.partial") for step in (4, 5, 6)],
+}
+SPOILED_END = {
+    "an evaluation is missing": lambda job: (job.out / "eval.jsonl").write_text(""),
+    "another weight": lambda job: (job.out / "hf/model.safetensors").write_bytes(b"weightz"),
+    "a killed save is left": lambda job: checkpoint(job, ".step_00000002.partial"),
+    "a file that none should have": lambda job: checkpoint(job, "strange"),
+    "one too many": lambda job: checkpoint(job, "step_00000001"),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILED.values(), ids=SPOILED)
+def test_what_must_hold_at_any_time(spoil, jobs):
+    disturbed, undisturbed = jobs
+    spoil(disturbed)
+    with pytest.raises(AssertionError):
+        checks.so_far(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("spoil", SPOILED_END.values(), ids=SPOILED_END)
+def test_what_must_hold_at_the_end(spoil, jobs):
+    disturbed, undisturbed = jobs
+    spoil(disturbed)
+    checks.so_far(disturbed, undisturbed)
+    with pytest.raises(AssertionError):
+        checks.at_the_end(disturbed, undisturbed)

@@ -1,0 +1,37 @@
+"""A disk of a few megabytes, which can be filled, where this machine lets us mount one."""
+
+import contextlib
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+LEFT = 100_000  # bytes on a disk that is full: less than a checkpoint needs, and more than a folder
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, megabytes: int = 24) -> Iterator[bool]:
+    """A disk of its own for what is in `folder`. Gives False, and mounts nothing, where that is not allowed."""
+    folder.mkdir(parents=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
+    try:
+        mounted = subprocess.run(command, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def filled(folder: Path) -> Iterator[None]:
+    """Until the end of the block hardly anything fits on the disk of `folder`."""
+    ballast = folder / "ballast"
+    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
+    ballast.write_bytes(bytes(max(0, free - LEFT)))
+    try:
+        yield
+    finally:
+        ballast.unlink()
