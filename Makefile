@@ -25,7 +25,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants chaos slowest test-docs test-sglang prove-all bench lint types docs clean
+.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants chaos soak slowest test-docs test-sglang prove-all bench lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -36,7 +36,7 @@ help:
 	@echo "make test-all   those and the others, thirty minutes at most;  make slowest: the slowest tests of the last run"
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
-	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes)"
+	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes);  make soak: an hour"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (about half an hour)"
@@ -99,6 +99,9 @@ mutants: install
 # Real runs, disturbed in every way: ARGS='--seed 3 --kinds sft' tries one seed of one kind of run, --rounds 5 more.
 chaos: install
 	cd tests && $(ONE_THREAD) ../$(BIN)/python -m chaos.run $(ARGS)
+
+soak: install
+	cd tests && $(ONE_THREAD) ../$(BIN)/python -m chaos.soak $(ARGS)
 
 slowest:
 	$(BIN)/python tests/support/durations.py

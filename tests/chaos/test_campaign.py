@@ -3,8 +3,9 @@
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
-from chaos import checks, run
+from chaos import checks, run, soak
 from chaos.job import Job
 from chaos.kinds import grpo
 from support.runs import write_rows
@@ -99,3 +100,32 @@ def test_what_must_hold_at_the_end(spoil, jobs):
     checks.so_far(disturbed, undisturbed)
     with pytest.raises(AssertionError):
         checks.at_the_end(disturbed, undisturbed)
+
+
+# ---- the soak -------------------------------------------------------------------------------------------------------
+
+
+def used(mib_a_minute: float = 0.0, files_late: int = 0, threads_late: int = 0) -> list[soak.Usage]:
+    """Of an hour that begins with a warm-up."""
+    minutes = np.linspace(0, 60, 400)
+    noise = np.random.default_rng(0).normal(0, 3, 400)
+    return [
+        soak.Usage(
+            m, 500 + min(m, 10) * 20 + mib_a_minute * m + n, 20 + files_late * (m > 50), 9 + threads_late * (m > 50)
+        )
+        for m, n in zip(minutes.tolist(), noise.tolist())
+    ]
+
+
+def test_what_grows_is_told():
+    assert soak.problems(used()) == soak.problems(used(0.8)) == []
+    (told,) = soak.problems(used(1.2))
+    assert told.startswith("memory grew by 1.")
+    assert soak.problems(used(files_late=1)) == ["files grew from 20 to 21"]
+    assert soak.problems(used(threads_late=2)) == ["threads grew from 9 to 11"]
+
+
+def test_a_short_soak(tmp_path, capsys):
+    """It starts a run, samples it and ends it; a minute shows no growth."""
+    soak.main(["--minutes", "0.1", "--kinds", "grpo", "--folder", str(tmp_path)])
+    assert capsys.readouterr().out.startswith("GRPO in process, trainer 0: 0.1 minutes, ")
