@@ -26,8 +26,8 @@ def so_far(job: Job, whole: Job) -> None:
     assert len(saved) <= job.keep + 1, f"{len(saved)} checkpoints"  # one that is to be deleted
     newest = job.newest_saved()
     assert job.done() - 2 <= newest <= job.done(), f"step {job.done()} was done, {newest} saved"
-    if resumed := re.search(r"^resumed after step (\d+)$", job.said(), re.M):
-        assert int(resumed[1]) == job.newest, f"resumed after step {resumed[1]}, not {job.newest}"
+    if begun := re.search(r"^(resumed after step (\d+)|no checkpoint in .*: a new run)$", job.said(), re.M):
+        assert int(begun[2] or 0) == job.newest, f"{begun[1]}, not after step {job.newest}"
     assert len(list(job.out.glob("checkpoints/.*"))) <= 2, "what killed saves leave is not deleted"
 
 

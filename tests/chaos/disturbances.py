@@ -196,8 +196,9 @@ def deleted(file: Path, _: Random) -> None:
 
 
 def server(job: Job, chance: Random) -> None:
-    """One of them, without what watches it."""
-    job.kill([chance.choice(server_processes(job))])
+    """One of them, if there is one yet, without what watches it."""
+    if found := server_processes(job):
+        job.kill([chance.choice(found)])
 
 
 def all_servers(job: Job, _: Random) -> None:
