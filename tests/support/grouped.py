@@ -113,10 +113,10 @@ def steps(config: Config, frozen: bytes, aggregation: str, number: int, forced: 
     loss, last = cross_entropy(LossConfig(aggregation)), {}
     optim_step = engine.optim_step
 
-    def keep_gradients(lr=None):
+    def keep_gradients(*limits):
         last.clear()
         last.update({name: gradient.numpy(force=True).copy() for name, gradient in engine.gradients()})
-        return optim_step(lr)
+        return optim_step(*limits)
 
     engine.optim_step = keep_gradients
     for _ in range(number):
