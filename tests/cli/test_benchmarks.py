@@ -78,9 +78,13 @@ def test_logprob_memory(script, tmp_path):
     assert (found["micro_batches"], found["kept_bytes"]) == (2, 2048 * 8)
 
 
-def test_rollout_memory(script):
-    found = script("rollout_memory").measure("arrays", 3, 20_000)
-    assert 0 < found["held"] <= found["peak"]
+def test_rollout_memory(script, tmp_path):
+    """Each form in a process of its own: this one has free memory from other tests, and would not grow."""
+    out = tmp_path / "figures.json"
+    script("rollout_memory", "--completions", 16, "--tokens", 20_000, "--out", out).main()
+    found = json.loads(out.read_text())
+    assert 0 < found["arrays"]["held"] < found["tuples"]["held"]
+    assert found["arrays"]["held"] < found["arrays"]["peak"]
 
 
 def test_context_scaling(script, tmp_path):
