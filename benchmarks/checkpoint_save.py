@@ -44,8 +44,7 @@ def run(engine: Engine, samples: list, folder: Path, loop: str, every: int, save
         engine.train_step(samples, cross_entropy(loss))
         if step % every == 0 and loop != LOOPS[0]:
             before = time.perf_counter()
-            apart = loop == "asynchronous"
-            saver.save(partial(engine.stage, folder / f"step_{step:08d}", {"step": step}, apart=apart))
+            saver.save(partial(engine.stage, folder / f"step_{step:08d}", {"step": step}))
             waited += time.perf_counter() - before
     seconds = time.perf_counter() - started
     saver.wait(last=True)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from isoloss.engine.checkpoint_writer import Share
+from isoloss.engine.checkpoint_writer import HostCopies, Share
 from isoloss.engine.optimizer import complete_state
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
@@ -100,10 +100,9 @@ def stage(
     optimizer: ChainedOptimizer,
     huggingface: Path,
     extra: Mapping[str, object],
-    *,
-    apart: bool,
+    copies: HostCopies | None = None,
 ) -> Staged:
-    """Take a checkpoint to host memory. With `apart` training may go on before it is written.
+    """Take a checkpoint to host memory. With `copies` training may go on before it is written.
 
     Raises UserError where `folder` exists, NotWrittenError, on every rank, where it cannot be made. Collective over the
     world.
@@ -113,7 +112,7 @@ def stage(
     partial = _partial(folder)
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
     state = _state(model, optimizer, extra, is_loading=False)
-    share = Share(partial, state, model.mesh.dp_context, apart=apart)
+    share = Share(partial, state, model.mesh.dp_context, copies)
     return Staged(folder, share, huggingface, model.arch, model.dtype)
 
 

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch.distributed as dist
 
 from isoloss.engine.checkpoint import NotWrittenError, Staged, prune
+from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import CheckpointConfig
 from isoloss.engine.run_folder import is_main
 from isoloss.parallel.launch import host_group
@@ -25,17 +26,20 @@ class Saver:
     def __init__(self, config: CheckpointConfig):
         self._group, self._keep, self._asynchronous = host_group(), config.keep, config.asynchronous
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._copies = HostCopies() if config.asynchronous else None
         self._pending: Future[NotWrittenError | None] | None = None
         self._problem: NotWrittenError | None = None  # of the newest
 
-    def save(self, *stages: Callable[[], Staged]) -> None:
+    def save(self, *stages: Callable[[HostCopies | None], Staged]) -> None:
         """Once nothing is being written, take these to host memory and begin to write them, in this order; then delete
         the oldest of each kind. Without checkpoint.asynchronous, wait for the end. Raises as `wait`."""
         self.wait()
+        if self._copies is not None:
+            self._copies.release()
         staged: list[Staged] = []
         try:
             for stage in stages:
-                staged.append(stage())
+                staged.append(stage(self._copies))
         except NotWrittenError as problem:
             self._note(_given_up(staged, problem))
             return

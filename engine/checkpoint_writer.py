@@ -9,6 +9,7 @@ no lock of Python's.
 import io
 import queue
 import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     distribute_main_replicas_with_precomputed_distribution,
 )
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -34,20 +36,47 @@ from isoloss.models.weights.manifest import FileRecord
 from isoloss.models.weights.pickles import COMMON
 
 
+class HostCopies:
+    """Copies of tensors of the host, in memory that is kept from one checkpoint to the next. A large copy into memory
+    that is new to the process takes several times as long, for the system clears every page of it first.
+
+    What comes from a device needs none of this: torch keeps its pinned memory.
+    """
+
+    def __init__(self):
+        self._free: defaultdict[tuple[torch.Size, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._taken: list[Tensor] = []
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """A contiguous copy, which is good until `release`."""
+        free = self._free[tensor.shape, tensor.dtype]
+        copy = free.pop() if free else torch.empty(tensor.shape, dtype=tensor.dtype)
+        self._taken.append(copy)
+        return copy.copy_(tensor.detach())
+
+    def release(self) -> None:
+        """Nobody needs the copies any more."""
+        for copy in self._taken:
+            self._free[copy.shape, copy.dtype].append(copy)
+        self._taken.clear()
+
+
 class Share(TorchDistSaveShardedStrategy):
     """A rank's share of the checkpoint in `folder`, held in host memory until `write` has put it there.
 
     replicas: the ranks that hold weights alike; each writes a share of them.
-    apart: tensors that are in host memory already are copied, so that whoever holds them may change them.
+    copies: where tensors that are in host memory already are copied to, so that whoever holds them may change them.
     records: size and checksum of the files of tensors that this rank has written, by name.
 
     The constructor is collective over the world and over replicas; nothing else is.
     """
 
-    def __init__(self, folder: Path, state: ShardedStateDict, replicas: dist.ProcessGroup, *, apart: bool):
+    def __init__(
+        self, folder: Path, state: ShardedStateDict, replicas: dist.ProcessGroup, copies: HostCopies | None = None
+    ):
         super().__init__("torch_dist", 1)
         self.records: dict[str, FileRecord] = {}
-        self._folder, self._replicas, self._apart = folder, replicas, apart
+        self._folder, self._replicas, self._copies = folder, replicas, copies
         tensors: Any
         tensors, common = save_preprocess(state)
         self._common = io.BytesIO()
@@ -60,8 +89,8 @@ class Share(TorchDistSaveShardedStrategy):
         patches.collect_results_in_process()
         patches.save_without_advice()
         share_writing(sharded_state_dict, self._replicas)
-        if self._apart:
-            _copy_from_host(sharded_state_dict)
+        if self._copies is not None:
+            _copy_from_host(sharded_state_dict, self._copies)
         return super().async_save(sharded_state_dict, checkpoint_dir, **strategy)
 
     def _get_save_and_finalize_callbacks(
@@ -108,13 +137,13 @@ def share_writing(state: ShardedStateDict, replicas: dist.ProcessGroup) -> None:
     distribute_main_replicas_with_precomputed_distribution(alike, replicas, shares)
 
 
-def _copy_from_host(state: ShardedStateDict) -> None:
+def _copy_from_host(state: ShardedStateDict, copies: HostCopies) -> None:
     """Give what this rank writes of tensors in host memory a copy of its own; those of a device are copied anyway."""
     for tensor in nested_values(state):
         if not isinstance(tensor, ShardedTensor) or not is_main_replica(tensor.replica_id):
             continue
         if tensor.data is not None and tensor.data.device.type == "cpu":
-            tensor.data = tensor.data.detach().clone(memory_format=torch.contiguous_format)
+            tensor.data = copies.of(tensor.data)
 
 
 class _Checksum(_StorageWriterTransforms):

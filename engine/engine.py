@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isoloss.engine import checkpoint, load_balancing, replicas, startup
 from isoloss.engine.batch import Sample
+from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
 from isoloss.engine.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.model_source import ModelSource, resolve
@@ -290,17 +291,17 @@ class Engine:
 
     def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
         """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
-        self.stage(folder, extra, apart=False).write()
+        self.stage(folder, extra).write()
 
     def stage(
-        self, folder: str | Path, extra: Mapping[str, object] | None = None, *, apart: bool = True
+        self, folder: str | Path, extra: Mapping[str, object] | None = None, copies: HostCopies | None = None
     ) -> checkpoint.Staged:
         """Take a checkpoint to host memory, for `write` to put into the folder. Collective over the world.
 
-        apart: the engine may go on before that; it needs host memory for a copy of what is there already.
+        copies: for what is in host memory already, so that the engine may go on before that.
         """
         self.return_to_device()
-        return checkpoint.stage(Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, apart=apart)
+        return checkpoint.stage(Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, copies)
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""

@@ -18,6 +18,7 @@ from isoloss.engine.bad_steps import NAME as BAD_STEPS
 from isoloss.engine.bad_steps import BadStepGuard
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_saver import Saver
+from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, Limits, OptimResult
 from isoloss.engine.garbage import Garbage
@@ -168,13 +169,13 @@ class Run:
     def save(
         self,
         state: Mapping[str, object] = {},
-        beside: Callable[[Path, int], checkpoint.Staged] | None = None,
+        beside: Callable[[Path, int, HostCopies | None], checkpoint.Staged] | None = None,
     ) -> None:
         """Write a checkpoint, beside training with checkpoint.asynchronous, and delete the oldest ones. Collective over
         the world.
 
         state: what the run needs besides the engine's to go on, in plain containers and tensors.
-        beside: stages another checkpoint, of (output_dir, step), which is on the disk before this one.
+        beside: stages another checkpoint, of (output_dir, step, copies), which is on the disk before this one.
         Raises NotWrittenError where two in a row could not be written, and DivergedError for weights that must not be.
         """
         folder = step_folder(self.output_dir, self.done)
@@ -185,7 +186,7 @@ class Run:
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
         extra = {"step": self.done, "guard": self._guard.state(), **fingerprint, **of_data, **state}
-        own = partial(self._engine.stage, folder, extra, apart=self._config.checkpoint.asynchronous)
+        own = partial(self._engine.stage, folder, extra)
         self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
 
     def finish(self) -> RunResult:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
+from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import value_loss
@@ -47,14 +48,14 @@ class Critic:
         """As `Engine.leave_device`."""
         self._engine.leave_device()
 
-    def stage(self, output_dir: Path, step: int) -> checkpoint.Staged:
+    def stage(self, output_dir: Path, step: int, copies: HostCopies | None) -> checkpoint.Staged:
         """Its checkpoint, to be written before the policy's of the same step: one that is there already was left by a
-        run that was killed between the two, and is replaced. Collective over the world."""
+        run that was killed between the two, and is replaced. copies: as `Engine.stage`. Collective over the world."""
         folder = _folder(output_dir, step)
         if is_main():
             shutil.rmtree(folder, ignore_errors=True)
         dist.barrier()  # no rank looks for the folder before it is gone
-        return self._engine.stage(folder)
+        return self._engine.stage(folder, copies=copies)
 
     def load(self, output_dir: Path, step: int) -> None:
         self._engine.load(_folder(output_dir, step))

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from support.families import VOCAB, write_folder
 from support.saves import taken_then_trained
 from support.transformers_parity import make_samples
 
 from isoloss.engine import checkpoint
 from isoloss.engine.checkpoint_saver import Saver
+from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import CheckpointConfig, Config
 from isoloss.engine.run import BadStepGuard
 from isoloss.models.weights import manifest
@@ -77,6 +79,38 @@ def test_without_it_every_step_waits(slow_disk, arguments, monkeypatch):
     argv = [*arguments, "checkpoint.every=1", "checkpoint.asynchronous=false"]
     assert launch.main("sft", Config, sft.run, argv) == 0
     assert found == [[], ["step_00000001"]]
+
+
+def test_a_copy_is_taken_where_the_last_save_had_one():
+    """Beside each other within a save, of tensors of one shape too; in the same memory from save to save."""
+    copies, rows = HostCopies(), torch.arange(6.0).view(2, 3)
+    first = [copies.of(rows), copies.of(rows + 1), copies.of(rows.T), copies.of(rows.double())]
+    assert [copy.tolist() for copy in first[:2]] == [rows.tolist(), (rows + 1).tolist()]
+    assert first[2].is_contiguous() and torch.equal(first[2], rows.T) and first[3].dtype == torch.float64
+    copies.release()
+    again = [copies.of(rows + 2), copies.of(rows + 3), copies.of(rows.T), copies.of(rows.double())]
+    assert {copy.data_ptr() for copy in again} == {copy.data_ptr() for copy in first}
+    assert again[0].tolist() == (rows + 2).tolist() and again[1].tolist() == (rows + 3).tolist()
+    assert copies.of(rows).data_ptr() not in {copy.data_ptr() for copy in first}
+
+
+def test_a_run_keeps_its_copies_and_waits_for_them(arguments, monkeypatch):
+    """Where each save takes its tensors to, and whether anything is still being written then."""
+    found, of, save = [], HostCopies.of, Saver.save
+
+    def counted(copies, tensor):
+        found[-1].append((copy := of(copies, tensor)).data_ptr())
+        return copy
+
+    monkeypatch.setattr(HostCopies, "of", counted)
+    monkeypatch.setattr(Saver, "save", lambda saver, *stages: (found.append([]), save(saver, *stages))[1])
+    argv = [*arguments, "train.steps=3", "checkpoint.every=1"]
+    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert len(found) == 3 and len(set(found[0])) == len(found[0]) > 10
+    assert set(found[0]) == set(found[1]) == set(found[2])
+    found.clear()
+    assert launch.main("sft", Config, sft.run, [*argv, "output_dir=waits", "checkpoint.asynchronous=false"]) == 0
+    assert found == [[], [], []]
 
 
 def test_what_is_written_when_a_run_ends_in_a_mistake_is_finished(arguments, monkeypatch, capsys):

@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
-from isoloss.engine.checkpoint_writer import Share
+from isoloss.engine.checkpoint_writer import HostCopies, Share
 from isoloss.parallel.collectives import gather_objects
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 
@@ -22,7 +22,7 @@ def both_ways(model: Path, theirs: Path, ours: Path, vocab_size: int) -> None:
     engine = make_engine(model, "fp32", tp=2)
     engine.train_step(make_samples((2, 40, 17), vocab_size), TOKEN_MEAN)
     state = lambda: checkpoint._state(engine.model, engine.optimizer, {"step": 1}, is_loading=False)
-    share = Share(ours, state(), engine.mesh.dp_context, apart=True)
+    share = Share(ours, state(), engine.mesh.dp_context, HostCopies())
     written = gather_objects(share.write())
     if dist.get_rank() == 0:
         share.complete(written)
@@ -54,12 +54,16 @@ def operations(model: Path, folder: Path, vocab_size: int) -> list[tuple[str, st
 def taken_then_trained(
     model: Path, waited: Path, apart: Path, samples: list[Sample], precision: str, parallel: dict
 ) -> bool:
-    """The same state saved, and taken apart but written after another step only; whether that step changed a weight."""
+    """The same state saved, and taken apart but written after another step only; whether that step changed a weight.
+    In memory that has held another copy, of the weights before."""
     engine = make_engine(model, precision, **parallel)
+    copies = HostCopies()
+    engine.stage(apart.with_name("before"), {}, copies)
+    copies.release()
     engine.train_step(samples, TOKEN_MEAN)
     before = {name: weight.clone() for name, weight in engine.weights()}
     engine.save(waited, {"step": 1})
-    staged = engine.stage(apart, {"step": 1})
+    staged = engine.stage(apart, {"step": 1}, copies)
     engine.train_step(samples, TOKEN_MEAN)
     staged.write()
     return any(not torch.equal(before[name], weight) for name, weight in engine.weights())

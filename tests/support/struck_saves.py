@@ -28,7 +28,7 @@ class Job:
     def save(self, step: int) -> None:
         of = lambda kind: self.now / kind / checkpoint.STEP_FOLDER.format(step)
         of_policy = partial(self.policy.stage, of("policy"), {"step": step})
-        self.saver.save(partial(self.critic.stage, of("critic")), of_policy)
+        self.saver.save(partial(self.critic.stage, of("critic"), None), of_policy)
         self.saver.wait(last=True)
 
     def strike(self, at: int | None, fault: str | int = "dead") -> tuple[str, int]:
