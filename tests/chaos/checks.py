@@ -36,10 +36,14 @@ def at_the_end(job: Job, whole: Job) -> None:
     for file in job.kind.files:
         assert job.rows(file) == whole.rows(file), file
     assert [row["step"] for row in job.rows("metrics.jsonl")] == list(range(1, job.steps + 1))
-    if (job.out / "rollouts.jsonl").exists():
-        ids = [row["id"] for row in job.rows("rollouts.jsonl")]
+    if rollouts := job.rows("rollouts.jsonl"):
+        ids = [row["id"] for row in rollouts]
         assert len(set(ids)) == len(ids), "a prompt was drawn twice"
-    assert weights(job.out) == weights(whole.out), "other weights"
+        stale = [row["id"] for row in rollouts if row["weight_versions"] != [row["step"] - 1]]
+        assert not stale, f"stale: {stale}"
+    other = [row["step"] for row in job.rows("metrics.jsonl") if row.get("train_rollout_logprob_diff", 0) > 1e-4]
+    assert not other, f"what generated at steps {other} was not the policy"
+    assert not job.kind.exact or weights(job.out) == weights(whole.out), "other weights"
     names = [path.name for path in job.out.glob("checkpoints/*")]
     whole_ones = sorted(name for name in names if name.startswith("step_"))
     assert whole_ones == [f"step_{step:08d}" for step in range(job.steps - job.keep + 1, job.steps + 1)], names

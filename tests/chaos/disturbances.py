@@ -206,7 +206,7 @@ def all_servers(job: Job, _: Random) -> None:
 
 
 def server_processes(job: Job) -> list[psutil.Process]:
-    return [process for process in job.having("sglang_server.py") if process.cmdline()[1].endswith("sglang_server.py")]
+    return [process for process in job.having(job.kind.server) if job.kind.server in " ".join(process.cmdline()[1:3])]
 
 
 def reward_workers(job: Job) -> list[psutil.Process]:
@@ -250,7 +250,8 @@ def _kills() -> Iterator[Row]:
             yield Row("kill the trainer", partial(killed_at, each.name, everything), 1, (kind,), each.name)
     yield Row("kill a rank", partial(killed_at, GRADIENTS, one_rank), 1, ("sft",), GRADIENTS)
     for moment in ("amid generation", "weights sent, no version"):
-        yield Row("kill a server", partial(killed_at, moment, server), 1, ("servers",), moment)
+        yield Row("kill the trainer", partial(killed_at, moment, everything), 1, ("sglang",), moment)
+        yield Row("kill a server", partial(killed_at, moment, server), 1, ("servers", "sglang"), moment)
         yield Row("kill all servers", partial(killed_at, moment, all_servers), 1, ("servers",), moment)
     yield Row("kill rewards", partial(killed_at, "generation", idle_reward_worker), 1, RL, "idle")
 
@@ -262,10 +263,11 @@ ROWS = [
     Row("kill the trainer", partial(killed_any_time, everything), 4, ALL, "any time"),
     Row("kill a rank", partial(killed_any_time, one_rank), 4, ("sft",), "any time"),
     Row("kill a server", partial(killed_any_time, server), 2, ("servers",), "any time"),
-    Row("SIGTERM", partial(told_to_end, signal.SIGTERM), 1, ALL),
+    Row("kill a server", partial(killed_any_time, server), 1, ("sglang",), "any time"),
+    Row("SIGTERM", partial(told_to_end, signal.SIGTERM), 1, (*ALL, "sglang")),
     Row("SIGUSR1", partial(told_to_end, signal.SIGUSR1), 1, ALL),
     Row("SIGSTOP, SIGCONT", partial(held_up, Job.ranks), 1, ALL, "a rank"),
-    Row("SIGSTOP, SIGCONT", partial(held_up, server_processes), 1, ("servers",), "a server"),
+    Row("SIGSTOP, SIGCONT", partial(held_up, server_processes), 1, ("servers", "sglang"), "a server"),
     Row("SIGSTOP, SIGCONT", partial(held_up, reward_workers), 1, RL, "rewards"),
     Row("damage the newest checkpoint", partial(damaged, truncated), 1, ALL, "a file cut short"),
     Row("damage the newest checkpoint", partial(damaged, flipped), 1, ALL, "a bit flipped"),

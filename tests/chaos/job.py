@@ -28,7 +28,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max_restarts", "10
 class Kind:
     """What is run. moments: their name in `support.phases`. keys: of the recipe, but for those of the job. ranks: under
     torchrun, 0 without. urls: where its servers are; networks: where trouble before each is made
-    (tests/doubles/partition.py). files: of the run's folder, which an undisturbed run has alike."""
+    (tests/doubles/partition.py). server: the word that tells one from what watches it. files: of the run's folder,
+    which an undisturbed run has alike. exact: it ends with the weights of an undisturbed run."""
 
     name: str
     moments: str
@@ -38,6 +39,8 @@ class Kind:
     ranks: int = 0
     urls: tuple[str, ...] = ()
     networks: tuple[Path, ...] = ()
+    exact: bool = True
+    server: str = ""
 
 
 class Job:

@@ -9,6 +9,7 @@ from chaos.job import Kind
 from support import rl_runs
 from support.ports import free_port
 from support.runs import write_rows
+from support.server_commands import SGLANG
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TEXTS = [f"{n} and {n} is {n + n}." + " So it is." * (n % 5) for n in range(12)]
@@ -58,8 +59,23 @@ def servers(inputs: Path) -> Kind:
         f"model.path={inputs}/start", "model.from_scratch=false",
     )  # fmt: skip
     return Kind(
-        "GRPO, two servers", "servers", "grpo", (*_grpo_keys(inputs), *own), RL_FILES, urls=urls, networks=networks
-    )
+        "GRPO, two servers", "servers", "grpo", (*_grpo_keys(inputs), *own), RL_FILES, urls=urls, networks=networks,
+        server="sglang_server.py",
+    )  # fmt: skip
+
+
+def sglang(inputs: Path) -> Kind:
+    """The same on a real SGLang server that the run starts. What it samples depends on what it has to do besides."""
+    url = f"http://127.0.0.1:{free_port()}"
+    own = (
+        "rollout.backend=sglang", f"rollout.servers=[{url}]", "rollout.weight_sync=tensor",
+        f"rollout.server_command='{SGLANG}'", "rollout.timeout=300",
+        f"model.path={inputs}/start", "model.from_scratch=false",
+    )  # fmt: skip
+    return Kind(
+        "GRPO, SGLang", "servers", "grpo", (*_grpo_keys(inputs), *own), (), urls=(url,), exact=False,
+        server="sglang.launch_server",
+    )  # fmt: skip
 
 
 def _grpo_keys(inputs: Path) -> tuple[str, ...]:

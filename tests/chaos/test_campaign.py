@@ -1,6 +1,7 @@
 """`make chaos` runs: a few rows of it, and what its checks refuse."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,12 @@ def metrics(out: Path, *steps: int) -> None:
     write_rows(out / "metrics.jsonl", [{"step": step, "loss": 1 / step, "seconds": id(out)} for step in steps])
 
 
+def completions(out: Path, *rows: tuple[int, str, int]) -> None:
+    """rows: step, id, and the version of the weights that it is of."""
+    lines = [{"step": step, "id": id, "weight_versions": [version]} for step, id, version in rows]
+    write_rows(out / "rollouts.jsonl", lines)
+
+
 @pytest.fixture
 def jobs(tmp_path) -> tuple[Job, Job]:
     """A run that was disturbed and one that was not, as they should be at their ends."""
@@ -51,7 +58,7 @@ def jobs(tmp_path) -> tuple[Job, Job]:
         (job.out / "hf").mkdir()
         (job.out / "hf/model.safetensors").write_bytes(b"weights")
         metrics(job.out, 1, 2, 3)
-        write_rows(job.out / "rollouts.jsonl", [{"step": 1, "id": "a"}, {"step": 3, "id": "b"}])
+        completions(job.out, (1, "a", 0), (3, "b", 2))
         for file in ("eval.jsonl", "eval_rollouts.jsonl"):
             write_rows(job.out / file, [{"step": 0}])
         (job.folder / "said-000").write_text("resumed after step 2\n")
@@ -70,7 +77,7 @@ SPOILED = {
     "a step left out": lambda job: metrics(job.out, 1, 3),
     "fewer steps than were saved": lambda job: metrics(job.out, 1, 2),
     "another number": lambda job: write_rows(job.out / "metrics.jsonl", [{"step": 1, "loss": 7}]),
-    "a completion too many": lambda job: write_rows(job.out / "rollouts.jsonl", [{"step": 1, "id": "c"}]),
+    "a completion too many": lambda job: completions(job.out, (1, "c", 0)),
     "resumed from an older one": lambda job: (job.folder / "said-000").write_text("resumed after step 1\n"),
     "nothing was saved": lambda job: shutil.rmtree(job.out / "checkpoints"),
     "old ones are kept": lambda job: [checkpoint(job, f"step_{step:08d}") for step in (0, 1)],
@@ -82,6 +89,17 @@ SPOILED_END = {
     "a killed save is left": lambda job: checkpoint(job, ".step_00000002.partial"),
     "a file that none should have": lambda job: checkpoint(job, "strange"),
     "one too many": lambda job: checkpoint(job, "step_00000001"),
+}
+
+
+SPOILED_INEXACT = {
+    "a prompt twice": lambda job: completions(job.out, (1, "a", 0), (3, "a", 2)),
+    "of stale weights": lambda job: completions(job.out, (1, "a", 0), (3, "b", 1)),
+    "of another policy": lambda job: write_rows(
+        job.out / "metrics.jsonl",
+        [{"step": step, "train_rollout_logprob_diff": 1e-3 * (step > 2)} for step in (1, 2, 3)],
+    ),
+    "a step left out": lambda job: metrics(job.out, 1, 3),
 }
 
 
@@ -98,6 +116,17 @@ def test_what_must_hold_at_the_end(spoil, jobs):
     disturbed, undisturbed = jobs
     spoil(disturbed)
     checks.so_far(disturbed, undisturbed)
+    with pytest.raises(AssertionError):
+        checks.at_the_end(disturbed, undisturbed)
+
+
+@pytest.mark.parametrize("spoil", SPOILED_INEXACT.values(), ids=SPOILED_INEXACT)
+def test_what_must_hold_where_generation_is_not_exact(spoil, jobs):
+    disturbed, undisturbed = jobs
+    disturbed.kind = replace(disturbed.kind, files=(), exact=False)
+    (disturbed.out / "hf/model.safetensors").write_bytes(b"others")
+    checks.at_the_end(disturbed, undisturbed)
+    spoil(disturbed)
     with pytest.raises(AssertionError):
         checks.at_the_end(disturbed, undisturbed)
 

@@ -3,7 +3,6 @@
 Both are started once a session, by the code under test, and killed at its end.
 """
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 from support import families
 from support.ports import free_port
+from support.server_commands import DOUBLE, SGLANG
 from support.servers import MODEL, VOCAB
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
@@ -20,18 +20,7 @@ from isoloss.engine.rl.backends.sglang import weights
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.config import RolloutConfig
 
-ROOT = Path(__file__).parents[2]
-DOUBLE = f"{sys.executable} {ROOT}/tests/doubles/sglang_server.py --model {{model}} --host {{host}} --port {{port}}"
 START_SECONDS = 300.0
-# Attention and sampling in PyTorch, no CUDA graphs, no overlap of batches: what runs on a CPU. The fraction is of the
-# whole machine's memory, other programs' included, so the cache is bounded by its tokens instead.
-SGLANG = (
-    f"env PYTHONPATH={ROOT}/tests/sglang/stand_ins SGLANG_USE_CPU_ENGINE=1 HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= "
-    f"OMP_NUM_THREADS=1 {ROOT}/.sglang-venv/bin/python -m sglang.launch_server "
-    "--model-path {model} --host {host} --port {port} --device cpu --dtype float32 --skip-tokenizer-init "
-    "--attention-backend torch_native --sampling-backend pytorch --grammar-backend none --disable-overlap-schedule "
-    f"--disable-cuda-graph --sleep-on-idle --skip-server-warmup --mem-fraction-static 0.9 --max-total-tokens 4096"
-)
 
 
 @dataclass(frozen=True)

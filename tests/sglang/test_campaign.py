@@ -2,9 +2,8 @@
 
 import pytest
 from doubles.sglang_server import LIES
+from support.server_commands import DOUBLE
 from support.server_faults import campaign
-
-from .conftest import DOUBLE
 
 TIMEOUT = 6.0
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.server_commands import DOUBLE, SGLANG
 from support.waiting import until
 
-from .conftest import DOUBLE, SGLANG, free_url
+from .conftest import free_url
 
 RUN = (sys.executable, "-m")
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from support import server_runs
 from support.runs import rows_of
+from support.server_commands import DOUBLE
 from support.servers import buckets, policy, requests, worst
 
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
@@ -14,7 +15,7 @@ from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.parallel import UserError
 
-from .conftest import DOUBLE, Control
+from .conftest import Control
 
 COUNTS = ("servers_lost", "servers_returned", "requests_retried", "completions_lost", "syncs_retried")
 SECRET = "sk-7Qe.planted+secret/9"
