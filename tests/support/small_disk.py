@@ -3,6 +3,7 @@
 import contextlib
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +28,22 @@ def small_disk(folder: Path, megabytes: int = 24) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Until the end of the block hardly anything fits on the disk of `folder`."""
-    ballast = folder / "ballast"
-    free = os.statvfs(folder).f_bavail * os.statvfs(folder).f_frsize
-    with contextlib.suppress(OSError):  # somebody else was faster to fill it
-        ballast.write_bytes(bytes(max(0, free - LEFT)))
+    """Until the end of the block hardly anything fits on the disk of `folder`, whatever is deleted meanwhile."""
+    ballast, over = folder / "ballast", threading.Event()
+
+    def fill() -> None:
+        while True:
+            disk = os.statvfs(folder)
+            with contextlib.suppress(OSError), ballast.open("ab") as opened:  # somebody else may be faster to fill it
+                opened.write(bytes(max(0, disk.f_bavail * disk.f_frsize - LEFT)))
+            if over.wait(0.02):
+                break
+
+    thread = threading.Thread(target=fill)
+    thread.start()
     try:
         yield
     finally:
+        over.set()
+        thread.join()
         ballast.unlink()
