@@ -19,6 +19,8 @@ from support.phases import MOMENTS, WRITING
 from support.runs import TIMES
 from support.waiting import LONG, until
 
+from isoloss.engine.rl.backends.servers.incidents import NAMES as COUNTS
+
 TESTS = Path(__file__).parents[1]
 MARK = "ISOLOSS_TEST_MARK"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max_restarts", "1000", "--nproc_per_node")
@@ -146,11 +148,11 @@ class Job:
         return (self.folder / f"said-{range(self.starts)[start]:03d}").read_text(errors="replace")
 
     def rows(self, file: str) -> list[dict[str, Any]]:
-        """Of a file of its folder, without times; the last line may be half written."""
+        """Of a file of its folder, without times and what was done to servers; the last line may be half written."""
         path = self.out / file
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         rows = [json.loads(line) for line in text.split("\n")[: text.count("\n")]]
-        return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
+        return [{key: value for key, value in row.items() if key not in (*TIMES, *COUNTS)} for row in rows]
 
     def done(self) -> int:
         """Steps that were told."""

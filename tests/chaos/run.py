@@ -1,27 +1,31 @@
 """Starts real runs, disturbs them at enumerated and at random moments, and checks them after each time: make chaos.
 
-    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers sglang] [--rounds 1] [--minutes 20]
+    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers sglang tests] [--minutes 18]
 
 A kind of run is run once undisturbed, and once with everything that `chaos.disturbances` does to it, in an order that
 the seed decides. Both must end alike. The last lines are a table, and what failed; the status is 1 where something did.
-A real SGLang server takes part where `make test-sglang` has installed one.
+A real SGLang server takes part where `make test-sglang` has installed one. Beside them run the tests that go through
+every operation of a save, every phase of a step, and hundreds of faults.
 """
 
 import argparse
 import contextlib
 import signal
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
 from chaos import checks, disturbances, kinds
 from chaos.disturbances import Row
-from chaos.job import Job, Kind
+from chaos.job import TESTS, Job, Kind
 from support.server_commands import SGLANG_PYTHON
 from support.small_disk import small_disk
 
@@ -31,7 +35,18 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "servers": kinds.servers,
     "sglang": kinds.sglang,
 }
-INSTALLED = [name for name in KINDS if name != "sglang" or SGLANG_PYTHON.exists()]
+FAULTS = (
+    "checkpoints/test_disk_faults.py", "checkpoints/test_hostile_checkpoints.py", "checkpoints/test_resume.py",
+    "cli/test_elastic.py", "cli/test_hang.py", "cli/test_silent_trouble.py", "rl/test_reward.py",
+    "rl/test_rl_phases.py", "sglang/test_campaign.py", "sglang/test_lies.py", "sglang/test_survival.py",
+    "unit/test_bad_rows.py", "unit/test_hostile_files.py",
+)  # fmt: skip
+# But for those of `test_resume` that go from layout to layout, of which nothing is disturbed.
+PYTEST = (
+    "-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow and not sglang",
+    "-k", "not resume_is_exact and not another_layout",
+)  # fmt: skip
+ALL = [name for name in (*KINDS, "tests") if name != "sglang" or SGLANG_PYTHON.exists()]
 # Steps that a disturbance takes at most, on the average: until its moment comes, and to see that the run goes on.
 STEPS_EACH = 2
 KEEP = 2
@@ -50,7 +65,39 @@ class Outcome:
     failed: bool
 
 
-def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: float) -> list[Outcome]:
+class Running:
+    """What has been started and is to be ended if we are."""
+
+    def __init__(self) -> None:
+        self.jobs: list[Job] = []
+        self.over = threading.Event()
+
+    def end(self) -> None:
+        self.over.set()
+        for job in self.jobs:
+            job.end()
+
+
+def tests(folder: Path, running: Running) -> list[Outcome]:
+    """The tests of faults, in processes of their own; what they say is printed where one fails."""
+    started, said = time.monotonic(), folder / "said"
+    command = [sys.executable, *PYTEST, *(str(TESTS / name) for name in FAULTS)]
+    with said.open("w") as output, subprocess.Popen(command, cwd=TESTS.parent, stdout=output, stderr=output) as process:
+        while process.poll() is None:
+            if running.over.wait(0.2):
+                process.terminate()
+    lines = said.read_text(errors="replace").splitlines()
+    if process.returncode:
+        print(*lines[-100:], sep="\n", flush=True)
+    last = next(
+        (line for line in reversed(lines) if " passed" in line or " failed" in line), f"status {process.returncode}"
+    )
+    return [Outcome("tests of faults", "", "", last, time.monotonic() - started, bool(process.returncode))]
+
+
+def disturb(
+    kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: float, running: Running
+) -> list[Outcome]:
     """One run with these disturbances, in an order of chance, of which the last are left out when time is up. Its
     outcomes; the last is the end of the run."""
     deadline = time.monotonic() + seconds
@@ -59,19 +106,19 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: f
     chance.shuffle(planned)
     steps = STEPS_EACH * len(planned) + 4
     whole, job = (Job(kind, folder / name, steps, KEEP) for name in ("undisturbed", "disturbed"))
+    running.jobs += whole, job
     outcomes: list[Outcome] = []
 
     def note(name: str, which: str, act: Callable[[], str | None], ended: Callable[[], str]) -> None:
-        started, detail, problem = time.monotonic(), "", ""
-        print(f"{kind.name}: {name}", which, end=" ", sep=", " if which else "", flush=True)
+        started, detail, problem, more = time.monotonic(), "", "", ""
         try:
             detail = act() or ""
         except Exception as error:
             problem = "".join(traceback.format_exception_only(error)).strip().splitlines()[0]
-            traceback.print_exc()
-            print(job.said()[-4000:] if job.starts else "", flush=True)
+            more = f"\n{traceback.format_exc()}{job.said()[-4000:] if job.starts else ''}"
         found = Outcome(kind.name, name, which, problem or ended(), time.monotonic() - started, bool(problem))
-        print(f"{detail}: {found.ended} ({found.seconds:.0f} s)", flush=True)
+        words = ", ".join(filter(None, (f"{kind.name}: {name}", which, detail)))
+        print(f"{words}: {found.ended} ({found.seconds:.0f} s){more}", flush=True)  # at once: others print beside
         outcomes.append(found)
 
     def undisturbed() -> None:
@@ -106,10 +153,10 @@ def disturb(kind: Kind, rows: Sequence[Row], seed: int, folder: Path, seconds: f
                 left = len(planned) - done
                 outcomes.append(Outcome(kind.name, "left out", "", f"{left} rows, for time", 0.0, False))
                 break
-            if not outcomes[-1].failed:
+            if not outcomes[-1].failed and not running.over.is_set():
                 came_to = lambda: f"{'goes on' if job.alive else 'ended'} after step {job.done()}"
                 note(row.name, row.which, lambda row=row: one(row), came_to)
-        if not outcomes[-1].failed:
+        if not outcomes[-1].failed and not running.over.is_set():
             came_out = "equal" if kind.exact else "whole"
             note("to its end", "", rest, lambda: f"{came_out}, {job.starts} starts: weights {checks.weights(job.out)}")
     return outcomes
@@ -135,30 +182,44 @@ def chosen(row: Row, words: Sequence[str]) -> bool:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Disturb real runs and check what becomes of them.")
     parser.add_argument("--seed", type=int, default=0, help="decides order, moments and victims (0)")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=INSTALLED, help="of runs (all)")
+    parser.add_argument("--kinds", nargs="+", choices=(*KINDS, "tests"), default=ALL, help="of runs (all)")
     parser.add_argument(
         "--rounds", type=int, default=1, help="runs of each kind, with seeds that follow each other (1)"
     )
-    parser.add_argument("--minutes", type=float, default=20, help="of a round, a share for each kind of run (20)")
+    parser.add_argument("--minutes", type=float, default=18, help="of a round, after which rows are left out (18)")
+    parser.add_argument("--jobs", type=int, default=3, help="runs at a time; most of their time they wait (3)")
     parser.add_argument("--only", nargs="+", default=[""], help="words, one of which a row must hold (all rows)")
     parser.add_argument("--folder", type=Path, help="where the runs are kept (a temporary folder)")
     arguments = parser.parse_args(argv)
-    outcomes: list[Outcome] = []
+    outcomes, running = list[Outcome](), Running()
     with tempfile.TemporaryDirectory(prefix="chaos-") as temporary:
         folder = (arguments.folder or Path(temporary)).resolve()
         for seed in range(arguments.seed, arguments.seed + arguments.rounds):
             inputs = kinds.write_inputs(folder / f"seed-{seed}" / "inputs")
             ends = time.monotonic() + 60 * arguments.minutes
-            for index, name in enumerate(arguments.kinds):
+
+            def one(name: str, seed: int = seed, inputs: Path = inputs, ends: float = ends) -> list[Outcome]:
+                own = folder / f"seed-{seed}" / name
+                own.mkdir()
+                if name == "tests":
+                    return tests(own, running)
                 rows = [row for row in disturbances.rows(name) if chosen(row, arguments.only)]
-                (folder / f"seed-{seed}" / name).mkdir()
-                seconds = (ends - time.monotonic()) / (len(arguments.kinds) - index)
-                found = disturb(KINDS[name](inputs), rows, seed, folder / f"seed-{seed}" / name, seconds)
-                outcomes += found
+                # Those that begin later have what is left.
+                found = disturb(KINDS[name](inputs), rows, seed, own, ends - time.monotonic(), running)
                 for each in found:
                     if each.failed:
                         what = f"{each.name} {each.which}".strip()
                         print(f"FAILED: {what}: {each.ended}; again: --seed {seed} --kinds {name}", flush=True)
+                return found
+
+            with ThreadPoolExecutor(arguments.jobs) as beside:
+                try:
+                    # The tests first, of which the longest wait most.
+                    names = sorted(arguments.kinds, key=lambda name: name != "tests")
+                    outcomes += [outcome for found in beside.map(one, names) for outcome in found]
+                except BaseException:
+                    running.end()
+                    raise
     print(*table(outcomes), sep="\n")
     failed = sum(each.failed for each in outcomes)
     print(f"{len(outcomes)} done, {failed} failed, {sum(each.seconds for each in outcomes):.0f} seconds")
