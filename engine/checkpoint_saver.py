@@ -24,7 +24,7 @@ class Saver:
     """
 
     def __init__(self, config: CheckpointConfig):
-        self._group, self._keep, self._asynchronous = host_group(), config.keep, config.asynchronous
+        self._group, self._keep = host_group(), config.keep
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._copies = HostCopies() if config.asynchronous else None
         self._pending: Future[NotWrittenError | None] | None = None
@@ -44,7 +44,7 @@ class Saver:
             self._note(_given_up(staged, problem))
             return
         self._pending = self._thread.submit(self._write, staged)
-        if not self._asynchronous:
+        if self._copies is None:
             self.wait()
 
     def wait(self, *, last: bool = False) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -53,29 +54,27 @@ def servers(inputs: Path) -> Kind:
         folder.mkdir()
     double = f"{DOUBLES}/sglang_server.py --model {{model}} --port {{{{port}}}} --deterministic"
     command = f"{DOUBLES}/partition.py {inputs}/network-{{port}} {{host}} {{port}} {sys.executable} {double}"
-    own = (
-        "rollout.backend=sglang", f"rollout.servers=[{','.join(urls)}]", "rollout.weight_sync=tensor",
-        f"rollout.server_command='{sys.executable} {command}'", "rollout.timeout=60",
-        f"model.path={inputs}/start", "model.from_scratch=false",
-    )  # fmt: skip
+    keys = _server_keys(inputs, urls, f"{sys.executable} {command}", 60)
     return Kind(
-        "GRPO, two servers", "servers", "grpo", (*_grpo_keys(inputs), *own), RL_FILES, urls=urls, networks=networks,
-        server="sglang_server.py",
-    )  # fmt: skip
+        "GRPO, two servers", "servers", "grpo", keys, RL_FILES, urls=urls, networks=networks, server="sglang_server.py"
+    )
 
 
 def sglang(inputs: Path) -> Kind:
     """The same on a real SGLang server that the run starts. What it samples depends on what it has to do besides."""
-    url = f"http://127.0.0.1:{free_port()}"
+    urls = (f"http://127.0.0.1:{free_port()}",)
+    keys = _server_keys(inputs, urls, SGLANG, 300)
+    return Kind("GRPO, SGLang", "servers", "grpo", keys, (), urls=urls, exact=False, server="sglang.launch_server")
+
+
+def _server_keys(inputs: Path, urls: Sequence[str], command: str, timeout: int) -> tuple[str, ...]:
+    """Of GRPO on servers that the run starts with this command."""
     own = (
-        "rollout.backend=sglang", f"rollout.servers=[{url}]", "rollout.weight_sync=tensor",
-        f"rollout.server_command='{SGLANG}'", "rollout.timeout=300",
+        "rollout.backend=sglang", f"rollout.servers=[{','.join(urls)}]", "rollout.weight_sync=tensor",
+        f"rollout.server_command='{command}'", f"rollout.timeout={timeout}",
         f"model.path={inputs}/start", "model.from_scratch=false",
     )  # fmt: skip
-    return Kind(
-        "GRPO, SGLang", "servers", "grpo", (*_grpo_keys(inputs), *own), (), urls=(url,), exact=False,
-        server="sglang.launch_server",
-    )  # fmt: skip
+    return (*_grpo_keys(inputs), *own)
 
 
 def _grpo_keys(inputs: Path) -> tuple[str, ...]:

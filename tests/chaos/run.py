@@ -121,6 +121,9 @@ def disturb(
         print(f"{words}: {found.ended} ({found.seconds:.0f} s){more}", flush=True)  # at once: others print beside
         outcomes.append(found)
 
+    def goes_on() -> bool:
+        return not outcomes[-1].failed and not running.over.is_set()
+
     def undisturbed() -> None:
         whole.start()
         status = whole.wait_long()
@@ -153,10 +156,10 @@ def disturb(
                 left = len(planned) - done
                 outcomes.append(Outcome(kind.name, "left out", "", f"{left} rows, for time", 0.0, False))
                 break
-            if not outcomes[-1].failed and not running.over.is_set():
+            if goes_on():
                 came_to = lambda: f"{'goes on' if job.alive else 'ended'} after step {job.done()}"
                 note(row.name, row.which, lambda row=row: one(row), came_to)
-        if not outcomes[-1].failed and not running.over.is_set():
+        if goes_on():
             came_out = "equal" if kind.exact else "whole"
             note("to its end", "", rest, lambda: f"{came_out}, {job.starts} starts: weights {checks.weights(job.out)}")
     return outcomes

@@ -94,8 +94,8 @@ def test_a_copy_is_taken_where_the_last_save_had_one():
     assert copies.of(rows).data_ptr() not in {copy.data_ptr() for copy in first}
 
 
-def test_a_run_keeps_its_copies_and_waits_for_them(arguments, monkeypatch):
-    """Where each save takes its tensors to, and whether anything is still being written then."""
+def test_a_run_keeps_its_copies(arguments, monkeypatch):
+    """Where each save takes its tensors to; without checkpoint.asynchronous nowhere."""
     found, of, save = [], HostCopies.of, Saver.save
 
     def counted(copies, tensor):
