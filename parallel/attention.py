@@ -18,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from isoloss.parallel.collectives import all_to_all
 from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.ring import ring_attention
+from isoloss.parallel.sequence import Forest
 
 
 @dataclass
@@ -28,13 +29,19 @@ class PackedRow(PackedSeqParams):
     and Megatron's THD branch, which assumes its own zigzag sharding, is not taken.
 
     lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
+    parents: where documents share what they begin with, `lengths` are of pieces: see `sequence.Forest`.
     uploads: what its layers have told the device of it.
     query_factors_R: what the queries of this rank's slice are multiplied by, in models where that tells their position.
     """
 
     lengths: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
     uploads: Uploads = field(default_factory=Uploads)
     query_factors_R: Tensor | None = None
+
+    @property
+    def forest(self) -> Forest:
+        return Forest(self.lengths, self.parents)
 
     def scaled(self, query_RHD: Tensor) -> Tensor:
         if self.query_factors_R is None:
@@ -97,11 +104,10 @@ def grid_attention(
 
 def _ring_or_whole(query_WHD, key_WKD, value_WKU, row: PackedRow, ring, heads: Heads) -> Tensor:
     qkv = (query_WHD, key_WKD, value_WKU)
-    if _by_document(query_WHD, ring):
+    forest = row.forest
+    if _by_document(query_WHD, ring) and not forest.shares:
         return document_attention(*qkv, row.lengths, heads)
-    return ring_attention(
-        *qkv, row.lengths, row.uploads, ring, heads.scale, heads.window, heads.sinks_H, flash=heads.flash
-    )
+    return ring_attention(*qkv, forest, row.uploads, ring, heads.scale, heads.window, heads.sinks_H, flash=heads.flash)
 
 
 def _by_document(query_WHD: Tensor, ring: dist.ProcessGroup) -> bool:

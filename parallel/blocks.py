@@ -1,10 +1,10 @@
-"""Which queries of one ring rank see which keys of another, document by document."""
+"""Which queries of one ring rank see which keys of another, piece by piece of the documents."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from isoloss.parallel.sequence import chunk_borders
+from isoloss.parallel.sequence import Forest, chunk_borders
 
 
 @dataclass(frozen=True)
@@ -13,37 +13,46 @@ class Block:
 
     Both are aligned at their ends, as FlashAttention does it: query i of I sees key j of J where
     -left <= (j - J) - (i - I) <= right. None: no limit on that side. Every query sees some key.
+    level: 0 within a piece, else 1 + the depth of the piece whose keys they are. A query is in one block of each.
     """
 
     queries: slice
     keys: slice
     left: int | None = None
     right: int | None = None
+    level: int = 0
 
 
 @lru_cache(maxsize=256)
-def blocks_of(lengths: tuple[int, ...], ring: int, rank: int, owner: int, window: int | None) -> tuple[Block, ...]:
-    """What the queries of ring rank `rank` see of the keys of rank `owner`, where documents are cut as by `tokens_of`.
+def blocks_of(forest: Forest, ring: int, rank: int, owner: int, window: int | None) -> tuple[Block, ...]:
+    """What the queries of ring rank `rank` see of the keys of rank `owner`, where pieces are cut as by `tokens_of`.
 
-    A rank's two chunks of a document lie symmetrically to its middle. So both see the front chunk, and no more, of an
-    owner further outside; of one further inside only the back chunk sees anything, and all of it.
+    A rank's two chunks of a piece lie symmetrically to its middle. So both see the front chunk, and no more, of an
+    owner further outside; of one further inside only the back chunk sees anything, and all of it. What goes on from a
+    piece sees all of it.
     """
-    window = None if window is None or window >= max(lengths) else window
+    window = None if window is None or window >= forest.longest else window
+    borders = chunk_borders(forest.lengths, ring)
+    queries, keys = _chunks(borders, rank), _chunks(borders, owner)
     visible: list[Block] = []
-    queries_at = keys_at = 0
-    for border in chunk_borders(lengths, ring):
-        queries = _pieces(border, rank, queries_at)
-        keys = _pieces(border, owner, keys_at)
-        queries_at, keys_at = queries[1].stop, keys[1].stop
-        all_queries, all_keys = (slice(front.start, back.stop) for front, back in (queries, keys))
-        if ring == 1 or (window is None and rank == owner):
-            visible.append(Block(all_queries, all_keys, None if window is None else window - 1, right=0))
-        elif window is not None:
-            visible += _windowed(border, rank, owner, queries, keys, window)
+    for piece, (query, key) in enumerate(zip(queries, keys)):
+        if window is not None:
+            visible += _windowed(query, key, 0, window, 0)
+        elif rank == owner:
+            visible.append(Block(query.both, key.both, right=0))
         elif owner < rank:
-            visible.append(Block(all_queries, keys[0]))
+            visible.append(Block(query.both, key.slices[0]))
         else:
-            visible.append(Block(queries[1], all_keys))
+            visible.append(Block(query.slices[1], key.both))
+        later, level = range(piece + 1, forest.ends[piece]), 1 + forest.depths[piece]
+        if window is None and later:
+            visible.append(
+                Block(slice(queries[later[0]].both.start, queries[later[-1]].both.stop), key.both, level=level)
+            )
+        elif window is not None:
+            for other in later:
+                apart = forest.offsets[other] - forest.offsets[piece]
+                visible += _windowed(queries[other], key, apart, window, level)
     return tuple(block for block in visible if size_of(block.queries) and size_of(block.keys))
 
 
@@ -51,26 +60,46 @@ def size_of(piece: slice) -> int:
     return piece.stop - piece.start
 
 
-def _pieces(border: Sequence[int], rank: int, start: int) -> tuple[slice, slice]:
-    """Where a rank that holds `start` tokens before this document holds its front and its back chunk."""
-    mirror = len(border) - 2 - rank
-    middle = start + border[rank + 1] - border[rank]
-    return slice(start, middle), slice(middle, middle + border[mirror + 1] - border[mirror])
+@dataclass(frozen=True)
+class _Chunks:
+    """The front and the back chunk of a piece that a rank holds, or all of it where there is no other rank.
+
+    slices: of what it holds. starts: in the piece."""
+
+    slices: tuple[slice, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def both(self) -> slice:
+        return slice(self.slices[0].start, self.slices[-1].stop)
 
 
-def _windowed(border: Sequence[int], rank: int, owner: int, queries, keys, window: int) -> Iterator[Block]:
-    """The pairs of chunks of a document of which some query sees some key, without the tokens that see nothing."""
-    mirror = len(border) - 2
-    for query_chunk, query in zip((rank, mirror - rank), queries):
-        for key_chunk, key in zip((owner, mirror - owner), keys):
-            if query_chunk == key_chunk:
+def _chunks(borders: Sequence[Sequence[int]], rank: int) -> list[_Chunks]:
+    chunks, at = [], 0
+    for border in borders:
+        mirror = len(border) - 2 - rank
+        middle = at + border[rank + 1] - border[rank]
+        end = middle + border[mirror + 1] - border[mirror]
+        halves = (slice(at, middle), slice(middle, end)), (border[rank], border[mirror])
+        chunks.append(_Chunks(*halves) if len(border) > 3 else _Chunks((slice(at, end),), (0,)))
+        at = end
+    return chunks
+
+
+def _windowed(queries: _Chunks, keys: _Chunks, apart: int, window: int, level: int) -> Iterator[Block]:
+    """The pairs of chunks of which some query sees some key, without the tokens that see nothing.
+
+    apart: from the first token of the keys' piece to that of the queries'; 0: they are one piece."""
+    for query, query_at in zip(queries.slices, queries.starts):
+        for key, key_at in zip(keys.slices, keys.starts):
+            distance = apart + query_at - key_at  # from the first key to the first query
+            if distance == 0:
                 yield Block(query, key, window - 1, right=0)
                 continue
-            distance = border[query_chunk] - border[key_chunk]  # from the first key to the first query
             nearest = distance - size_of(key) + 1
             if distance < 0 or nearest >= window:
                 continue
             first = max(0, distance - window + 1)  # the farthest key of the first query
             count = min(size_of(query), window - nearest)  # queries that see the last key
             left = window - 1 - distance + size_of(key) - count
-            yield Block(slice(query.start, query.start + count), slice(key.start + first, key.stop), left)
+            yield Block(slice(query.start, query.start + count), slice(key.start + first, key.stop), left, level=level)

@@ -67,13 +67,14 @@ class Uploads:
     def calls(self, blocks: tuple[Block, ...], queries: int, keys: int, device: torch.device) -> list[Call]:
         """The calls that cover these blocks, whose queries differ within each. queries, keys: tokens of both ranks."""
         if id(blocks) not in self._calls:
-            by_call: dict[tuple[int, int, int], list[Block]] = defaultdict(list)
-            seen: Counter[tuple[int, int, int]] = Counter()
+            by_call: dict[tuple[int, int, int, int], list[Block]] = defaultdict(list)
+            seen: Counter[tuple[int, int, int, int]] = Counter()
             for block in blocks:
                 left, right = (-1 if limit is None else limit for limit in (block.left, block.right))
-                turn = seen[left, right, block.queries.start]  # a chunk may see two of an owner's under one mask
-                seen[left, right, block.queries.start] += 1
-                by_call[left, right, turn].append(block)
+                chunk = left, right, block.level, block.queries.start
+                turn = seen[chunk]  # a chunk may see two of an owner's under one mask
+                seen[chunk] += 1
+                by_call[left, right, block.level, turn].append(block)
             made = [
                 Call(
                     self._pieces([block.queries for block in of_call], queries, device),
@@ -81,7 +82,7 @@ class Uploads:
                     left,
                     right,
                 )
-                for (left, right, _), of_call in by_call.items()
+                for (left, right, *_), of_call in by_call.items()
             ]
             self._calls[id(blocks)] = blocks, made
         return self._calls[id(blocks)][1]

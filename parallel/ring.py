@@ -14,13 +14,14 @@ from isoloss.parallel.block_attention import attend, attend_backward
 from isoloss.parallel.blocks import Block, blocks_of
 from isoloss.parallel.collectives import pass_on
 from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.sequence import Forest
 
 
 @dataclass(frozen=True)
 class _Ring:
     """What all steps of a layer's ring have in common."""
 
-    lengths: tuple[int, ...]
+    forest: Forest
     group: dist.ProcessGroup
     scale: float
     window: int | None
@@ -30,14 +31,14 @@ class _Ring:
     def blocks(self, step: int) -> tuple[Block, ...]:
         """What is left to see after `step` passes; the keys at hand then began `step` ranks before this one."""
         size, rank = self.group.size(), self.group.rank()
-        return blocks_of(self.lengths, size, rank, (rank - step) % size, self.window)
+        return blocks_of(self.forest, size, rank, (rank - step) % size, self.window)
 
 
 def ring_attention(
     query_QHD: Tensor,
     key_YKD: Tensor,
     value_YKU: Tensor,
-    lengths: tuple[int, ...],
+    forest: Forest,
     uploads: Uploads,
     group: dist.ProcessGroup,
     scale: float,
@@ -49,13 +50,13 @@ def ring_attention(
     """Causal attention within each document of a row that is split zigzag over `group`, which may be one rank with the
     whole row. Returns [Q, H, U].
 
-    lengths: of the documents of the *whole* row; uploads: of that row.
+    forest: the documents of the *whole* row; uploads: of that row.
     scale, window, sinks_H, flash: see `attention.Heads`.
     The next keys and values are on their way while those at hand are attended to. Nothing but this rank's own inputs
     and output is kept for the backward, in which keys and values go round once more, their gradients behind them.
     Collectives: size - 1 messages to the next rank in the forward, 2 size - 1 in the backward.
     """
-    ring = _Ring(lengths, group, scale, window, uploads, flash)
+    ring = _Ring(forest, group, scale, window, uploads, flash)
     return _RingAttention.apply(query_QHD, key_YKD, value_YKU, sinks_H, ring)
 
 

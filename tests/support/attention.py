@@ -12,12 +12,12 @@ from isoloss.parallel.attention import Heads, PackedRow, grid_attention
 from isoloss.parallel.block_attention import attend, attend_backward
 from isoloss.parallel.blocks import blocks_of
 from isoloss.parallel.ragged import Uploads
-from isoloss.parallel.sequence import own_tokens, tokens_of
+from isoloss.parallel.sequence import Forest, own_tokens, tokens_of
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of documents. sinks_H: None, or a logit for each query head."""
+    """A row of documents, or of pieces of them. sinks_H: None, or a logit for each query head."""
 
     query_WHD: Tensor
     key_WKD: Tensor
@@ -26,6 +26,11 @@ class Case:
     lengths: tuple[int, ...]
     window: int | None = None
     sinks_H: Tensor | None = None
+    parents: tuple[int, ...] = ()
+
+    @property
+    def forest(self) -> Forest:
+        return Forest(self.lengths, self.parents)
 
 
 SCALE = 0.7
@@ -35,9 +40,16 @@ def dense_reference(case: Case) -> list[Tensor]:
     """Output and gradients of (grad * output).sum(): one softmax over the whole row under an explicit mask."""
     q, k, v = (t.clone().requires_grad_() for t in (case.query_WHD, case.key_WKD, case.value_WKU))
     repeats = q.shape[1] // k.shape[1]
-    document = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
-    order = torch.arange(len(document))
-    visible = (document[:, None] == document[None]) & (order[:, None] >= order[None])
+    piece = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
+    seen, place = [], []
+    for index, length in enumerate(case.lengths):
+        parent = case.parents[index] if case.parents else -1
+        first = sum(case.lengths[p] for p in seen[parent]) if parent >= 0 else 0
+        seen.append([*(seen[parent] if parent >= 0 else []), index])
+        place += range(first, first + length)
+    order = torch.tensor(place)
+    ancestors = torch.tensor([[other in seen[index] for other in range(len(seen))] for index in range(len(seen))])
+    visible = ancestors[piece][:, piece] & (order[:, None] >= order[None])
     if case.window is not None:
         visible &= order[:, None] - order[None] < case.window
     scores = torch.einsum("ghd,jhd->hgj", q, k.repeat_interleave(repeats, 1)) * SCALE
@@ -67,7 +79,13 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
     q, k, v, grad = (t[tokens_R].clone().requires_grad_() for t in whole)
     sinks = None if case.sinks_H is None else case.sinks_H.clone().requires_grad_()
     out = grid_attention(
-        q, k, v, PackedRow(lengths=case.lengths), mesh.ulysses, mesh.ring, Heads(SCALE, case.window, sinks)
+        q,
+        k,
+        v,
+        PackedRow(lengths=case.lengths, parents=case.parents),
+        mesh.ulysses,
+        mesh.ring,
+        Heads(SCALE, case.window, sinks),
     )
     (grad.detach() * out).sum().backward()
     return tokens_R, [out.detach(), q.grad, k.grad, v.grad] + ([] if sinks is None else [sinks.grad])
@@ -85,7 +103,7 @@ def round_the_ring(case: Case, ring: int, *, flash: bool = True) -> list[Tensor]
         owners = [(rank - step) % ring for step in range(ring)]
         given = [
             (case.key_WKD[tokens[owner]], case.value_WKU[tokens[owner]],
-             blocks_of(case.lengths, ring, rank, owner, case.window), SCALE, uploads)
+             blocks_of(case.forest, ring, rank, owner, case.window), SCALE, uploads)
             for owner in owners
         ]  # fmt: skip
         for of_owner in given:

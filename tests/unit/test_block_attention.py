@@ -1,10 +1,14 @@
 """The blocks of all pairs of ring ranks, merged in one process, are dense attention; so is the call that a GPU gets."""
 
+import contextlib
 from itertools import accumulate
 
 import pytest
 import torch
 from doubles import flash_attention
+from hypothesis import given as given_all
+from hypothesis import settings
+from hypothesis import strategies as st
 from support.attention import SCALE, Case, dense_reference, round_the_ring
 from support.compiled_kernels import as_on_a_gpu
 
@@ -12,17 +16,24 @@ from isoloss.parallel import block_attention
 from isoloss.parallel.block_attention import attend
 from isoloss.parallel.blocks import blocks_of
 from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.sequence import Forest
 
 LENGTHS = (1, 37, 2, 90, 5, 9)  # 144 tokens
 
 
-def make_case(window: int | None, width: int = 8, value_width: int = 8) -> Case:
+def make_case(
+    window: int | None,
+    width: int = 8,
+    value_width: int = 8,
+    lengths: tuple[int, ...] = LENGTHS,
+    parents: tuple[int, ...] = (),
+) -> Case:
     random = torch.Generator().manual_seed(2)
     query, key, value, grad = (
-        torch.randn(sum(LENGTHS), heads, of, generator=random, dtype=torch.float64)
+        torch.randn(sum(lengths), heads, of, generator=random, dtype=torch.float64)
         for heads, of in ((6, width), (2, width), (2, value_width), (6, value_width))
     )
-    return Case(query, key, value, grad, LENGTHS, window)
+    return Case(query, key, value, grad, lengths, window, parents=parents)
 
 
 @pytest.mark.parametrize("window", [None, 1, 20, 60, 500])
@@ -33,11 +44,70 @@ def test_all_pairs_of_ranks_are_dense_attention(ring, window):
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
+@st.composite
+def forests(draw) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """lengths and parents of up to 8 pieces; the last piece makes it 8 times something, as padding does."""
+    lengths, parents, path = [], [], []
+    for piece in range(draw(st.integers(1, 7))):
+        depth = draw(st.integers(0, len(path)))
+        path = [*path[:depth], piece]
+        parents.append(path[-2] if depth else -1)
+        lengths.append(draw(st.integers(1, 24)))
+    return (*lengths, 8 - sum(lengths) % 8), (*parents, -1)
+
+
+@settings(max_examples=120, deadline=None)
+@given_all(forests(), st.sampled_from([None, 1, 3, 9, 40]), st.sampled_from([1, 2, 4]), st.booleans())
+def test_documents_that_share_what_they_begin_with_are_dense_attention(forest, window, ring, on_gpu):
+    """Trees of any depth, cut over a ring; blocks on a CPU, and the calls that a GPU gets."""
+    lengths, parents = forest
+    case = make_case(window, lengths=lengths, parents=parents)
+    with flash_attention.installed() if on_gpu else contextlib.nullcontext():
+        found = round_the_ring(case, ring)
+    for one, other in zip(found, dense_reference(case), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_a_group_that_shares_its_prompt_takes_two_calls():
+    """Whatever the number of completions and of groups: each piece within itself, and completions to prompts."""
+    lengths, parents = (9, 3, 4, 5, 7, 2, 2), (-1, 0, 0, 0, -1, 4, 4)
+    case = make_case(None, lengths=lengths, parents=parents)
+    with flash_attention.installed() as forward:
+        found = round_the_ring(case, 1)
+    assert forward.call_count == 2
+    for one, other in zip(found, dense_reference(case), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_every_rank_sees_as_much_of_shared_prompts():
+    forest = Forest((64, 16, 32, 48), (-1, 0, 0, 0))
+    sizes = [
+        sum(
+            (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
+            for owner in range(4)
+            for b in blocks_of(forest, 4, rank, owner, None)
+            if b.level
+        )
+        for rank in range(4)
+    ]
+    assert sizes == [64 * 96 // 4] * 4
+
+
+def test_pieces_come_depth_first():
+    forest = Forest((5, 2, 3, 4, 6, 1), (-1, 0, 1, 0, -1, 4))
+    assert forest.offsets == (0, 5, 7, 5, 0, 6) and forest.depths == (0, 1, 2, 1, 0, 1)
+    assert forest.ends == (4, 3, 3, 4, 6, 6) and forest.longest == 10 and forest.shares
+    assert not Forest((5, 2)).shares and not Forest((5, 2), (-1, -1)).shares
+    assert Forest((5, 2)).ends == Forest((5, 2), (-1, -1)).ends == (1, 2)
+    with pytest.raises(AssertionError, match="depth first"):
+        Forest((5, 2, 3, 4), (-1, 0, -1, 1))
+
+
 def test_without_a_window_every_rank_has_the_same_pairs_to_look_at():
     def pairs(rank: int, owner: int) -> int:
         return sum(
             (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
-            for b in blocks_of((4096,), 4, rank, owner, None)
+            for b in blocks_of(Forest((4096,)), 4, rank, owner, None)
         )
 
     for step in range(1, 4):
@@ -69,7 +139,13 @@ def test_a_whole_row_is_one_call_and_nothing_is_copied_for_it(window):
     case = make_case(window)
     with flash_attention.installed() as forward:
         out, _ = attend(
-            case.query_WHD, case.key_WKD, case.value_WKU, blocks_of(LENGTHS, 1, 0, 0, window), SCALE, Uploads(), None
+            case.query_WHD,
+            case.key_WKD,
+            case.value_WKU,
+            blocks_of(Forest(LENGTHS), 1, 0, 0, window),
+            SCALE,
+            Uploads(),
+            None,
         )
     (call,) = forward.call_args_list
     assert call.args[0] is case.query_WHD and call.args[2] is case.value_WKU
@@ -84,7 +160,7 @@ def test_a_window_of_a_ring_takes_few_calls_whatever_the_number_of_documents():
     with flash_attention.installed() as forward:
         round_the_ring(case, 2)
     assert forward.call_count <= 2 * (1 + 2 * len(LENGTHS))
-    own = blocks_of(LENGTHS, 2, 0, 0, 20)
+    own = blocks_of(Forest(LENGTHS), 2, 0, 0, 20)
     assert len(Uploads().calls(own, 72, 72, torch.device("cpu"))) < len(own)
 
 
