@@ -95,6 +95,17 @@ def gated_delta(setup: Setup) -> Refusals:
         yield f"parallel.{key}", why, f"for parallel.ulysses x parallel.ring {_divisors(rank_heads)}"
 
 
+def shared_prefixes(setup: Setup) -> Refusals:
+    if not setup.config.batch.share_prefixes:
+        return
+    kernel, remedy = setup.config.parallel.cp_kernel, "leave it at false"
+    if setup.arch.delta is not None:
+        yield "batch.share_prefixes", "is not built for layers of linear attention", remedy
+    if kernel != "isoloss":
+        why = f"is not known to parallel.cp_kernel={kernel}, which takes whole documents"
+        yield "batch.share_prefixes", why, f"{remedy}, or set parallel.cp_kernel=isoloss"
+
+
 def stages(setup: Setup) -> Refusals:
     num_layers, pp, vpp = setup.arch.num_layers, setup.layout.pp, setup.layout.vpp
     chosen = setup.config.parallel.stage_layers
@@ -311,6 +322,7 @@ def offloading(setup: Setup) -> Refusals:
 SUBJECTS = (
     attention_and_mlp,
     gated_delta,
+    shared_prefixes,
     stages,
     mixture_of_experts,
     load_balancing,

@@ -82,6 +82,11 @@ class BatchConfig(Keys, group="batch"):
         "alone. Lower it when memory runs out: the number of micro-batches follows from it.",
         at_least=2,
     )
+    share_prefixes: bool = key(
+        False,
+        "Compute once what several samples of a micro-batch begin with alike, such as the prompt of a group. Nothing "
+        "but time and memory depends on it.",
+    )
 
 
 @dataclass(frozen=True)

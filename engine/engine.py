@@ -360,7 +360,8 @@ class Engine:
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
         plan = self.plan([len(sample) for sample in samples])
-        batch = prepare_step(samples, loss, plan, self.mesh, self.device)
+        share_prefixes = self.config.batch.share_prefixes
+        batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=share_prefixes)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
         mine = [len(samples[index]) for micro_batch in plan.micro_batches[self.mesh.dp.rank()] for index in micro_batch]
         return dataclasses.replace(batch, cost=float(self.cost_model.cost(mine).sum()))

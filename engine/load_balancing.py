@@ -56,10 +56,10 @@ def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: 
     tokens = TokenCounts.from_lengths(lengths)
     ones = [torch.ones(length) for length in lengths]
     summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
-    weights_AO, counts = torch.zeros((len(balancing.losses), sum(lengths) + 1), dtype=torch.float64), []
+    weights_AO, counts = torch.zeros((len(balancing.losses), sum(lengths)), dtype=torch.float64), []
     for weights_O, router_loss in zip(weights_AO, balancing.losses):
         weights, counted = token_weights(ones, tokens, Aggregation("sum") if summed else router_loss.aggregation)
-        weights_O[:-1] = torch.cat([*weights, weights_O[:0]])
+        weights_O[:] = torch.cat([*weights, weights_O[:0]])
         counts.append(counted)
     return RouterLosses(balancing.losses, weights_AO.to(device), counts)
 
@@ -70,8 +70,9 @@ def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLos
     def own(row_R: Tensor) -> Tensor:
         return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
 
-    document_Z, origin_Z = own(micro_batch.document_R), own(micro_batch.origin_R)
-    return RoutedTokens(document_Z, origin_Z, micro_batch.length_S, mesh.megatron.tp_cp, router_losses)
+    tokens = own(micro_batch.piece_R), own(micro_batch.positions_R)
+    of_row = micro_batch.members_SP, micro_batch.length_S, micro_batch.start_S
+    return RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp, router_losses)
 
 
 def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:

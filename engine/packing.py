@@ -1,15 +1,18 @@
 """Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
 
-Shape suffixes: T tokens of one sample, R of this rank's slice, N labelled positions in it, A aggregations of the loss.
+Shape suffixes: T tokens of one sample, R of this rank's slice, N targets that it predicts, L those of the whole row,
+S samples of the row, P its pieces, A aggregations of the loss.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from isoloss.engine.batch import Sample
+from isoloss.engine.prefixes import Piece, unfolded
 from isoloss.parallel import Mesh
 from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.sequence import own_tokens, padded_document, padded_length
@@ -20,13 +23,14 @@ from isoloss.parallel.upload import upload
 class PackedBatch:
     """A micro-batch as one rank sees it.
 
-    tokens_R, positions_R: int64; positions restart in every document.
-    lengths: tokens of each document of the whole row, with the padding that some attention kernels want behind each;
-        padding of the row last. real_lengths: the same without the padding behind documents, for losses.
-    document_R: the document of the row that each token belongs to; origin_R: where the token stands in the
-        concatenation of all samples of the step. -1 for padding and dummy tokens.
-    length_S: real_lengths on the device.
-    labelled_N: indices into the slice of the positions that predict a target; targets_N: those targets.
+    tokens_R, positions_R: int64; positions go on along a document, and restart in the next.
+    lengths, parents: of the pieces of the whole row, as in `sequence.Forest`, with the padding that some attention
+        kernels want behind each; padding of the row last.
+    piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
+    members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.
+    length_S, start_S: tokens of each sample of the row, and where it begins in the concatenation of all of the step.
+    labelled_N: indices into the slice of the positions that predict a target, one for each target; targets_N: those.
+    document_N, origin_N: the sample of the row that each target belongs to, and where it stands in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: what attention has told the device of the row, for all chunks of the model.
@@ -35,26 +39,19 @@ class PackedBatch:
     tokens_R: Tensor
     positions_R: Tensor
     lengths: tuple[int, ...]
-    real_lengths: tuple[int, ...]
-    document_R: Tensor
-    origin_R: Tensor
+    parents: tuple[int, ...]
+    piece_R: Tensor
+    members_SP: Tensor
     length_S: Tensor
+    start_S: Tensor
     labelled_N: Tensor
     targets_N: Tensor
+    document_N: Tensor
+    origin_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
     longest: int = 0
     uploads: Uploads = field(default_factory=Uploads)
-
-    @property
-    def document_N(self) -> Tensor:
-        """The document of the row that each target belongs to."""
-        return self.document_R[self.labelled_N]
-
-    @property
-    def origin_N(self) -> Tensor:
-        """Where each target stands in the concatenation of all samples of the step."""
-        return self.origin_R[self.labelled_N] + 1
 
 
 def pack(
@@ -65,65 +62,121 @@ def pack(
     device: torch.device,
     names: Sequence[str] = (),
     modes: int = 1,
+    pieces: Sequence[Piece] | None = None,
 ) -> PackedBatch:
-    """Pack samples, in order, into one row and take this rank's slice.
+    """Pack samples into one row and take this rank's slice.
 
     weights: for each sample, weights for every token as a target, [A, T].
     offsets: of each sample, its start in the step.
     names, modes: fields of the step's samples and number of aggregations; a row of dummies has them too.
-    Targets are shifted here, on whole rows, before sharding. No samples make a row of dummy tokens without labels,
-    through which every parameter still gets a (zero) gradient.
+    pieces: of the samples, where what they begin with alike is to be in the row once (`prefixes.fold`).
+    Targets are found here, on whole samples, before sharding: a token that ends what several samples share predicts a
+    target for each. No samples make a row of dummy tokens without labels, through which every parameter still gets a
+    (zero) gradient.
     """
-    spans = [padded_document(len(sample), mesh) for sample in samples]
+    pieces = pieces if pieces is not None else unfolded([len(sample) for sample in samples])
+    spans = [padded_document(len(piece), mesh) for piece in pieces]
     used = sum(spans)
     total = padded_length(used, mesh)
+    rest = (total - used,) if total > used else ()
     tokens = torch.zeros(total, dtype=torch.int64)
     positions = torch.arange(total) - used
-    label = torch.zeros(total, dtype=torch.bool)
-    target_weights = torch.zeros((weights[0].shape[0] if weights else modes, total), dtype=torch.float64)
-    origin = torch.full((total,), -1)
-    document = torch.full((total,), -1)
-    names = sorted({name for sample in samples for name in sample.fields}) if samples else names
-    fields = {name: torch.zeros(total, dtype=torch.float64) for name in names}
-    start = 0
-    for index, (sample, weight_AT, offset, span) in enumerate(zip(samples, weights, offsets, spans)):
-        end = start + len(sample)
-        tokens[start:end] = sample.tokens_T
+    piece_of = torch.full((total,), -1)
+    places = [torch.empty(len(sample), dtype=torch.int64) for sample in samples]  # of each token in the row
+    members = torch.zeros((len(samples), len(pieces)), dtype=torch.float64)
+    for index, (piece, span, start) in enumerate(zip(pieces, spans, accumulate(spans, initial=0))):
+        row, own = slice(start, start + len(piece)), slice(piece.start, piece.stop)
+        tokens[row] = samples[piece.samples[0]].tokens_T[own]
         # Padding of a document goes on in it: no token before it sees it, and it needs no mask of its own.
-        positions[start : start + span] = torch.arange(span)
-        predicts = slice(start, end - 1)  # position t predicts token t + 1
-        label[predicts] = sample.mask_T[1:]
-        target_weights[:, predicts] = weight_AT[:, 1:]
-        origin[start:end] = torch.arange(offset, offset + len(sample))
-        document[start:end] = index
-        for name in names:
-            fields[name][predicts] = sample.fields[name][1:].to(torch.float64)
-        start += span
-    targets = tokens.roll(-1)
-    rest = (total - used,) if total > used else ()
+        positions[start : start + span] = torch.arange(piece.start, piece.start + span)
+        piece_of[row] = index
+        members[list(piece.samples), index] = 1
+        for sample in piece.samples:
+            places[sample][own] = torch.arange(row.start, row.stop)
     all_lengths = (*spans, *rest)
     own_R = own_tokens(all_lengths, mesh)
-    labelled_N = label[own_R].nonzero().squeeze(1)
-    at_N = own_R[labelled_N]
-    real_lengths = (*map(len, samples), *rest)
-    tokens_R, positions_R, document_R, origin_R, length_S, labelled_N, targets_N, *floats = _upload(
-        [tokens[own_R], positions[own_R], document[own_R], origin[own_R], torch.tensor(real_lengths), labelled_N]
-        + [targets[at_N], target_weights[:, at_N], *(row[at_N] for row in fields.values())],
+    labels = _Labels.of(samples, weights, offsets, places, names, modes)
+    slot = torch.full((total,), -1)
+    slot[own_R] = torch.arange(len(own_R))
+    mine = (slot[labels.place_L] >= 0).nonzero().squeeze(1)
+    mine = mine[slot[labels.place_L[mine]].argsort(stable=True)]
+    (
+        tokens_R,
+        positions_R,
+        piece_R,
+        members_SP,
+        length_S,
+        start_S,
+        labelled_N,
+        targets_N,
+        document_N,
+        origin_N,
+        *floats,
+    ) = _upload(
+        [tokens[own_R], positions[own_R], piece_of[own_R], members]
+        + [torch.tensor([len(sample) for sample in samples], dtype=torch.int64)]
+        + [torch.tensor(list(offsets), dtype=torch.int64), slot[labels.place_L[mine]], labels.target_L[mine]]
+        + [labels.sample_L[mine], labels.origin_L[mine], labels.weights_AL[:, mine]]
+        + [values_L[mine] for values_L in labels.fields.values()],
         device,
     )
     return PackedBatch(
         tokens_R=tokens_R,
         positions_R=positions_R,
         lengths=all_lengths,
-        real_lengths=real_lengths,
-        document_R=document_R,
-        origin_R=origin_R,
+        parents=(*(piece.parent for piece in pieces), *(-1 for _ in rest)),
+        piece_R=piece_R,
+        members_SP=members_SP,
         length_S=length_S,
+        start_S=start_S,
         labelled_N=labelled_N,
         targets_N=targets_N,
+        document_N=document_N,
+        origin_N=origin_N,
         weights_AN=floats[0],
-        fields=dict(zip(fields, floats[1:])),
+        fields=dict(zip(labels.fields, floats[1:])),
     )
+
+
+@dataclass(frozen=True)
+class _Labels:
+    """The targets of all samples of a row, [L]: where in the row each is predicted, what it is, its sample, and where
+    that has it in the step."""
+
+    place_L: Tensor
+    target_L: Tensor
+    sample_L: Tensor
+    origin_L: Tensor
+    weights_AL: Tensor
+    fields: Mapping[str, Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        samples: Sequence[Sample],
+        weights: Sequence[Tensor],
+        offsets: Sequence[int],
+        places: Sequence[Tensor],
+        names: Sequence[str],
+        modes: int,
+    ) -> "_Labels":
+        """places: of each token of each sample, in the row."""
+        names = sorted({name for sample in samples for name in sample.fields}) if samples else names
+        if not samples:
+            none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((modes, 0), dtype=torch.float64)
+            return cls(none, none, none, none, nothing, dict.fromkeys(names, nothing[0]))
+        at = [sample.mask_T[1:].nonzero().squeeze(1) for sample in samples]  # position t predicts token t + 1
+        return cls(
+            torch.cat([place_T[at_L] for place_T, at_L in zip(places, at)]),
+            torch.cat([sample.tokens_T[at_L + 1] for sample, at_L in zip(samples, at)]),
+            torch.arange(len(samples)).repeat_interleave(torch.tensor([len(at_L) for at_L in at])),
+            torch.cat([offset + at_L + 1 for offset, at_L in zip(offsets, at)]),
+            torch.cat([weights_AT[:, at_L + 1] for weights_AT, at_L in zip(weights, at)], dim=1),
+            {
+                name: torch.cat([sample.fields[name][at_L + 1].to(torch.float64) for sample, at_L in zip(samples, at)])
+                for name in names
+            },
+        )
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

@@ -19,6 +19,7 @@ from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import Plan
+from isoloss.engine.prefixes import Piece, fold, unfolded
 from isoloss.engine.stopwatch import Stopwatch
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
@@ -113,8 +114,12 @@ class StepMetrics:
     cost: float = 0.0
 
 
-def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device) -> StepBatch:
+def prepare_step(
+    samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device, *, share_prefixes: bool = False
+) -> StepBatch:
     """Count and weigh this rank's share of `samples`, which every rank passes whole; packing waits for its turn.
+
+    share_prefixes: what samples of a micro-batch begin with alike is computed once, where that pays.
 
     Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
     aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
@@ -138,14 +143,21 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     def pack_one(index: int) -> PackedBatch:
         m = mine[index]
         row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
-        return replace(pack(*row, mesh, device, names, len(loss.aggregations)), longest=longest[index])
+        packed = pack(*row, mesh, device, names, len(loss.aggregations), own_pieces[index])
+        return replace(packed, longest=longest[index])
 
-    def rows_of(rank: int) -> tuple[int, ...]:
-        return tuple(row_length([lengths[i] for i in m], mesh) for m in plan.micro_batches[rank])
+    def pieces_of(rank: int) -> list[list[Piece]]:
+        if share_prefixes:
+            return [fold([samples[i].tokens_T for i in m]) for m in plan.micro_batches[rank]]
+        return [unfolded([lengths[i] for i in m]) for m in plan.micro_batches[rank]]
 
-    rows = rows_of(mesh.dp.rank())
-    # Ranks that share experts may have longer rows.
-    longest = rows if mesh.layout.ep == 1 else [max(ranks) for ranks in zip(*map(rows_of, range(mesh.dp.size())))]
+    def rows_of(pieces: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
+        return tuple(row_length([len(piece) for piece in m], mesh) for m in pieces)
+
+    own_pieces = pieces_of(mesh.dp.rank())
+    rows = longest = rows_of(own_pieces)
+    if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
+        longest = [max(ranks) for ranks in zip(*(rows_of(pieces_of(rank)) for rank in range(mesh.dp.size())))]
     return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths)
 
 
@@ -267,7 +279,7 @@ def _forward(
 ) -> Tensor:
     watchdog.beat()
     routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
-    row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths
+    row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, micro_batch.parents
     return forward_row(chunk, *row, routed, bound(micro_batch), micro_batch.uploads)
 
 
@@ -290,7 +302,7 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
         )
     dtype = logprobs_N.dtype
     fields = Fields({name: values.to(dtype) for name, values in micro_batch.fields.items()})
-    documents = (micro_batch.document_N, len(micro_batch.lengths))
+    documents = (micro_batch.document_N, len(micro_batch.length_S))
     return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, model.mesh.context)
 
 

@@ -61,10 +61,12 @@ def recorded(chunks: Sequence[nn.Module], tokens: int) -> Iterator[dict[int, Cho
         (hidden, seen), (_, chosen_ZE, _) = inputs, outputs
         layer_choices = choices.setdefault(router.layer, Choices.none(tokens, router.experts.count))
         margin_Z = selection_margin(router.logits(hidden), router.experts, router.expert_bias)
-        origin = seen.origin_Z[seen.real_Z].cpu()
-        layer_choices.seen_O[origin] = True
-        layer_choices.chosen_OE[origin] = chosen_ZE[seen.real_Z].cpu()
-        layer_choices.margin_O[origin] = margin_Z[seen.real_Z].to("cpu", torch.float64)
+        for members_P, start in zip(seen.members_SP, seen.start_S):
+            of_sample_Z = seen.of_pieces(members_P) > 0
+            origin = (start + seen.position_Z[of_sample_Z]).cpu()
+            layer_choices.seen_O[origin] = True
+            layer_choices.chosen_OE[origin] = chosen_ZE[of_sample_Z].cpu()
+            layer_choices.margin_O[origin] = margin_Z[of_sample_Z].to("cpu", torch.float64)
 
     with contextlib.ExitStack() as stack:
         for router in routers(chunks):

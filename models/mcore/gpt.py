@@ -67,12 +67,14 @@ def forward_row(
     tokens_R: Tensor,
     positions_R: Tensor,
     lengths: tuple[int, ...],
+    parents: tuple[int, ...] = (),
     routed: RoutedTokens | None = None,
     bound: Bound | None = None,
     uploads: Uploads | None = None,
 ) -> Tensor:
     """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
 
+    lengths, parents: of the row's pieces, as `sequence.Forest` has them.
     routed: the slice as its routers see it.
     bound: of the messages between its experts.
     uploads: of the row, if other chunks share them.
@@ -85,7 +87,7 @@ def forward_row(
         position_ids=positions_R[None],
         attention_mask=None,
         packed_seq_params=RoutedRow(
-            lengths=lengths, uploads=uploads, query_factors_R=factors_R, tokens=routed, bound=bound
+            lengths=lengths, parents=parents, uploads=uploads, query_factors_R=factors_R, tokens=routed, bound=bound
         ),
     )
 

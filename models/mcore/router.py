@@ -71,7 +71,7 @@ class Router(MegatronModule):
         if tokens is not None and tokens.router_losses is not None and torch.is_grad_enabled():
             weights_ZE = tokens.router_losses.add(weights_ZE, routing, tokens)
             if self.expert_bias is not None:
-                self.load_E += (chosen_ZE & tokens.real_Z[:, None]).sum(0)
+                self.load_E += (chosen_ZE * tokens.documents_Z[:, None]).sum(0)
         return weights_ZE, chosen_ZE, routing.chosen_ZX
 
 

@@ -46,40 +46,54 @@ class Routing:
 class RoutedTokens:
     """The tokens that the routers of a rank see of a micro-batch: its slice of the row, under TP its part of that.
 
-    document_Z: the document of the row that each belongs to.
-    origin_Z: where it stands in the concatenation of all samples of the step. Both -1 for padding and dummy tokens.
-    length_S: tokens of each document of the whole row, the padding behind it not counted, int64.
+    piece_Z: the piece of the row that each belongs to, -1 for padding and dummy tokens; position_Z: in its documents.
+    members_SP: 1 where a document goes through a piece, else 0, fp64.
+    length_S, start_S: tokens of each document, int64, and where it begins in the concatenation of all of the step.
     row: the ranks that share the row, tp x context.
     router_losses: what the routers add to the loss; None: nothing.
     """
 
-    document_Z: Tensor
-    origin_Z: Tensor
+    piece_Z: Tensor
+    position_Z: Tensor
+    members_SP: Tensor
     length_S: Tensor
+    start_S: Tensor
     row: dist.ProcessGroup
     router_losses: "RouterLosses | None" = None
 
     @property
     def real_Z(self) -> Tensor:
-        return self.document_Z >= 0
+        return self.piece_Z >= 0
+
+    def of_pieces(self, values_P: Tensor) -> Tensor:
+        """The value of each token's piece, [Z], or [Z, n] of [P, n]; 0 for padding and dummy tokens."""
+        return torch.cat([values_P, values_P.new_zeros(1, *values_P.shape[1:])])[self.piece_Z]
+
+    @property
+    def documents_Z(self) -> Tensor:
+        """How many documents each token belongs to, int64."""
+        return self.of_pieces(self.members_SP.sum(0)).to(torch.int64)
 
 
 def sequence_balance(routing: Routing, tokens: RoutedTokens) -> Tensor:
-    """What each token adds to its document's balance loss, [Z].
+    """What each token adds to its document's balance loss, [Z]; the mean over its documents where it has several.
 
     The loss of a document is sum_e f_e P_e (DeepSeek-V3, arXiv:2412.19437, eq. 17-20): f_e = E / (X length) * (how many
     of its tokens chose e), without gradient, and P_e the mean over its tokens of e's share of a token's scores.
     Collectives: one all-reduce of the counts [S, E] over the ranks that share the row, in the forward.
     """
     dtype, num_experts = routing.scores_ZE.dtype, routing.scores_ZE.shape[1]
-    document_Z = tokens.document_Z.clamp(min=0)
+    members_SP = tokens.members_SP.to(dtype)
     chosen_ZE = (routing.chosen_ZE & tokens.real_Z[:, None]).to(dtype)
-    counts_SE = chosen_ZE.new_zeros(len(tokens.length_S), num_experts).index_add(0, document_Z, chosen_ZE)
-    counts_SE = sum_parts(counts_SE, tokens.row)  # of whole numbers: exact, in whatever order
+    counts_PE = chosen_ZE.new_zeros(members_SP.shape[1], num_experts)
+    if counts_PE.numel():
+        counts_PE = counts_PE.index_add(0, tokens.piece_Z.clamp(min=0), chosen_ZE)
+    counts_PE = sum_parts(counts_PE, tokens.row)  # of whole numbers: exact, in whatever order
     length_S1 = tokens.length_S[:, None].to(dtype)
-    f_SE = counts_SE * num_experts / (routing.chosen_ZX.shape[1] * length_S1)
+    f_SE = members_SP @ counts_PE * num_experts / (routing.chosen_ZX.shape[1] * length_S1)
+    f_PE = members_SP.T @ (f_SE / length_S1) / members_SP.sum(0)[:, None]
     shares_ZE = routing.scores_ZE / (routing.scores_ZE.sum(1, keepdim=True) + TINY)
-    return ((f_SE / length_S1)[document_Z] * shares_ZE).sum(1)
+    return (tokens.of_pieces(f_PE) * shares_ZE).sum(1)
 
 
 def z_loss(routing: Routing, tokens: RoutedTokens) -> Tensor:
@@ -90,10 +104,11 @@ def z_loss(routing: Routing, tokens: RoutedTokens) -> Tensor:
 
 @dataclass(frozen=True)
 class RouterLoss:
-    """coefficient * sum(weight * per_token) over the real tokens of the step and the layers with experts.
+    """coefficient * sum(weight * per_token) over the real tokens of the step and the layers with experts. A token of
+    several documents counts once for each.
 
     per_token: [Z], not yet weighted.
-    aggregation: makes the weights.
+    aggregation: makes the weights, alike for all tokens of a document.
     name: what the metrics call the sum, without the coefficient.
     """
 
@@ -106,7 +121,7 @@ class RouterLoss:
 class RouterLosses:
     """What the routers of this rank do in one pass over a step, besides routing.
 
-    weights_AO: the weight of every token of the step in each loss, fp64; a last column, index -1, is of padding, and 0.
+    weights_AO: the weight of every token of the step in each loss, fp64.
     counts: what the weights of each loss add up to.
     sums_A, consumed_A: the losses so far, without coefficients, and the weights that went into them; fp64.
     """
@@ -123,7 +138,8 @@ class RouterLosses:
         """
         total = routing.logits_ZE.new_zeros(())
         for index, loss in enumerate(self.losses):
-            weights_Z = self.weights_AO[index, tokens.origin_Z].to(total.dtype)
+            weights_S = self.weights_AO[index, tokens.start_S]
+            weights_Z = tokens.of_pieces(weights_S @ tokens.members_SP).to(total.dtype)
             terms_Z = weights_Z * loss.per_token(routing, tokens)
             total = total + loss.coefficient * terms_Z.sum()
             self.sums_A[index] += terms_Z.detach().sum(dtype=torch.float64)

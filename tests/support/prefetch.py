@@ -65,9 +65,9 @@ def uploads(folder: Path, parallel: dict) -> list[tuple[int, int]]:
     given: list[tuple[Tensor, object]] = []
     forward_row = step.forward_row
 
-    def forwarding(chunk, tokens_R, positions_R, lengths, routed, bound, uploads):
+    def forwarding(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads):
         given.append((tokens_R, uploads))
-        return forward_row(chunk, tokens_R, positions_R, lengths, routed, bound, uploads)
+        return forward_row(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads)
 
     with mock.patch.object(step, "forward_row", forwarding):
         engine.forward_backward(make_samples(LENGTHS, VOCAB), TOKEN_MEAN)

@@ -178,11 +178,12 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
     for row, tokens in zip(rows, expected):
         assert len(row.tokens_R) * context == sum(row.lengths) and len(row.tokens_R) % tp == 0
         assert all(length % multiple == 0 for length in row.lengths)
-        assert row.real_lengths[: len(lengths)] == tuple(lengths) and len(row.real_lengths) == len(row.lengths)
+        assert row.length_S.tolist() == lengths and len(row.parents) == len(row.lengths)
         assert row.tokens_R[: len(tokens)].tolist() == tokens and not row.tokens_R[len(tokens) :].any()
         padding = row.tokens_R == 0
-        assert (row.document_R == -1).equal(padding) and (row.origin_R == -1).equal(padding)
-        document, targets = row.document_R[row.labelled_N], row.targets_N
+        assert (row.piece_R == -1).equal(padding)
+        document, targets = row.piece_R[row.labelled_N], row.targets_N
+        assert document.equal(row.document_N)
         assert targets.equal(row.tokens_R[row.labelled_N] + 1) and not padding[row.labelled_N].any()
-        assert row.positions_R[row.labelled_N].equal(row.origin_R[row.labelled_N] - torch.tensor(offsets)[document])
+        assert row.positions_R[row.labelled_N].equal(row.origin_N - 1 - torch.tensor(offsets)[document])
     assert sum(len(row.labelled_N) for row in rows) == sum(lengths) - len(lengths)

@@ -44,7 +44,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
     places = [tokens_of(lengths, ring, rank // ulysses, ulysses, rank % ulysses) for rank in range(len(shards))]
     row_order = torch.cat(places).argsort()
     labelled = torch.cat([place[shard.labelled_N] for place, shard in zip(places, shards)])
-    label_order = labelled.argsort()
+    label_order = labelled.argsort(stable=True)
 
     def whole(values):
         return torch.cat(values)[row_order]
@@ -56,12 +56,15 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         tokens_R=whole([shard.tokens_R for shard in shards]),
         positions_R=whole([shard.positions_R for shard in shards]),
         lengths=lengths,
-        real_lengths=shards[0].real_lengths,
-        document_R=whole([shard.document_R for shard in shards]),
-        origin_R=whole([shard.origin_R for shard in shards]),
+        parents=shards[0].parents,
+        piece_R=whole([shard.piece_R for shard in shards]),
+        members_SP=shards[0].members_SP,
         length_S=shards[0].length_S,
+        start_S=shards[0].start_S,
         labelled_N=labelled[label_order],
         targets_N=of_labels([shard.targets_N for shard in shards]),
+        document_N=of_labels([shard.document_N for shard in shards]),
+        origin_N=of_labels([shard.origin_N for shard in shards]),
         weights_AN=of_labels([shard.weights_AN.T for shard in shards]).T,
         fields={k: of_labels([shard.fields[k] for shard in shards]) for k in shards[0].fields},
     )
@@ -85,14 +88,14 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.tokens_R.tolist() == tokens + [0] * padding
     assert row.positions_R.tolist() == positions + list(range(padding))
     assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
-    assert row.real_lengths == row.lengths == tuple(row.length_S.tolist())
+    assert row.parents == (-1,) * len(row.lengths) and row.members_SP.equal(torch.eye(len(samples)).double())
+    assert row.length_S.tolist() == [len(sample) for sample in samples] and row.start_S.tolist() == list(offsets)
     assert row.labelled_N.tolist() == labelled
     assert row.targets_N.tolist() == targets
     assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list
     assert row.origin_N.tolist() == origin
     assert row.document_N.tolist() == documents
-    assert row.origin_R.tolist() == [o + t for s, o in zip(samples, offsets) for t in range(len(s))] + [-1] * padding
-    assert row.document_R.tolist() == [i for i, s in enumerate(samples) for _ in range(len(s))] + [-1] * padding
+    assert row.piece_R.tolist() == [i for i, s in enumerate(samples) for _ in range(len(s))] + [-1] * padding
     if fields:
         assert list(zip(row.fields["advantages"].tolist(), row.fields["old"].tolist())) == fields
 

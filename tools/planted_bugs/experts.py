@@ -47,7 +47,7 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
 def _every_token(real_Z: property) -> property:
     """Padding counted as well."""
     del real_Z
-    return property(lambda tokens: torch.ones_like(tokens.document_Z, dtype=torch.bool))
+    return property(lambda tokens: torch.ones_like(tokens.piece_Z, dtype=torch.bool))
 
 
 def _deaf_for_counts(distributed):
