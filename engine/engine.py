@@ -31,7 +31,8 @@ from isoloss.engine.optimizer import (
     wrap_ddp,
 )
 from isoloss.engine.packing import PackedBatch
-from isoloss.engine.plan import CostModel, Plan, make_plan
+from isoloss.engine.plan import CostModel, Plan, Shared, make_plan
+from isoloss.engine.prefixes import shared_beginnings
 from isoloss.engine.residents import Residents
 from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
 from isoloss.models.mcore.build import accumulate_in_products
@@ -342,12 +343,13 @@ class Engine:
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
-    def plan(self, lengths: Sequence[int]) -> Plan:
-        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
-        layout = self.mesh.layout
-        return make_plan(
-            lengths, layout.dp, self.config.batch.max_tokens, self.cost_model, layout.pp if layout.vpp > 1 else 1
-        )
+    def plan(self, lengths: Sequence[int], groups: Sequence[Shared] = ()) -> Plan:
+        """Which dp rank runs which samples in which micro-batch; the same on every rank.
+
+        groups: of samples that begin alike, with batch.share_prefixes."""
+        layout, budget = self.mesh.layout, self.config.batch.max_tokens
+        multiple_of = layout.pp if layout.vpp > 1 else 1
+        return make_plan(lengths, layout.dp, budget, self.cost_model, multiple_of, groups)
 
     def _come_back(self) -> None:
         self._weights.come_back()
@@ -359,8 +361,11 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        plan = self.plan([len(sample) for sample in samples])
-        share_prefixes = self.config.batch.share_prefixes
+        share_prefixes, groups = self.config.batch.share_prefixes, []
+        if share_prefixes:
+            tokens, numbers = [sample.tokens_T for sample in samples], [sample.group for sample in samples]
+            groups = shared_beginnings(tokens, numbers)
+        plan = self.plan([len(sample) for sample in samples], groups)
         batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=share_prefixes)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
         mine = [len(samples[index]) for micro_batch in plan.micro_batches[self.mesh.dp.rank()] for index in micro_batch]

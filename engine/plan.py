@@ -8,7 +8,7 @@ Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush, heapreplace
 
@@ -66,6 +66,23 @@ class CostModel:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """Samples that begin with the same tokens, and how many these are. In one micro-batch they are computed once."""
+
+    samples: tuple[int, ...]
+    tokens: int
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Samples that stay together, as one: the tokens that are computed, and their cost."""
+
+    samples: tuple[int, ...]
+    tokens: int
+    cost: float
+
+
+@dataclass(frozen=True)
 class Plan:
     """micro_batches[dp_rank][m]: indices of the samples in micro-batch m of that rank; () where none are left.
 
@@ -84,11 +101,18 @@ class Plan:
 
 
 def make_plan(
-    lengths_S: Sequence[int] | np.ndarray, dp_size: int, max_tokens: int, cost_model: CostModel, multiple_of: int = 1
+    lengths_S: Sequence[int] | np.ndarray,
+    dp_size: int,
+    max_tokens: int,
+    cost_model: CostModel,
+    multiple_of: int = 1,
+    groups: Sequence[Shared] = (),
 ) -> Plan:
     """Place every sample once: ranks of even cost, micro-batches of even cost within `max_tokens` tokens.
 
-    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself.
+    No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself. Samples of one of the
+    `groups` stay together in parts, as large as leaves the ranks even: of several sizes, the one is taken whose
+    costliest rank costs least. Without parts is one of them, so groups never make it cost more.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
@@ -104,18 +128,89 @@ def make_plan(
     order_S = np.argsort(-lengths_S, kind="stable").tolist()
     costs = cost_model.cost(lengths_S).tolist()
     lengths = np.minimum(lengths_S, max_tokens).tolist()  # a sample that fills a micro-batch is alone in it
+    alone = [_Unit((i,), lengths[i], costs[i]) for i in order_S]
+    if not groups:
+        return _place(alone, dp_size, max_tokens, multiple_of)[1]
+    plans = []
+    for units in _divisions(alone, groups, lengths_S.tolist(), dp_size, max_tokens, cost_model):
+        heaviest, plan = _place(units, dp_size, max_tokens, multiple_of)
+        plans.append((heaviest, plan.num_micro_batches, plan))
+    return min(plans, key=lambda found: found[:2])[2]
 
-    ranks = assign_ranks(order_S, costs, dp_size)
-    packed = [_pack(rank, lengths, max_tokens) for rank in ranks]
+
+# The costliest part of a group, in shares of what a rank has to do.
+LARGEST_PARTS = (math.inf, 1.0, 1 / 2, 1 / 4, 1 / 8)
+
+
+def _divisions(
+    alone: Sequence[_Unit],
+    groups: Sequence[Shared],
+    lengths: Sequence[int],
+    dp_size: int,
+    max_tokens: int,
+    cost_model: CostModel,
+) -> Iterator[list[_Unit]]:
+    """Ways to divide the groups into parts, each once; at last, every sample alone. alone: in order of their length."""
+    of_sample = {unit.samples[0]: unit for unit in alone}
+    grouped = {i for group in groups for i in group.samples}
+    rest = [unit for unit in alone if unit.samples[0] not in grouped]
+    beginnings = cost_model.cost([group.tokens for group in groups]).tolist()
+    share, before = math.inf, None
+    for largest in LARGEST_PARTS:
+        limit = math.inf if largest == math.inf else largest * share
+        units = list(rest)
+        for group, beginning in zip(groups, beginnings):
+            members = sorted(group.samples, key=lambda i: (-lengths[i], i))
+            units += _parts(members, group.tokens, beginning, of_sample, lengths, max_tokens, limit)
+        share = sum(unit.cost for unit in units) / dp_size if share == math.inf else share
+        if units != before:
+            yield units
+        before = units
+    yield list(alone)
+
+
+def _parts(
+    members: Sequence[int],
+    tokens: int,
+    beginning: float,
+    of_sample: Mapping[int, _Unit],
+    lengths: Sequence[int],
+    max_tokens: int,
+    limit: float,
+) -> list[_Unit]:
+    """The members of a group in as few parts of even cost as keep within both limits. members: the longest first.
+
+    tokens, beginning: what they share, and its cost."""
+    for count in range(1, len(members)):
+        parts = assign_ranks(range(len(members)), [of_sample[i].cost - beginning for i in members], count)
+        units = []
+        for part in parts:
+            samples = tuple(members[k] for k in part)
+            behind = sum(lengths[i] - tokens for i in samples)
+            cost = beginning + sum(of_sample[i].cost - beginning for i in samples)
+            units.append(_Unit(samples, tokens + behind, cost))
+        if all(len(u.samples) == 1 or (u.tokens <= max_tokens and u.cost <= limit) for u in units):
+            return [of_sample[u.samples[0]] if len(u.samples) == 1 else u for u in units]
+    return [of_sample[i] for i in members]
+
+
+def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int) -> tuple[float, Plan]:
+    """The cost of the costliest rank, and the plan."""
+    by_cost = sorted(units, key=lambda unit: (-unit.cost, -unit.tokens, unit.samples))
+    tokens, costs = [unit.tokens for unit in by_cost], [unit.cost for unit in by_cost]
+    ranks = assign_ranks(range(len(by_cost)), costs, dp_size)
+    for rank in ranks:
+        rank.sort(key=lambda u: (-tokens[u], u))
+    packed = [_pack(rank, tokens, max_tokens) for rank in ranks]
     needed = max(1, max(len(bins) for bins in packed))
     count = math.ceil(needed / multiple_of) * multiple_of
     plan = []
     for rank, bins in zip(ranks, packed):
         # Spreading by cost wastes tokens where the budget is tight; the packing that was found always fits.
-        spread = _spread(rank, lengths, costs, count, max_tokens) or bins + [[]] * (count - len(bins))
-        spread.sort(key=lambda samples: -sum(costs[i] for i in samples))
-        plan.append(tuple(map(tuple, spread)))
-    return Plan(tuple(plan))
+        spread = _spread(rank, tokens, costs, count, max_tokens) or bins + [[]] * (count - len(bins))
+        spread.sort(key=lambda units: -sum(costs[u] for u in units))
+        plan.append(tuple(tuple(i for u in units for i in by_cost[u].samples) for units in spread))
+    return max(sum(costs[u] for u in rank) for rank in ranks), Plan(tuple(plan))
 
 
 def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from isoloss.engine.plan import Shared
+
 # Attention merges what a completion sees of its prompt with what it sees of itself. A shared beginning that saves less
 # than this part of the tokens behind it costs more than it saves.
 WORTHWHILE = 1 / 16
@@ -59,6 +61,21 @@ def fold(tokens: Sequence[Tensor]) -> list[Piece]:
 def unfolded(lengths: Sequence[int]) -> list[Piece]:
     """A piece for each sample."""
     return [Piece((sample,), 0, length, -1) for sample, length in enumerate(lengths)]
+
+
+def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> list[Shared]:
+    """What the samples of each group begin with alike, where it pays. groups: of each sample; any numbers."""
+    members: dict[int, list[int]] = {}
+    for sample, group in enumerate(groups):
+        members.setdefault(group, []).append(sample)
+    shared = []
+    for samples in members.values():
+        if len(samples) > 1:
+            alike = _alike([tokens[sample] for sample in samples], 0)
+            behind = sum(len(tokens[sample]) - alike for sample in samples)
+            if (len(samples) - 1) * alike > WORTHWHILE * behind:
+                shared.append(Shared(tuple(samples), alike))
+    return shared
 
 
 def _alike(tokens: Sequence[Tensor], start: int) -> int:
