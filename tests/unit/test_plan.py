@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from isoloss.engine.plan import CostModel, Plan, imbalance, make_plan
+from isoloss.engine.plan import CostModel, Plan, Shared, imbalance, make_plan
 from isoloss.models.architecture import Architecture, Experts, Latent, Values, Windowed
 from isoloss.models.rope import Rope
 from isoloss.tools.dryrun.rollout_batch import cache_bytes
@@ -219,3 +219,77 @@ def test_cost_counts_what_a_token_meets():
     pairs = [sum(min(t + 1, 10) for t in range(n)) for n in (1000, 1001)]
     slope = windowed.linear + (2 * 2 * 2 * 4) * (1000 + 0.5 + pairs[1] - pairs[0] - 1)  # a half square and a strip
     assert np.diff(windowed.cost([1000, 1001]))[0] == pytest.approx(slope, rel=2e-3)
+
+
+# ---- samples that begin alike ----------------------------------------------------------------------------------------
+
+
+def computed(plan: Plan, lengths: list[int], groups: list[Shared], cost_model: CostModel) -> list[list[tuple]]:
+    """(tokens, cost) of each micro-batch of each rank, what its samples share counted once."""
+    group_of = {i: group for group in groups for i in group.samples}
+
+    def of(micro_batch: tuple[int, ...]) -> tuple[int, float]:
+        beginnings = {id(group_of[i]): group_of[i].tokens for i in micro_batch if i in group_of}
+        tokens = sum(beginnings.values()) + sum(
+            lengths[i] - (group_of[i].tokens if i in group_of else 0) for i in micro_batch
+        )
+        cost = sum(float(cost_model.cost(shared)) for shared in beginnings.values())
+        for i in micro_batch:
+            before = group_of[i].tokens if i in group_of else 0
+            cost += float(cost_model.cost(lengths[i])) - (float(cost_model.cost(before)) if before else 0.0)
+        return tokens, cost
+
+    return [[of(m) for m in rank] for rank in plan.micro_batches]
+
+
+def costliest(found: list[list[tuple]]) -> float:
+    return max(sum(cost for _, cost in rank) for rank in found)
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(1, 40), st.lists(st.integers(1, 40), min_size=1, max_size=9)), max_size=9),
+    st.integers(20, 200), st.integers(1, 6), st.integers(1, 3), cost_models,
+)  # fmt: skip
+def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
+    prompts, budget, dp_size, multiple_of, cost_model
+):
+    lengths, groups = [], []
+    for prompt, completions in prompts:
+        members = range(len(lengths), len(lengths) + len(completions))
+        lengths += [prompt + completion for completion in completions]
+        if len(members) > 1:
+            groups.append(Shared(tuple(members), prompt))
+    plan = make_plan(lengths, dp_size, budget, cost_model, multiple_of, groups)
+    assert sorted(indices(plan)) == list(range(len(lengths)))
+    assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
+    assert plan.num_micro_batches % multiple_of == 0
+    found = computed(plan, lengths, groups, cost_model)
+    for rank, of_rank in zip(plan.micro_batches, found):
+        assert all(len(m) == 1 or tokens <= budget for m, (tokens, _) in zip(rank, of_rank))
+    alone = computed(make_plan(lengths, dp_size, budget, cost_model, multiple_of), lengths, [], cost_model)
+    assert costliest(found) <= costliest(alone) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "ranks", "budget", "prompt", "completion", "gain"),
+    [
+        (64, 1, 16384, 512, 512, 1.65),
+        (64, 8, 16384, 512, 512, 1.6),
+        (64, 64, 16384, 512, 512, 1.3),
+        (64, 64, 32768, 8192, 512, 2.6),  # the longest prompt decides
+        (64, 128, 16384, 512, 512, 1.05),  # fewer groups than ranks
+    ],
+)
+def test_what_sharing_saves_of_the_costliest_rank(prompts, ranks, budget, prompt, completion, gain):
+    """Eight completions a prompt, lengths drawn log-normally around these."""
+    rng = np.random.default_rng(7)
+    lengths, groups = [], []
+    for _ in range(prompts):
+        shared = int(rng.lognormal(np.log(prompt), 0.4))
+        groups.append(Shared(tuple(range(len(lengths), len(lengths) + 8)), shared))
+        lengths += [shared + max(1, int(length)) for length in rng.lognormal(np.log(completion), 0.5, 8)]
+    plan = make_plan(lengths, ranks, budget, DECODER_7B, 1, groups)
+    alone = computed(make_plan(lengths, ranks, budget, DECODER_7B), lengths, [], DECODER_7B)
+    assert costliest(alone) / costliest(computed(plan, lengths, groups, DECODER_7B)) > gain
+    assert plan.num_micro_batches <= len(alone[0])
