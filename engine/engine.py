@@ -368,8 +368,8 @@ class Engine:
         plan = self.plan([len(sample) for sample in samples], groups)
         batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=share_prefixes)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
-        mine = [len(samples[index]) for micro_batch in plan.micro_batches[self.mesh.dp.rank()] for index in micro_batch]
-        return dataclasses.replace(batch, cost=float(self.cost_model.cost(mine).sum()))
+        costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
+        return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
         """What `head` gives for every target, sample by sample."""

@@ -13,9 +13,6 @@ from time import monotonic, perf_counter
 from typing import TextIO
 
 import torch
-from numpy.typing import ArrayLike
-
-from isoloss.engine.plan import CostModel
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
 # pattern found in torch.cuda.get_device_name() counts, so variants come before the plain name.
@@ -175,18 +172,13 @@ def _summary(row: Mapping[str, float]) -> str:
     return "  ".join(parts)
 
 
-def flops_per_step(cost_model: CostModel, lengths_S: ArrayLike) -> float:
-    """Training FLOPs of all samples of a step: three times forward, as backward makes two products for each it made.
+def mfu(forward_flops: float, seconds: float, peak_flops_per_device: float, num_devices: int) -> float:
+    """Model FLOPs utilisation of training, 0..1: FLOPs that the step needs, over what the devices could have done in
+    that time. It needs three times those of the forward, as backward makes two products for each that forward made.
 
-    `cost_model` must be in FLOPs (`CostModel.of`). Recomputing activations does not count as work of the model.
-    Source: Chowdhery et al. 2022 (PaLM), appendix B.
+    Recomputing activations does not count as work of the model. Source: Chowdhery et al. 2022 (PaLM), appendix B.
     """
-    return 3.0 * float(cost_model.cost(lengths_S).sum())
-
-
-def mfu(flops: float, seconds: float, peak_flops_per_device: float, num_devices: int) -> float:
-    """Model FLOPs utilisation, 0..1: FLOPs the model needs, over what the devices could have done in that time."""
-    return flops / (seconds * peak_flops_per_device * num_devices)
+    return 3.0 * forward_flops / (seconds * peak_flops_per_device * num_devices)
 
 
 def peak_flops(device: torch.device | str) -> float:

@@ -44,6 +44,11 @@ class CostModel:
         windowed_S = self.windowed * seen_S * (2 * lengths_S - seen_S)
         return self.linear * lengths_S + self.quadratic * lengths_S**2 + windowed_S
 
+    def cost_of_spans(self, spans: Sequence[tuple[int, int]]) -> float:
+        """Of tokens from `start` to `stop` of their sequences, which see those before them."""
+        starts, stops = zip(*spans) if spans else ((), ())
+        return float(self.cost(stops).sum() - self.cost(starts).sum())
+
     @classmethod
     def of(cls, arch: Architecture) -> "CostModel":
         """The FLOPs of a model (models/flops.py): linear of matrices and of linear attention, quadratic and windowed

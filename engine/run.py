@@ -22,7 +22,7 @@ from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine, Limits, OptimResult
 from isoloss.engine.garbage import Garbage
-from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
+from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.preemption import Preemption
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
@@ -158,8 +158,7 @@ class Run:
     ) -> None:
         """Log the step that has just been done. Raises UserError where too many in a row were not finite."""
         step, seconds = self.done + 1, time.perf_counter() - self._started
-        flops = flops_per_step(self._engine.cost_model, [len(sample) for sample in samples])
-        utilization = mfu(flops, seconds, self._peak, dist.get_world_size())
+        utilization = mfu(metrics.total_cost, seconds, self._peak, dist.get_world_size())
         self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
         if line := self._memory.after_step(device.peak_bytes()):
             self.print([line])
@@ -291,6 +290,7 @@ def metrics_row(metrics: StepMetrics, result: OptimResult, seconds: float, utili
         "lr": result.lr,
         "valid_tokens": metrics.valid_tokens,
         "total_tokens": metrics.total_tokens,
+        "computed_tokens": metrics.computed_tokens,
         "sequences": metrics.sequences,
         "micro_batches": metrics.micro_batches,
         "weight_sum": metrics.weight_sum,

@@ -64,18 +64,25 @@ class StepBatch:
     rows: tokens of each micro-batch's whole row, with padding.
     counts: for each aggregation of the loss.
     lengths: tokens of every sample of the step.
-    cost: of this rank's samples, as the plan has it.
+    spans: of each dp rank, where the pieces that it computes begin and end in their samples.
+    cost, total_cost: of what this rank computes, and all: forward FLOPs.
     """
 
     micro_batches: Sequence[PackedBatch]
     rows: tuple[int, ...]
     counts: tuple[StepCounts, ...]
     lengths: tuple[int, ...]
+    spans: Sequence[Sequence[tuple[int, int]]]
     cost: float = 0.0
+    total_cost: float = 0.0
 
     @property
     def total_tokens(self) -> int:
         return sum(self.lengths)
+
+    @property
+    def computed_tokens(self) -> int:
+        return sum(stop - start for of_rank in self.spans for start, stop in of_rank)
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,14 @@ class StepMetrics:
     terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
     observed: means over the valid tokens, and what else the loss asked for of them.
     valid_tokens: targets.
-    total_tokens: tokens without padding.
+    total_tokens: tokens without padding. computed_tokens: the same, what samples share counted once.
     micro_batches: of each rank.
     seconds: that forward and backward took, where they were timed.
     lost: rows for which messages between experts had no room, of the rank that lost most; above 0 the step is worth
         nothing.
     reruns: how often `Engine.train_step` ran the step again for that; None without a bound.
     busy_seconds: that this rank's device was at its micro-batches, before it waits for other ranks' sums.
-    cost: of this rank's samples, as the plan has it.
+    cost, total_cost: of what this rank computed, and all: forward FLOPs.
     """
 
     loss: float
@@ -103,6 +110,7 @@ class StepMetrics:
     weight_sum: float
     valid_tokens: int
     total_tokens: int
+    computed_tokens: int
     sequences: int
     micro_batches: int
     seconds: float = 0.0
@@ -112,6 +120,7 @@ class StepMetrics:
     reruns: int | None = None
     busy_seconds: float = 0.0
     cost: float = 0.0
+    total_cost: float = 0.0
 
 
 def prepare_step(
@@ -154,11 +163,13 @@ def prepare_step(
     def rows_of(pieces: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
         return tuple(row_length([len(piece) for piece in m], mesh) for m in pieces)
 
-    own_pieces = pieces_of(mesh.dp.rank())
+    pieces = [pieces_of(rank) for rank in range(mesh.dp.size())]
+    own_pieces = pieces[mesh.dp.rank()]
     rows = longest = rows_of(own_pieces)
     if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
-        longest = [max(ranks) for ranks in zip(*(rows_of(pieces_of(rank)) for rank in range(mesh.dp.size())))]
-    return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths)
+        longest = [max(ranks) for ranks in zip(*map(rows_of, pieces))]
+    spans = [[(piece.start, piece.stop) for m in of_rank for piece in m] for of_rank in pieces]
+    return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths, spans)
 
 
 def run_step(
@@ -225,6 +236,7 @@ def run_step(
         weight_sum=weight_sums[0],
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
+        computed_tokens=batch.computed_tokens,
         sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
@@ -234,6 +246,7 @@ def run_step(
         lost=int(sum(most_lost)),
         busy_seconds=busy.seconds(),
         cost=batch.cost,
+        total_cost=batch.total_cost,
     )
 
 

@@ -26,7 +26,7 @@ from isoloss.tools.parity import freeze
 
 
 def step(guard: BadStepGuard, number: int, loss: float = 2.0, norm: float = 1.0) -> None:
-    metrics = StepMetrics(loss, abs(loss), 1.0, 10, 10, 1, 1)
+    metrics = StepMetrics(loss, abs(loss), 1.0, 10, 10, 10, 1, 1)
     sample = dataclasses.replace(samples()[0], id="a.jsonl:3")
     guard.check(number, metrics, OptimResult(norm, 1e-3, True), [sample])
 

@@ -133,7 +133,7 @@ def test_nothing_is_waited_for(tmp_path):
 
 def test_a_run_tells_of_steps_that_were_run_again():
     """And has no such number without a bound."""
-    metrics = StepMetrics(1.0, 1.0, 1.0, 1, 1, 1, 1)
+    metrics = StepMetrics(1.0, 1.0, 1.0, 1, 1, 1, 1, 1)
     rows = [
         metrics_row(replace(metrics, reruns=reruns), OptimResult(1.0, 1.0, True), 1.0, 0.5) for reruns in (None, 0, 1)
     ]

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from isoloss.engine import metrics
-from isoloss.engine.metrics import MetricsLog, flops_per_step, mfu, peak_flops
+from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.plan import CostModel
 from isoloss.models.architecture import Architecture
 from isoloss.models.rope import Rope
@@ -141,10 +141,11 @@ def test_bar_on_a_terminal(tmp_path, monkeypatch):
     assert "4/4" in last and "loss 3.1250  6,000 tokens/s" in last
 
 
-def test_training_flops_are_three_times_forward():
+def test_flops_of_whole_sequences_and_of_what_goes_on_from_a_prompt():
     model = CostModel(linear=10.0, quadratic=2.0)
-    assert flops_per_step(model, [1, 3]) == 3 * (12 + 48)
-    assert flops_per_step(model, []) == 0.0
+    assert model.cost_of_spans([(0, 1), (0, 3)]) == 12 + 48
+    assert model.cost_of_spans([(0, 3), (3, 5), (3, 4)]) == 48 + (100 - 48) + (72 - 48)
+    assert model.cost_of_spans([]) == 0.0
     # The rule of thumb, 6 FLOPs per parameter and token, holds for short sequences of a wide model.
     wide = CostModel.of(
         Architecture(
@@ -152,11 +153,12 @@ def test_training_flops_are_three_times_forward():
         )
     )
     parameters = 32 * (4 * 4096**2 + 3 * 4096 * 11008) + 4096 * 32000
-    assert flops_per_step(wide, [128] * 4) == pytest.approx(6 * parameters * 512, rel=0.01)
+    assert 3 * wide.cost_of_spans([(0, 128)] * 4) == pytest.approx(6 * parameters * 512, rel=0.01)
 
 
 def test_mfu_is_work_over_capacity():
-    assert mfu(flops=8e15, seconds=2.0, peak_flops_per_device=1e15, num_devices=8) == 0.5
+    """Backward does twice what forward did."""
+    assert mfu(forward_flops=8e15, seconds=2.0, peak_flops_per_device=3e15, num_devices=8) == 0.5
 
 
 @pytest.mark.parametrize(
