@@ -21,8 +21,8 @@ from isoloss.parallel import device
 from isoloss.recipes import launch, sft
 from isoloss.tools.parity import freeze
 
-METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "computed_tokens", "sequences", "micro_batches", "seconds",
-           "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip
+METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "computed_tokens", "sequences",
+           "micro_batches", "seconds", "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip
 
 
 # ---- end to end -----------------------------------------------------------------------------------------------------
