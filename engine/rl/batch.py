@@ -221,16 +221,23 @@ def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Te
     return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
 
 
-def minibatches(count: int, step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
+def minibatches(groups: Sequence[int], step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
     """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
 
-    Shuffled by (seed, first step, epoch): completions of a prompt are spread over the parts, and none of them holds
-    only easy prompts. A batch that dynamic sampling left smaller is cut into the most parts, up to
-    algorithm.minibatches, that are of one size: every step is a mean, so a completion of a smaller part would weigh
-    more.
+    groups: the prompt of each completion.
+    Shuffled by (seed, first step, epoch), one by one, so that completions of a prompt are spread over the parts, or by
+    prompt (algorithm.minibatch_by): no part holds only easy prompts. A batch that dynamic sampling left smaller is cut
+    into the most parts, up to algorithm.minibatches, that are of one size: every step is a mean, so a completion of a
+    smaller part would weigh more.
     """
-    steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if count % n == 0)
+    dealt = [[index] for index in range(len(groups))]
+    if config.algorithm.minibatch_by == "prompt":
+        of_group: dict[int, list[int]] = {}
+        for index, group in enumerate(groups):
+            of_group.setdefault(group, []).append(index)
+        dealt = list(of_group.values())
+    steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if len(dealt) % n == 0)
     for epoch in range(config.algorithm.epochs):
-        order = np.random.default_rng([config.train.seed, step, epoch]).permutation(count)
-        steps += [tuple(part.tolist()) for part in np.array_split(order, parts)]
+        order = np.random.default_rng([config.train.seed, step, epoch]).permutation(len(dealt))
+        steps += [tuple(i for unit in part for i in dealt[unit]) for part in np.array_split(order, parts)]
     return tuple(steps)

@@ -172,6 +172,11 @@ class AlgorithmConfig(Keys, group="algorithm"):
     )
     importance_cap: float = key(2.0, "Largest importance weight.", above=0)
     minibatches: int = key(1, "Optimizer steps that a generated batch feeds in one epoch.", at_least=1)
+    minibatch_by: Literal["completion", "prompt"] = key(
+        "completion",
+        "What is dealt to the optimizer steps: single completions, so that those of a prompt are in several steps, or "
+        "prompts with all of theirs, which batch.share_prefixes saves more of.",
+    )
     epochs: int = key(1, "Passes over a generated batch.", at_least=1)
     dynamic_sampling: bool = key(
         False, "Drop groups whose rewards are all equal, and draw other prompts for them (DAPO)."
@@ -249,6 +254,13 @@ class RLConfig(Config):
 
     def __post_init__(self):
         sequences = self.batch.global_size * self.rollout.num_generations
+        require(
+            self.algorithm.minibatch_by == "completion" or self.batch.global_size % self.algorithm.minibatches == 0,
+            "algorithm.minibatches",
+            self.algorithm.minibatches,
+            f"does not divide the {self.batch.global_size} prompts of a batch (batch.global_size), which "
+            "algorithm.minibatch_by=prompt deals",
+        )
         require(
             sequences % self.algorithm.minibatches == 0,
             "algorithm.minibatches",

@@ -75,7 +75,7 @@ def _train(
             groups = sample_groups(rollout, batch.cursor, config)  # generates and rewards
             samples = with_logprobs(groups.kept, policy, reference, critic, config)
             samples = with_advantages(samples, groups.kept, config)
-            steps = minibatches(len(samples), step, config)
+            steps = minibatches([sample.group for sample in samples], step, config)
             batch = RolloutBatch(groups.cursor, tuple(samples), steps, batch_stats(groups))
             log.batch(step + 1, groups, batch)
         samples, batch = batch.next()

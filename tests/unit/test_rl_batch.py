@@ -114,7 +114,7 @@ def prepared(batch=BATCH, step=0, asked=None, **options):
 def prepare(groups, models, config, step, stats):
     samples = with_logprobs(groups, models.policy, models.reference, models.critic, config)
     samples = with_advantages(samples, groups, config)
-    return RolloutBatch(7, tuple(samples), minibatches(len(samples), step, config), stats)
+    return RolloutBatch(7, tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
 
 
 def trajectories_of(groups):
@@ -332,10 +332,15 @@ def test_truncated_completions_pay_for_their_kl_too(advantage):
 # --------------------------------------------------------------------------------------------------------------- steps
 
 
+def completions(count: int) -> list[int]:
+    """The prompt of each, four a prompt."""
+    return [index // 4 for index in range(count)]
+
+
 @pytest.mark.parametrize(("count", "parts", "epochs"), [(20, 4, 3), (12, 1, 2), (8, 8, 1)])
 def test_minibatches_are_a_partition_every_epoch(count, parts, epochs):
     config = config_of([(1, [(1, 1.0)] * 4)] * (count // 4), minibatches=parts, epochs=epochs)
-    steps = minibatches(count, 7, config)
+    steps = minibatches(completions(count), 7, config)
     assert len(steps) == parts * epochs == config.steps_per_batch
     for epoch in range(epochs):
         of_epoch = steps[epoch * parts : (epoch + 1) * parts]
@@ -346,15 +351,25 @@ def test_minibatches_are_a_partition_every_epoch(count, parts, epochs):
 
 def test_the_order_depends_on_seed_step_and_epoch_alone():
     config = config_of(minibatches=4, epochs=3)
-    steps = minibatches(20, 7, config)
+    steps = minibatches(completions(20), 7, config)
     np.random.seed(1)
     torch.manual_seed(1)
-    assert minibatches(20, 7, config) == steps
-    assert minibatches(20, 7, config_of(minibatches=4, epochs=1)) == steps[:4]
-    halves = minibatches(20, 7, config_of(minibatches=2, epochs=3))
+    assert minibatches(completions(20), 7, config) == steps
+    assert minibatches(completions(20), 7, config_of(minibatches=4, epochs=1)) == steps[:4]
+    halves = minibatches(completions(20), 7, config_of(minibatches=2, epochs=3))
     assert [sorted(half) for half in halves[:2]] == [sorted(steps[0] + steps[1]), sorted(steps[2] + steps[3])]
-    assert minibatches(20, 8, config) != steps
-    assert minibatches(20, 7, config_of(minibatches=4, epochs=3, seed=1)) != steps
+    assert minibatches(completions(20), 8, config) != steps
+    assert minibatches(completions(20), 7, config_of(minibatches=4, epochs=3, seed=1)) != steps
+
+
+def test_minibatches_of_whole_prompts():
+    """Three prompts of four completions and, as dynamic sampling may leave it, two prompts for three parts."""
+    config = config_of([(1, [(1, 1.0)] * 4)] * 3, minibatches=3, epochs=2, minibatch_by="prompt")
+    steps = minibatches(completions(12), 7, config)
+    assert len(steps) == 6 and all(steps[0:3]) and sorted(itertools.chain(*steps[:3])) == [*range(12)]
+    for step in steps:
+        assert step == tuple(range(step[0], step[0] + 4)) and step[0] % 4 == 0
+    assert {len(step) for step in minibatches(completions(8), 7, config)} == {4}
 
 
 @pytest.mark.parametrize(
@@ -362,7 +377,7 @@ def test_the_order_depends_on_seed_step_and_epoch_alone():
     [(9, 5, [3, 3, 3]), (10, 4, [5, 5]), (11, 4, [11]), (12, 5, [3, 3, 3, 3]), (4, 4, [1] * 4), (3, 4, [1] * 3)],
 )
 def test_a_smaller_batch_is_cut_into_equal_parts_and_none_is_empty(count, parts, sizes):
-    steps = minibatches(count, 0, config_of(minibatches=parts))
+    steps = minibatches(completions(count), 0, config_of(minibatches=parts))
     assert [len(step) for step in steps] == sizes
     assert sorted(itertools.chain(*steps)) == [*range(count)]
 
@@ -376,7 +391,9 @@ def test_next_gives_the_steps_in_turn():
         taken.append([sample.tokens_T.tolist() for sample in samples])
     assert rollout_batch.exhausted
     wanted = [[rollout_batch.samples[i].tokens_T.tolist() for i in step] for step in rollout_batch.steps]
-    assert taken == wanted and rollout_batch.steps == minibatches(20, 0, config_of(minibatches=5, epochs=2))
+    assert taken == wanted and rollout_batch.steps == minibatches(
+        completions(20), 0, config_of(minibatches=5, epochs=2)
+    )
 
 
 @pytest.mark.parametrize("advantage", ["grpo", "gae"])
