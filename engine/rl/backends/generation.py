@@ -232,6 +232,14 @@ def choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tupl
     all tokens behind the one that changed. With top_p over the nucleus (arXiv:1904.09751): the fewest tokens whose
     probabilities reach top_p, of equal ones the earlier in the vocabulary. Temperature 0 picks the largest logit.
     """
+    if logits_BV.is_cpu and len(keys_B) > 1:  # a row fits into the cache of a core, a batch does not
+        rows = [_choose(row_1V, [key], sampling) for row_1V, key in zip(logits_BV.split(1), keys_B)]
+        tokens, logprobs = zip(*rows)
+        return torch.cat(tokens), torch.cat(logprobs)
+    return _choose(logits_BV, keys_B, sampling)
+
+
+def _choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
     logprobs_BV = torch.log_softmax(logits_BV.double() / (sampling.temperature or 1.0), -1)
     if sampling.temperature == 0:
         tokens_B1 = logits_BV.argmax(-1, keepdim=True)
