@@ -5,8 +5,8 @@
 The model of `sft_step.py` (27.5M), fp32, one CPU thread: forward, backward and AdamW of a step, all tokens of the
 completions labelled. One engine takes both steps in turn, with `batch.share_prefixes` and without; the least CPU
 seconds of each count. The losses must agree to 1e-5, and the first step of each is not timed. Beside the gain stands
-what the FLOPs promise: matrices of the layers once for each token that is computed, the output projection once for each label,
-attention once for each pair of tokens that sees each other.
+what the FLOPs promise: matrices of the layers once for each token that is computed, the output projection once for each
+label, attention once for each pair of tokens that see each other.
 
 The last row has nothing to share.
 """

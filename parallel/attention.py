@@ -5,6 +5,7 @@ T of one document, H query heads, K key/value heads (both of this TP rank), D wi
 """
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.parallel.collectives import all_to_all
+from isoloss.parallel.decoding import KeyValueCache
 from isoloss.parallel.ragged import Uploads
 from isoloss.parallel.ring import ring_attention
 from isoloss.parallel.sequence import Forest
@@ -31,12 +33,15 @@ class PackedRow(PackedSeqParams):
     lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
     parents: where documents share what they begin with, `lengths` are of pieces: see `sequence.Forest`.
     uploads: what its layers have told the device of it.
+    cache: where rows that are generated keep their keys and values; the row is then of their prompts, or of the newest
+        token of each, and every rank has a row of its own.
     query_factors_R: what the queries of this rank's slice are multiplied by, in models where that tells their position.
     """
 
     lengths: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
     uploads: Uploads = field(default_factory=Uploads)
+    cache: KeyValueCache | None = None
     query_factors_R: Tensor | None = None
 
     @property
@@ -175,6 +180,19 @@ def _masked_attention(query_HTD: Tensor, key_KTD: Tensor, value_KTU: Tensor, hea
     return torch.cat(outputs, dim=1)
 
 
+class _Alone:
+    """As much of a group as a ring of one rank asks for."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+
+ALONE: Any = _Alone()
+
+
 class PackedAttention(MegatronModule):
     """Megatron-Core's `core_attention` slot.
 
@@ -201,7 +219,8 @@ class PackedAttention(MegatronModule):
         **also_unused,
     ):
         super().__init__(config)
-        del layer_number, unused, also_unused
+        del unused, also_unused
+        self.layer_number = layer_number
         self.ulysses, self.ring, self.tp_group = ulysses, ring, tp_group
         self.scale, self.window, self.flash = scale, window, flash
         offset = None
@@ -220,8 +239,22 @@ class PackedAttention(MegatronModule):
         query, key, value = (t.squeeze(1) for t in (query, key, value))
         query = packed_seq_params.scaled(query)
         heads = Heads(self.scale, self.window, self.softmax_offset, self.flash)
-        out = grid_attention(query, key, value, packed_seq_params, self.ulysses, self.ring, heads)
+        if packed_seq_params.cache is not None:
+            out = self._with_cache(query, key, value, packed_seq_params, packed_seq_params.cache, heads)
+        else:
+            out = grid_attention(query, key, value, packed_seq_params, self.ulysses, self.ring, heads)
         return out.reshape(out.shape[0], 1, -1)
+
+    def _with_cache(
+        self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow, cache: KeyValueCache, heads: Heads
+    ) -> Tensor:
+        if cache.reads_prompts:
+            cache.keep_prompts(self.layer_number, key, value)
+            return _ring_or_whole(query, key, value, row, ALONE, heads)
+        rows = len(cache.behind)  # the others are padding
+        newest = (t[:rows] for t in (query, key, value))
+        out = cache.attend(self.layer_number, *newest, heads.scale, heads.window, heads.sinks_H)
+        return torch.cat([out, out.new_zeros(len(query) - rows, *out.shape[1:])]) if len(query) > rows else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The sinks, divided over TP; nothing else."""

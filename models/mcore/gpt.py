@@ -15,6 +15,7 @@ from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotary_table
 from isoloss.models.mcore.router_losses import RoutedTokens
 from isoloss.models.rope import QueryScaling
+from isoloss.parallel.decoding import KeyValueCache
 from isoloss.parallel.ragged import Uploads
 
 
@@ -71,6 +72,7 @@ def forward_row(
     routed: RoutedTokens | None = None,
     bound: Bound | None = None,
     uploads: Uploads | None = None,
+    cache: KeyValueCache | None = None,
 ) -> Tensor:
     """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
 
@@ -78,6 +80,7 @@ def forward_row(
     routed: the slice as its routers see it.
     bound: of the messages between its experts.
     uploads: of the row, if other chunks share them.
+    cache: of rows that are generated.
     """
     scaling = unwrap(chunk).query_scaling
     factors_R = None if scaling is None else scaling.factors(positions_R)
@@ -87,7 +90,13 @@ def forward_row(
         position_ids=positions_R[None],
         attention_mask=None,
         packed_seq_params=RoutedRow(
-            lengths=lengths, parents=parents, uploads=uploads, query_factors_R=factors_R, tokens=routed, bound=bound
+            cache=cache,
+            lengths=lengths,
+            parents=parents,
+            uploads=uploads,
+            query_factors_R=factors_R,
+            tokens=routed,
+            bound=bound,
         ),
     )
 

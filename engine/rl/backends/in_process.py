@@ -23,6 +23,7 @@ from transformers.initialization import no_init_weights
 
 from isoloss.engine.rl.backends.generation import check_requests, generate
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture, read_config
@@ -69,7 +70,9 @@ class InProcessBackend:
         share = requests[rank * len(requests) // world : (rank + 1) * len(requests) // world]
         failure, mine = "", []
         try:
-            mine = generate(self.model, share, sampling, self.concurrency, self._version, self._gate.open)
+            mine = generate(
+                TransformersDecoder(self.model), share, sampling, self.concurrency, self._version, self._gate.open
+            )
         except Exception:  # the other ranks wait below and have to be told
             failure = traceback.format_exc()
         everyone = gather_objects((failure, mine))

@@ -1,0 +1,175 @@
+"""Attention of sequences that grow by a token at a time, to keys and values that are kept from token to token.
+
+Rows that go on from the same prompt read one copy of its keys and values. What a row sees of its prompt and of the
+tokens behind it is merged by the log-sum-exp of the scores, as a ring merges what it sees of each rank.
+
+Shape suffixes: B rows, M those of one prompt, P tokens of a prompt, T of the longest row behind its prompt, H query
+heads, K key/value heads, F query heads for each of them, D width of a query or a key, U of a value.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from isoloss.parallel.block_attention import union, weighted
+from isoloss.parallel.upload import upload
+
+GROWTH = 64  # tokens that a row is given room for at a time
+
+
+class _Layer:
+    """Keys and values of one layer: of each prompt, [K, P, D] and [K, P, U], and of the tokens behind, [B, K, room, D]
+    and [B, K, room, U]."""
+
+    def __init__(self, prompts: list[tuple[Tensor, Tensor]]):
+        self.prompts = prompts
+        key_KPD, value_KPU = prompts[0]
+        self.keys, self.values = (t.new_zeros((0, len(t), 0, t.shape[2])) for t in (key_KPD, value_KPU))
+
+
+class KeyValueCache:
+    """What the layers of a model keep of the rows that it decodes.
+
+    prompts: tokens of each prompt. prompt_of: the prompt of each row.
+    behind: tokens of each row behind its prompt whose keys are kept.
+    """
+
+    def __init__(self, prompts: Sequence[int], device: torch.device):
+        self.prompts, self.prompt_of, self.behind = list(prompts), list[int](), list[int]()
+        self._device, self._behind_B = device, torch.zeros(0, dtype=torch.int64, device=device)
+        self._layers: dict[int, _Layer] = {}
+
+    @property
+    def _most(self) -> int:
+        return max(self.behind, default=0)
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether no row goes on yet."""
+        return not self.prompt_of
+
+    # ---- its rows ---------------------------------------------------------------------------------------------------
+
+    def begin(self, prompt_of: Sequence[int]) -> None:
+        """The prompts were read: these rows go on from them."""
+        self.prompt_of, self.behind = list(prompt_of), [0] * len(prompt_of)
+        self._upload()
+        for layer in self._layers.values():
+            layer.keys, layer.values = (t.new_zeros((len(prompt_of), *t.shape[1:])) for t in (layer.keys, layer.values))
+
+    def grown(self) -> None:
+        """Every layer has seen the newest token of every row."""
+        self.behind = [count + 1 for count in self.behind]
+        self._upload()
+
+    def _upload(self) -> None:
+        self._behind_B = upload(torch.tensor(self.behind, dtype=torch.int64), self._device)
+
+    def select(self, keep: Sequence[int]) -> None:
+        """Let go of the other rows, and of prompts that only they had."""
+        used = list(dict.fromkeys(self.prompt_of[k] for k in keep))
+        self.prompt_of = [used.index(self.prompt_of[k]) for k in keep]
+        self.prompts = [self.prompts[p] for p in used]
+        self.behind = [self.behind[k] for k in keep]
+        self._upload()
+        rows = torch.tensor(keep, dtype=torch.int64, device=self._device)
+        for layer in self._layers.values():
+            layer.prompts = [layer.prompts[p] for p in used]
+            layer.keys, layer.values = (t[rows, :, : self._most] for t in (layer.keys, layer.values))
+
+    def join(self, other: "KeyValueCache") -> None:
+        """Take the rows of another, behind its own."""
+        self.prompt_of += [len(self.prompts) + prompt for prompt in other.prompt_of]
+        self.prompts += other.prompts
+        self.behind += other.behind
+        self._upload()
+        for number, layer in self._layers.items():
+            theirs = other._layers[number]
+            layer.prompts += theirs.prompts
+            layer.keys = torch.cat([_roomy(layer.keys, self._most), _roomy(theirs.keys, self._most)])
+            layer.values = torch.cat([_roomy(layer.values, self._most), _roomy(theirs.values, self._most)])
+
+    # ---- attention --------------------------------------------------------------------------------------------------
+
+    def keep_prompts(self, number: int, key_RKD: Tensor, value_RKU: Tensor) -> None:
+        """Of layer `number`, from a packed row of the prompts."""
+        pieces = ((t[: sum(self.prompts)].transpose(0, 1).split(self.prompts, 1)) for t in (key_RKD, value_RKU))
+        self._layers[number] = _Layer([(key.contiguous(), value.contiguous()) for key, value in zip(*pieces)])
+
+    def attend(
+        self,
+        number: int,
+        query_BHD: Tensor,
+        key_BKD: Tensor,
+        value_BKU: Tensor,
+        scale: float,
+        window: int | None = None,
+        sinks_H: Tensor | None = None,
+    ) -> Tensor:
+        """Attention of the newest token of every row, whose key and value are kept, [B, H, U].
+
+        scale, window, sinks_H: see `attention.Heads`."""
+        layer, dtype = self._layers[number], torch.promote_types(query_BHD.dtype, torch.float32)
+        if layer.keys.shape[2] <= self._most:
+            layer.keys, layer.values = (_roomy(t, self._most + GROWTH) for t in (layer.keys, layer.values))
+        rows = torch.arange(len(query_BHD), device=query_BHD.device)
+        layer.keys[rows, :, self._behind_B], layer.values[rows, :, self._behind_B] = key_BKD, value_BKU
+        query_BKFD = query_BHD.unflatten(1, (key_BKD.shape[1], -1)).to(dtype)
+        key_BKTD, value_BKTU = (t[:, :, : self._most + 1].to(dtype) for t in (layer.keys, layer.values))
+        scores_BKFT = query_BKFD @ key_BKTD.transpose(2, 3) * scale
+        if min(self.behind) < self._most or window is not None:
+            before_BT = self._behind_B[:, None] - torch.arange(self._most + 1, device=rows.device)
+            hidden_BT = before_BT < 0 if window is None else (before_BT < 0) | (before_BT >= window)
+            scores_BKFT = scores_BKFT.masked_fill(hidden_BT[:, None, None], -torch.inf)
+        lse_BKF = scores_BKFT.logsumexp(-1)
+        out_BKFU = (scores_BKFT - lse_BKF[..., None]).exp() @ value_BKTU
+        for prompt, rows_M in self._rows_of_prompts(window):
+            theirs = (t.to(dtype) for t in layer.prompts[prompt])
+            seen = self._prompt(query_BKFD[rows_M], *theirs, scale, window, self._behind_B[rows_M])
+            of_both, share, more_share = union(lse_BKF[rows_M], seen[1])
+            out_BKFU[rows_M] = weighted(out_BKFU[rows_M], share, seen[0], more_share)
+            lse_BKF[rows_M] = of_both
+        out_BHU, lse_BH = out_BKFU.flatten(1, 2), lse_BKF.flatten(1, 2)
+        if sinks_H is not None:  # one more logit of each head, whose value is zero
+            out_BHU = out_BHU * (lse_BH - torch.logaddexp(lse_BH, sinks_H.to(dtype))).exp()[..., None]
+        return out_BHU.to(query_BHD.dtype)
+
+    def _rows_of_prompts(self, window: int | None) -> Iterator[tuple[int, slice | list[int]]]:
+        """Each prompt, and its rows that see some of it."""
+        rows: dict[int, list[int]] = {}
+        for row, prompt in enumerate(self.prompt_of):
+            if window is None or self.behind[row] + 1 < window:
+                rows.setdefault(prompt, []).append(row)
+        for prompt, of_prompt in rows.items():
+            first, last = of_prompt[0], of_prompt[-1]
+            yield prompt, slice(first, last + 1) if last - first + 1 == len(of_prompt) else of_prompt
+
+    @staticmethod
+    def _prompt(
+        query_MKFD: Tensor, key_KPD: Tensor, value_KPU: Tensor, scale: float, window: int | None, behind_M: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What rows see of their prompt, [M, K, F, U], and the log-sum-exp of its scores, [M, K, F]."""
+        rows, heads = query_MKFD.shape[0], query_MKFD.shape[2]
+        first = 0
+        if window is not None:  # tokens that none of them sees are left out
+            first = max(0, key_KPD.shape[1] + int(behind_M.min()) - window + 1)
+        key_KPD, value_KPU = key_KPD[:, first:], value_KPU[:, first:]
+        query_KND = query_MKFD.transpose(0, 1).flatten(1, 2)
+        scores_KNP = query_KND @ key_KPD.transpose(1, 2) * scale
+        if window is not None:
+            count = key_KPD.shape[1]
+            before_MP = count + behind_M[:, None] - torch.arange(count, device=behind_M.device)
+            scores_KNP = scores_KNP.masked_fill((before_MP >= window).repeat_interleave(heads, 0), -torch.inf)
+        lse_KN = scores_KNP.logsumexp(-1)
+        out_KNU = (scores_KNP - lse_KN[..., None]).exp() @ value_KPU
+        return (
+            out_KNU.unflatten(1, (rows, heads)).transpose(0, 1),
+            lse_KN.unflatten(1, (rows, heads)).transpose(0, 1),
+        )
+
+
+def _roomy(x_BKTx: Tensor, room: int) -> Tensor:
+    """With room for that many tokens."""
+    return pad(x_BKTx, (0, 0, 0, max(0, room - x_BKTx.shape[2])))
