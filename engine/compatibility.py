@@ -106,6 +106,21 @@ def shared_prefixes(setup: Setup) -> Refusals:
         yield "batch.share_prefixes", why, f"{remedy}, or set parallel.cp_kernel=isoloss"
 
 
+def generation(setup: Setup) -> Refusals:
+    """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
+    rollout, layout = getattr(setup.config, "rollout", None), setup.layout
+    if rollout is None or rollout.backend != "megatron" or setup.arch.critic:
+        return
+    remedy = "use rollout.backend=transformers or sglang"
+    if setup.arch.delta is not None:
+        yield "rollout.backend", "is not built for layers of linear attention", remedy
+    for name in ("pp", "ep"):
+        if getattr(layout, name) > 1:
+            yield "rollout.backend", f"is not built for parallel.{name}={getattr(layout, name)}", remedy
+    if setup.config.model.transformer_engine and setup.config.parallel.cp_kernel != "isoloss":
+        yield "rollout.backend", f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}", remedy
+
+
 def stages(setup: Setup) -> Refusals:
     num_layers, pp, vpp = setup.arch.num_layers, setup.layout.pp, setup.layout.vpp
     chosen = setup.config.parallel.stage_layers
@@ -323,6 +338,7 @@ SUBJECTS = (
     attention_and_mlp,
     gated_delta,
     shared_prefixes,
+    generation,
     stages,
     mixture_of_experts,
     load_balancing,

@@ -355,6 +355,11 @@ class Engine:
         self._weights.come_back()
         self._training.come_back()
 
+    def whole_model(self) -> Model:
+        """The model, once its weights are on the device and what the last step left under way has arrived."""
+        self._whole_weights()
+        return self.model
+
     def _whole_weights(self) -> None:
         self._weights.come_back()
         self.gather.finish()

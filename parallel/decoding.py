@@ -88,8 +88,9 @@ class KeyValueCache:
         for number, layer in self._layers.items():
             theirs = other._layers[number]
             layer.prompts += theirs.prompts
-            layer.keys = torch.cat([_roomy(layer.keys, self._most), _roomy(theirs.keys, self._most)])
-            layer.values = torch.cat([_roomy(layer.values, self._most), _roomy(theirs.values, self._most)])
+            room = max(layer.keys.shape[2], theirs.keys.shape[2])
+            layer.keys = torch.cat([_roomy(layer.keys, room), _roomy(theirs.keys, room)])
+            layer.values = torch.cat([_roomy(layer.values, room), _roomy(theirs.values, room)])
 
     # ---- attention --------------------------------------------------------------------------------------------------
 

@@ -14,9 +14,10 @@ from isoloss.parallel.keys import Keys, key, require
 class RolloutConfig(Keys, group="rollout"):
     """How completions are generated (docs/rollout.md)."""
 
-    backend: Literal["transformers", "sglang"] = key(
+    backend: Literal["transformers", "megatron", "sglang"] = key(
         "transformers",
-        "What generates: a transformers model inside the training processes, or the SGLang servers of rollout.servers.",
+        "What generates: a transformers model inside the training processes, the model that is trained (megatron, "
+        "without a copy of it), or the SGLang servers of rollout.servers.",
     )
     num_generations: int = key(8, "Completions of each prompt: its group.", at_least=1)
     max_new_tokens: int = key(1024, "Most tokens of a completion.", at_least=1)
@@ -44,7 +45,9 @@ class RolloutConfig(Keys, group="rollout"):
         at_most=1,
     )
     concurrency: int = key(
-        256, "Completions in progress at a time: per rank (transformers), or on all servers (sglang).", at_least=1
+        256,
+        "Completions in progress at a time: per model (transformers, megatron), or on all servers (sglang).",
+        at_least=1,
     )
     bucket_mb: int = key(512, "Size of the buckets in which weights travel to the backend, in MiB.", at_least=1)
     servers: tuple[str, ...] = key((), "sglang: base URLs of the servers, such as http://node1:30000.")

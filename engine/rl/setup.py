@@ -17,6 +17,7 @@ from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.rejects import RejectsOfRun
 from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.rl.backends.megatron import MegatronBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
@@ -151,4 +152,6 @@ def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutB
         logs = output_dir / "sglang"
         vocab_size = engine.arch.vocab_size
         return ServerBackend(config.rollout, config.model.path, vocab_size, logs, SGLangServer, weight_sync)
+    if config.rollout.backend == "megatron":
+        return MegatronBackend(engine, config.rollout.concurrency)
     return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

@@ -11,13 +11,19 @@ from support.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl.backends import generation
-from isoloss.engine.rl.backends.generation import check_requests, choose, exponentials, generate, noise_key
+from isoloss.engine.rl.backends.generation import check_requests
+from isoloss.engine.rl.backends.sampling import choose, exponentials, noise_key
+from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 
 LENGTHS = (5, 31, 1, 17)  # of the prompts; windows are 9 and 11 tokens
 STOPS = tuple(range(0, VOCAB, 9))
 SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=3)
+
+
+def generate(model: PreTrainedModel, *args, **options) -> list[Completion]:
+    return generation.generate(TransformersDecoder(model), *args, **options)
 
 
 @pytest.fixture(scope="session")

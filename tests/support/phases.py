@@ -55,7 +55,7 @@ _EXPERIENCE = (
     Moment("evaluated", f"{_ROLLOUT}:Rollout.evaluate", after=True),
 )
 _IN_PROCESS = (
-    Moment("amid generation", "isoloss.engine.rl.backends.generation:Batch.select"),
+    Moment("amid generation", "isoloss.engine.rl.backends.generation:advance"),
     Moment("amid a weight sync", "isoloss.engine.rl.backends.in_process:InProcessBackend.update_weights"),
 )
 _SERVERS = (

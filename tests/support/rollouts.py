@@ -14,6 +14,7 @@ import torch.distributed as dist
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.rl.backends.megatron import MegatronBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.mcore.weight_stream import Named, Receives
 from support.families import VOCAB
@@ -49,7 +50,11 @@ def copied(buckets: Iterable[list[Named]]) -> list[list[Named]]:
     return [[(name, tensor.cpu().clone()) for name, tensor in bucket] for bucket in buckets]
 
 
-def make_backend(engine: Engine, folder: Path, concurrency: int = 5) -> InProcessBackend:
+def make_backend(
+    engine: Engine, folder: Path, concurrency: int = 5, kind: str = "transformers"
+) -> InProcessBackend | MegatronBackend:
+    if kind == "megatron":
+        return MegatronBackend(engine, concurrency)
     return InProcessBackend(folder, engine.model.dtype, engine.device, concurrency)
 
 
@@ -75,10 +80,17 @@ class Round:
     stale: float
 
 
-def rounds(folder: Path, requests: Sequence[Request], sampling: Sampling, parallel: dict, count: int) -> list[Round]:
+def rounds(
+    folder: Path,
+    requests: Sequence[Request],
+    sampling: Sampling,
+    parallel: dict,
+    count: int,
+    kind: str = "transformers",
+) -> list[Round]:
     """Optimizer step, weights to the backend, rollout: `count` times."""
     engine = make_engine(folder, "fp32", **parallel)
-    backend = make_backend(engine, folder)
+    backend = make_backend(engine, folder, kind=kind)
     done = []
     completions: list[Completion] | None = None
     for version in range(count):

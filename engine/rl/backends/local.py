@@ -1,0 +1,88 @@
+"""What rollout backends without a server have in common: every model in the training processes generates its share."""
+
+import traceback
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from isoloss.engine.rl.backends.gate import Gate
+from isoloss.engine.rl.backends.generation import Decoder, check_requests, generate
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.models.architecture import Architecture
+from isoloss.parallel.collectives import gather_objects
+
+
+class LocalBackend:
+    """Most of a `RolloutBackend`; `decoder` and `update_weights` are left.
+
+    concurrency: rows that decode together in one model.
+    The constructor is collective over the world.
+    """
+
+    def __init__(self, arch: Architecture, concurrency: int):
+        self.arch, self.concurrency = arch, concurrency
+        self._version: int | None = None
+        self._gate = Gate()
+
+    def decoder(self) -> Decoder:
+        """This rank's model."""
+        raise NotImplementedError
+
+    def share(self) -> tuple[int, int]:
+        """Which of how many models this rank has, or a part of."""
+        return dist.get_rank(), dist.get_world_size()
+
+    def proceed(self) -> bool:
+        """Asked before every token: whether to go on."""
+        return self._gate.open()
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """As `RolloutBackend.generate`; none is ever lost. One all-gather of the completions over the world.
+
+        Each model takes a block of neighbours, so that completions of one prompt mostly read it together. What a
+        request gives depends on neither the ranks nor the other requests, beyond rounding.
+        Raises UserError for a prompt that is empty or too long, ValueError before the first `update_weights`, and on
+        every rank a RuntimeError where generation failed on one.
+        """
+        if self._version is None:
+            raise ValueError("the model in this process has no weights yet: call update_weights before generate")
+        check_requests(requests, sampling, self.arch.max_positions)
+        self._gate.begin()
+        index, count = self.share()
+        mine = requests[index * len(requests) // count : (index + 1) * len(requests) // count]
+        failure, done = "", []
+        try:
+            done = generate(self.decoder(), mine, sampling, self.concurrency, self._version, self.proceed)
+        except Exception:  # the other ranks wait below and have to be told
+            failure = traceback.format_exc()
+        everyone = gather_objects((failure, done))
+        for rank, (failure, _) in enumerate(everyone):
+            if failure:
+                raise RuntimeError(f"generation failed on rank {rank}:\n{failure}")
+        completions = {completion.id: completion for _, done in everyone for completion in done}
+        return [completions[request.id] for request in requests]
+
+    def weight_version(self) -> int | None:
+        """As `RolloutBackend.weight_version`. One all-gather over the world."""
+        versions = gather_objects(self._version)
+        return versions[0] if len(set(versions)) == 1 else None
+
+    def pause(self) -> None:
+        """As `RolloutBackend.pause`; other ranks follow after a twentieth of a second. Nothing on ranks but 0."""
+        self._gate.pause()
+
+    def resume(self) -> None:
+        """As `RolloutBackend.resume`. Nothing on ranks but 0."""
+        self._gate.resume()
+
+    def abort(self) -> None:
+        """As `RolloutBackend.abort`, also while paused; other ranks follow after a twentieth of a second. Nothing on
+        ranks but 0, and nothing where `generate` is not under way."""
+        self._gate.abort()
+
+    def check_health(self) -> None:
+        """A model in this process is there for as long as the process."""
+
+    def take_counts(self) -> dict[str, int]:
+        """As `RolloutBackend.take_counts`: none, for there is no server."""
+        return {}
