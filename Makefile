@@ -25,7 +25,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants chaos soak slowest test-docs test-sglang prove-all bench lint types docs clean
+.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants chaos soak slowest test-docs test-sglang prove-all bench bench-rl lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,7 +40,7 @@ help:
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
 	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (about half an hour)"
-	@echo "make bench      side-by-side measurements"
+	@echo "make bench      side-by-side measurements;  make bench-rl: of a GRPO step, with TRL in an environment of its own"
 	@echo "make lint       ruff;  make types: pyright;  make docs: the documentation as a site, into site/"
 
 install: .venv/.ready
@@ -125,6 +125,16 @@ prove-all: install
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done
 
+# A GRPO step beside TRL's, whose environment stands apart from ours.
+bench-rl: install .trl-venv/.ready
+	$(ONE_THREAD) $(BIN)/python benchmarks/rl_step.py $(ARGS)
+
+.trl-venv/.ready: benchmarks/rl_sides/requirements.txt constraints.txt
+	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv
+	.trl-venv/bin/pip install --quiet $(TORCH) -c constraints.txt
+	.trl-venv/bin/pip install --quiet -r $< -c constraints.txt
+	touch $@
+
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -145,4 +155,4 @@ docs: .venv/.docs
 	touch $@
 
 clean:
-	rm -rf .venv .venv312 .sglang-venv .links build site *.egg-info
+	rm -rf .venv .venv312 .sglang-venv .trl-venv .links build site *.egg-info
