@@ -1,11 +1,11 @@
 """A whole GRPO step of isoloss on one CPU thread, against TRL's GRPOTrainer: generate, log-probabilities, train.
 
-    python benchmarks/rl_step.py [--out rl_step.json] [--picture rl_step.png] [--rows 0 2] [--passes 3] [--profile FOLDER]
+    python benchmarks/rl_step.py [--out rl_step.json] [--picture rl_step.png] [--passes 3] [--rows 0 2] [--profile DIR]
     python benchmarks/rl_step.py --tune [--rows 0]      TRL alone, with other batch sizes and caches
 
 The model of `sft_step.py` (27.5M), fp32; AdamW, clipping at 1; GRPO with one optimizer step for each generated batch,
 temperature 1 and no KL term, so neither side needs a pass for old log-probabilities. The prompts of a batch are equally
-long, which spares TRL the padding. No completion ends early: the token that would end it is not in the model's vocabulary.
+long, which spares TRL the padding. No completion ends early: the token that would end it is not one of the model's.
 
 trl: GRPOTrainer with transformers' generate, without gradient checkpointing, with the batch size that `--tune` found
     best for the row. It lives in an environment of its own (`make bench-rl`); without one isoloss is measured alone.
@@ -14,8 +14,8 @@ isoloss transformers, isoloss megatron: the pieces of `isoloss.engine.rl.loop`, 
 
 Each side is a process. All start from the same weights and read the same file of prompts with the same reward function.
 The first step of each is not timed: on the completions of TRL's, isoloss's gradient norm must agree with TRL's to 1e-4,
-or no ratio is printed. Then they take turns, and the least CPU seconds (of the process and those that it started) of each
-count. Memory is the largest resident set of the process, above what it had once model and optimizer were there.
+or no ratio is printed. Then they take turns, and the least CPU seconds of each count, of the process and of those that
+it started. Memory is the largest resident set of the process, above what it had once model and optimizer were there.
 """
 
 import argparse
@@ -152,9 +152,9 @@ def write_prompts(path: Path, row: Row, steps: int) -> None:
 
 def job_of(row: Row, folder: Path, max_tokens: int) -> dict[str, Any]:
     return {
-        "row": asdict(row), "model": str(folder / "model"), "data": str(folder / "prompts.jsonl"), "folder": str(folder),
-        "never": M27["vocab_size"], "lr": LR, "betas": BETAS, "eps": EPS, "clip": CLIP, "seed": SEED,
-        "max_tokens": max_tokens, "trl_cache": None,
+        "row": asdict(row), "folder": str(folder), "model": str(folder / "model"),
+        "data": str(folder / "prompts.jsonl"), "never": M27["vocab_size"], "max_tokens": max_tokens, "trl_cache": None,
+        "lr": LR, "betas": BETAS, "eps": EPS, "clip": CLIP, "seed": SEED,
     }  # fmt: skip
 
 
@@ -258,7 +258,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=range(len(ROWS)), help="by number; default: all")
     parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS)
     parser.add_argument("--max-tokens", type=int, default=8192, help="batch.max_tokens of isoloss")
-    parser.add_argument("--profile", type=Path, metavar="FOLDER", help="write tables of isoloss's phases there")
+    parser.add_argument("--profile", type=Path, metavar="DIR", help="write tables of isoloss's phases there")
     parser.add_argument("--trl", type=Path, default=TRL_PYTHON, help="the Python of an environment with TRL")
     parser.add_argument("--tune", action="store_true", help="compare settings of TRL, and nothing else")
     args = parser.parse_args()

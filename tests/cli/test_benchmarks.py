@@ -65,6 +65,57 @@ def test_sft_step(script, monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"limit", "isoloss", "padded"}
 
 
+def test_shared_prefixes(script, monkeypatch, tmp_path):
+    """Both steps have the same loss, or it stops."""
+    out = tmp_path / "figures.json"
+    module = script("shared_prefixes", "--passes", 1, "--max-tokens", 2048, "--out", out)
+    monkeypatch.setattr(module, "M27", module.M27 | SMALL)
+    monkeypatch.setattr(module, "BATCHES", [module.Batch(2, 4, 40, 8), module.Batch(1, 1, 0, 0)])
+    module.main()
+    shared, nothing = json.loads(out.read_text())["rows"]
+    assert shared["tokens"][1] < shared["tokens"][0] and shared["flops"] > 1
+    assert nothing["tokens"][0] == nothing["tokens"][1] and nothing["flops"] == 1
+
+
+@pytest.fixture
+def rl_step(script, monkeypatch, tmp_path):
+    """rl_step(*arguments) -> the figures of its only row, of a small model."""
+
+    def run(*arguments: object) -> dict:
+        out = tmp_path / "figures.json"
+        module = script("rl_step", "--passes", 1, "--out", out, *arguments)
+        monkeypatch.setattr(module, "M27", module.M27 | SMALL)
+        monkeypatch.setattr(module, "ROWS", [module.Row(2, 4, 12, 6, target=1.0, trl_batch=4)])
+        module.main()
+        (row,) = json.loads(out.read_text())["rows"]
+        return row
+
+    return run
+
+
+def test_rl_step(rl_step, capsys, tmp_path):
+    """isoloss alone, where there is no TRL: a line says so. The script itself refuses completions of another length."""
+    row = rl_step("--trl", tmp_path / "none", "--profile", tmp_path, "--picture", tmp_path / "rl_step.png")
+    assert row["sides"].keys() == {"isoloss transformers", "isoloss megatron"}
+    for side in row["sides"].values():
+        assert side["phases"].keys() == {"sync", "generate", "logprobs", "train", "rest"}
+        assert 0 < side["phases"]["train"] < side["least"] and side["peak_mib"] > 0
+    assert "isoloss is measured alone" in capsys.readouterr().out
+    assert (tmp_path / "rl_step.png").stat().st_size > 10_000
+    profiles = {path.name for path in tmp_path.glob("2x4-12-6-isoloss-megatron-train*")}
+    assert profiles == {"2x4-12-6-isoloss-megatron-train.txt", "2x4-12-6-isoloss-megatron-train-python.txt"}
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not (BENCHMARKS.parent / ".trl-venv/.ready").exists(), reason="make bench-rl makes TRL's place")
+def test_rl_step_beside_trl(rl_step):
+    """The sides agree on the gradient, or no ratio is printed."""
+    row = rl_step("--backends", "megatron")
+    assert row["sides"].keys() == {"trl", "isoloss megatron"}
+    assert abs(row["gradient_norm_off"]["isoloss megatron"]) < 1e-6
+    assert row["sides"]["trl"]["phases"].keys() == {"generate", "train"}
+
+
 def test_loss_head(script, one_rank):
     module = script("loss_head")
     assert module.measure_memory(64, 96, 16, 0.25)["labelled"] == 16
