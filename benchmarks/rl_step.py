@@ -1,7 +1,7 @@
 """A whole GRPO step of isoloss on one CPU thread, against TRL's GRPOTrainer: generate, log-probabilities, train.
 
     python benchmarks/rl_step.py [--out rl_step.json] [--picture rl_step.png] [--passes 3] [--rows 0 2] [--profile DIR]
-    python benchmarks/rl_step.py --tune [--rows 0]      TRL alone, with other batch sizes and caches
+    python benchmarks/rl_step.py --tune 2 4 8 [--rows 0]      TRL alone, with other batch sizes and caches
 
 The model of `sft_step.py` (27.5M), fp32; AdamW, clipping at 1; GRPO with one optimizer step for each generated batch,
 temperature 1 and no KL term, so neither side needs a pass for old log-probabilities. The prompts of a batch are equally
@@ -64,8 +64,8 @@ class Row:
 
 
 ROWS = [
-    Row(2, 8, 25, 32, 0.45, 8), Row(4, 8, 25, 64, 0.45, 8), Row(2, 8, 512, 32, 0.2, 4),
-    Row(2, 8, 512, 128, 0.25, 4), Row(1, 8, 2048, 64, 0.15, 4),
+    Row(2, 8, 25, 32, 0.45, 4), Row(4, 8, 25, 64, 0.45, 4), Row(2, 8, 512, 32, 0.2, 2),
+    Row(2, 8, 512, 128, 0.25, 2), Row(1, 8, 2048, 64, 0.15, 1),
 ]  # fmt: skip
 
 
@@ -212,17 +212,16 @@ def report(found: dict[str, Any], row: Row) -> None:
 
 
 def tune(row: Row, args: argparse.Namespace) -> None:
-    """TRL alone: whole batches and parts of them, with a cache that grows and one of a fixed size."""
-    sizes = [size for size in (2, 4, 8, 16, 32) if row.sequences % size == 0]
-    for batch, cache in [(size, None) for size in sizes] + [(row.trl_batch, "static")]:
+    """TRL alone, with batches of these sizes, and with a cache of a fixed size. The first step of each counts as well,
+    so a single pass will do for long rows."""
+    for batch, cache in [(size, None) for size in args.tune] + [(row.trl_batch, "static")]:
         with tempfile.TemporaryDirectory() as temporary:
             folder, tuned = Path(temporary), replace(row, trl_batch=batch)
             write_model(folder / "model")
             write_prompts(folder / "prompts.jsonl", row, args.passes + 2)
             with Side("trl", args.trl, job_of(tuned, folder, 0) | {"trl_cache": cache}, folder) as side:
-                for _ in range(args.passes + 1):
+                for _ in range(args.passes):
                     side.timed(row)
-                side.turns.pop(0)
                 best = side.figures()
         phases = "  ".join(f"{name} {seconds:.2f}" for name, seconds in best["phases"].items())
         size = f"per_device_train_batch_size={batch} cache_implementation={cache}"
@@ -260,7 +259,7 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=8192, help="batch.max_tokens of isoloss")
     parser.add_argument("--profile", type=Path, metavar="DIR", help="write tables of isoloss's phases there")
     parser.add_argument("--trl", type=Path, default=TRL_PYTHON, help="the Python of an environment with TRL")
-    parser.add_argument("--tune", action="store_true", help="compare settings of TRL, and nothing else")
+    parser.add_argument("--tune", type=int, nargs="+", metavar="BATCH", help="compare batch sizes of TRL, no more")
     args = parser.parse_args()
     if torch.cuda.is_available():
         sys.exit("this benchmark is about one CPU thread: run it with CUDA_VISIBLE_DEVICES= (empty)")
