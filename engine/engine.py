@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint, load_balancing, replicas, startup
+from isoloss.engine import checkpoint, compatibility, load_balancing, replicas, startup
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
@@ -349,7 +349,7 @@ class Engine:
         groups: of samples that begin alike, with batch.share_prefixes."""
         layout, budget = self.mesh.layout, self.config.batch.max_tokens
         multiple_of = layout.pp if layout.vpp > 1 else 1
-        return make_plan(lengths, layout.dp, budget, self.cost_model, multiple_of, groups)
+        return make_plan(lengths, layout.dp, budget, self.cost_model, multiple_of, groups, layout.pp)
 
     def _come_back(self) -> None:
         self._weights.come_back()
@@ -366,7 +366,7 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        share_prefixes, groups = self.config.batch.share_prefixes, []
+        share_prefixes, groups = compatibility.shares_prefixes(self.config, self.arch), []
         if share_prefixes:
             tokens, numbers = [sample.tokens_T for sample in samples], [sample.group for sample in samples]
             groups = shared_beginnings(tokens, numbers)

@@ -312,6 +312,11 @@ class RLConfig(Config):
         return ("grad_norm",)
 
     @property
+    def samples_begin_alike(self) -> bool:
+        """Completions of a prompt."""
+        return self.rollout.num_generations > 1
+
+    @property
     def lends_device_memory(self) -> bool:
         """Servers open the buckets of weights. Memory of segments that grow goes by file descriptors, which the kernel
         refuses across containers, and whose handles differ between versions of torch."""
