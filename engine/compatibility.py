@@ -115,7 +115,7 @@ def shares_prefixes(config: Config, arch: Architecture) -> bool:
 def generation(setup: Setup) -> Refusals:
     """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
     rollout, layout = getattr(setup.config, "rollout", None), setup.layout
-    if rollout is None or rollout.backend != "megatron" or setup.arch.critic:
+    if rollout is None or rollout.backend != "megatron":
         return
     remedy = "use rollout.backend=transformers or sglang"
     if setup.arch.delta is not None:
@@ -123,7 +123,7 @@ def generation(setup: Setup) -> Refusals:
     for name in ("pp", "ep"):
         if getattr(layout, name) > 1:
             yield "rollout.backend", f"is not built for parallel.{name}={getattr(layout, name)}", remedy
-    if setup.config.model.transformer_engine and setup.config.parallel.cp_kernel != "isoloss":
+    if setup.config.parallel.cp_kernel != "isoloss":
         yield "rollout.backend", f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}", remedy
 
 
