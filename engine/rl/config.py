@@ -335,6 +335,7 @@ class RLConfig(Config):
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,
             "algorithm.minibatches": algorithm.minibatches,
+            "algorithm.minibatch_by": algorithm.minibatch_by,
             "algorithm.epochs": algorithm.epochs,
             "algorithm.old_logprobs": algorithm.old_logprobs,
             "algorithm.dynamic_sampling": algorithm.dynamic_sampling,

@@ -44,7 +44,7 @@ def test_everything_can_be_set():
             "advantage": "gae", "loss": "cispo", "clip_low": 1, "clip_high": 0.28, "kl_coef": "1e-3",
             "kl_in": "reward", "kl_estimator": "k1", "kl_aggregation": "seq-mean-token-sum", "entropy_coef": 0.01,
             "entropy_aggregation": "token-mean", "reference_offload": True, "old_logprobs": "rollout",
-            "importance_cap": 3, "minibatches": 4, "epochs": 2, "dynamic_sampling": True, "max_draws": 3,
+            "importance_cap": 3, "minibatches": 4, "minibatch_by": "prompt", "epochs": 2, "dynamic_sampling": True, "max_draws": 3,
             "on_shortage": "smaller", "mask_truncated": True, "overlong_buffer": 8, "overlong_penalty": 0.5,
             "gamma": 0.99, "gae_lambda": 0.95, "value_clip": None, "critic_lr": 2e-5,
         },
@@ -92,7 +92,7 @@ SERVERS = ("rollout.servers", ["http://a:1"])
         ([("rollout.bucket_mb", 0)], "rollout.bucket_mb=0 must be at least 1"),
         ([("rollout.timeout", 0)], "rollout.timeout=0.0 must be positive"),
         ([("rollout.backend", "sglang")], "rollout.servers=[] must name at least one server, such as http://"),
-        ([("rollout.backend", "vllm")], "rollout.backend='vllm' is not one of transformers, sglang"),
+        ([("rollout.backend", "vllm")], "rollout.backend='vllm' is not one of transformers, megatron, sglang"),
         (
             [("rollout.servers", ["node1:30000"])],
             "rollout.servers='node1:30000' is not a URL; it must begin with http://",
