@@ -27,13 +27,11 @@ from isoloss.parallel import UserError
 class RolloutBatch:
     """A generated batch, and how far the run has come in it.
 
-    cursor: prompts that the run has drawn so far.
     steps: the samples of each of its optimizer steps.
     done: how many of them have been taken.
     stats: what the metrics tell of the batch.
     """
 
-    cursor: int = 0
     samples: tuple[Sample, ...] = ()
     steps: tuple[tuple[int, ...], ...] = ()
     stats: Mapping[str, float] = field(default_factory=dict)
@@ -50,19 +48,19 @@ class RolloutBatch:
     def state(self) -> dict[str, object]:
         """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along."""
         if self.exhausted:
-            return {"cursor": self.cursor, "experience": None}
+            return {"experience": None}
         samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
         steps = [list(step) for step in self.steps]
         rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
-        return {"cursor": self.cursor, "experience": rest}
+        return {"experience": rest}
 
     @classmethod
     def from_state(cls, state: Mapping) -> "RolloutBatch":
         rest = state["experience"]
         if rest is None:
-            return cls(state["cursor"])
+            return cls()
         samples = tuple(Sample(*sample) for sample in rest["samples"])
-        return cls(state["cursor"], samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
+        return cls(samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
 
 
 def with_logprobs(

@@ -44,6 +44,12 @@ class RolloutConfig(Keys, group="rollout"):
         above=0,
         at_most=1,
     )
+    max_staleness: int = key(
+        0,
+        "sglang: how many batches older than the batch's own weights those may be that made a token. 0: on policy, the "
+        "trainer waits; from 1 on, prompts of the next batches are generated while the trainer trains.",
+        at_least=0,
+    )
     concurrency: int = key(
         256,
         "Completions in progress at a time: per model (transformers, megatron), or on all servers (sglang).",
@@ -82,6 +88,20 @@ class RolloutConfig(Keys, group="rollout"):
                 "rollout.servers=[] must name at least one server, such as http://localhost:30000, with "
                 "rollout.backend=sglang"
             )
+        require(
+            self.max_staleness == 0 or self.backend == "sglang",
+            "rollout.max_staleness",
+            self.max_staleness,
+            f"needs servers, which generate while the trainer trains; rollout.backend={self.backend} takes turns with "
+            "it: set it to 0, or use rollout.backend=sglang",
+        )
+        require(
+            self.max_staleness == 0 or not self.colocated,
+            "rollout.max_staleness",
+            self.max_staleness,
+            "needs servers with GPUs of their own; with rollout.colocated=true they take turns with the trainer: set "
+            "one of them back",
+        )
         urls = [("rollout.servers", url) for url in self.servers]
         for name, url in [*urls, ("rollout.router", self.router)]:
             is_url = url is None or url.startswith(("http://", "https://"))
@@ -285,6 +305,16 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer,
             f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
         )
+        algorithm = self.algorithm
+        from_rollout = algorithm.old_logprobs == "rollout" and loss_of(algorithm.loss).may_have_ratio
+        require(
+            self.rollout.max_staleness == 0 or algorithm.importance != "none" or from_rollout,
+            "rollout.max_staleness",
+            self.rollout.max_staleness,
+            "lets older weights make tokens, and with algorithm.importance=none and algorithm.old_logprobs="
+            f"{algorithm.old_logprobs} the loss {algorithm.loss} would take them for the policy's own: set "
+            "algorithm.importance=token",
+        )
         only = loss_of(self.algorithm.loss).aggregation
         require(
             only in (None, self.loss.aggregation),
@@ -326,6 +356,7 @@ class RLConfig(Config):
             "rollout.num_generations": rollout.num_generations,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,
+            "rollout.max_staleness": rollout.max_staleness,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

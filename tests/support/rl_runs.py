@@ -88,11 +88,11 @@ def train(
     kept: Arrays = {}
     save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.groups
 
-    def keep_weights(run, critic, batch):
+    def keep_weights(run, critic, *rest):
         kept.update(weights(run._engine))
         if critic:
             kept.update({f"critic/{name}": weight for name, weight in weights(critic._engine).items()})
-        save(run, critic, batch)
+        save(run, critic, *rest)
 
     def write_or_die(run, *rest):
         if run.done == killed_in_save:
@@ -173,9 +173,9 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.groups
     with_logprobs = loop.with_logprobs
 
-    def counting(self, requests, sampling):
+    def counting(self, requests, *rest):
         calls.append(len(requests))
-        return generate(self, requests, sampling)
+        return generate(self, requests, *rest)
 
     def sync_once(self, version):
         if not (stale and rollouts):

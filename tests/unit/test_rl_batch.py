@@ -114,7 +114,7 @@ def prepared(batch=BATCH, step=0, asked=None, **options):
 def prepare(groups, models, config, step, stats):
     samples = with_logprobs(groups, models.policy, models.reference, models.critic, config)
     samples = with_advantages(samples, groups, config)
-    return RolloutBatch(7, tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
+    return RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
 
 
 def trajectories_of(groups):
@@ -402,7 +402,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
     _, left = rollout_batch.next()
     torch.save(left.state(), tmp_path / "state.pt")
     again = RolloutBatch.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert (again.cursor, again.steps, again.done, again.stats) == (7, left.steps, 1, left.stats)
+    assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
     while not left.exhausted:
         samples, left = left.next()
         others, again = again.next()
@@ -410,7 +410,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
             assert torch.equal(sample.tokens_T, other.tokens_T) and torch.equal(sample.mask_T, other.mask_T)
             assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
             assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
-    assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch(7)
+    assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch()
 
 
 def test_numbers_of_a_completion_are_compact_and_equal_their_tuples():
