@@ -38,7 +38,7 @@ class AheadRollout(Rollout):
         beside: Sequence[Tenant] = (),
     ):
         super().__init__(engine, backend, rewarder, config, prompts, stop_token_ids, beside)
-        self._window = (config.rollout.max_staleness + 1) * config.batch.global_size
+        self._ahead = config.rollout.max_staleness * config.batch.global_size
         self._under_way: UnderWay | None = None
         if self._scoring is not None:
             self._under_way = UnderWay(backend, self._scoring, self.sampling)
@@ -46,7 +46,7 @@ class AheadRollout(Rollout):
     def groups(self, count: int) -> list[Group]:
         """As `Rollout.groups`: the oldest in flight, once they are there."""
         started = time.perf_counter()
-        missing = self._window - len(self.ledger.in_flight)
+        missing = count + self._ahead - len(self.ledger.in_flight)
         if missing > 0:
             self._stop()
             self.ledger.draw(missing)
