@@ -1,7 +1,8 @@
-"""Rollouts ahead of the trainer: the groups of the next batches are generated while it trains (docs/rollout.md)."""
+"""Rollouts beside the trainer: groups are generated while it trains (docs/rollout.md)."""
 
+import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -18,11 +19,14 @@ CLOSE_SECONDS = 5.0  # for servers to let go of what is under way when a run end
 
 
 class AheadRollout(Rollout):
-    """With rollout.max_staleness = K > 0 there are always K + 1 batches of prompts in flight when the trainer waits for
-    the oldest of them. No token is older than K batches then: a group is begun at most K batches before its own.
+    """With rollout.max_staleness = K there are K + 1 batches of prompts in flight when the trainer waits for the oldest
+    of them. No token is older than K batches then: a group is begun at most K batches before its own.
 
-    For an update of the weights, or an evaluation, the servers are told to end what is under way. It comes back as
-    partial completions, which go on from there with whatever weights there are then.
+    With rollout.over_sample = R > 1 the oldest R batches compete, and a group that was left over is taken next time, a
+    batch late. So there are only K - 1 + R of them in flight.
+
+    For an update of the weights, an evaluation or a checkpoint, the servers are told to end what is under way. It comes
+    back as partial completions, which go on from there with whatever weights there are then.
 
     Rank 0 knows what is under way; every rank has the ledger.
     """
@@ -38,22 +42,25 @@ class AheadRollout(Rollout):
         beside: Sequence[Tenant] = (),
     ):
         super().__init__(engine, backend, rewarder, config, prompts, stop_token_ids, beside)
-        self._ahead = config.rollout.max_staleness * config.batch.global_size
+        size = config.batch.global_size
+        self._more = math.ceil(config.rollout.over_sample * size) - size  # that compete
+        self._ahead = config.rollout.max_staleness * size - (size - self._more if self._more else 0)
         self._under_way: UnderWay | None = None
         if self._scoring is not None:
             self._under_way = UnderWay(backend, self._scoring, self.sampling)
 
-    def groups(self, count: int) -> list[Group]:
-        """As `Rollout.groups`: the oldest in flight, once they are there."""
+    def groups(self, count: int, then: int = 0) -> list[Group]:
+        """As `Rollout.groups`: the oldest in flight, once they are there, or, of the oldest, those that are first."""
         started = time.perf_counter()
-        missing = count + self._ahead - len(self.ledger.in_flight)
+        missing = count + then + self._ahead - len(self.ledger.in_flight)
         if missing > 0:
             self._stop()
             self.ledger.draw(missing)
         self._begin()
-        draws = self.ledger.in_flight[:count]
+        competing = self.ledger.in_flight[: count + self._more]
+        needed = [draw for draw in competing if not self._more or draw in self.ledger.left_over][:count]
         for _ in range(MAX_ATTEMPTS):
-            found = self._rank0.run(lambda: self._on_rank_0.wait(draws))
+            found = self._rank0.run(lambda: self._on_rank_0.wait(competing, needed, count))
             if found is not None:
                 break
             self._stop()
@@ -61,9 +68,12 @@ class AheadRollout(Rollout):
             self.sync_weights(self.version)
             self._begin()
         else:
-            raise lost_too_often(len(draws), len(draws))
+            raise lost_too_often(count, count)
+        if self._more:
+            lengths = {draw: [len(t.completion.tokens) for t in each] for draw, each in found.items()}
+            self.ledger.race(lengths, [draw for draw in competing if draw not in found])
         self._seconds["generate_seconds"] += time.perf_counter() - started
-        return [Group(draw, each[0].prompt, tuple(each)) for draw, each in zip(draws, found)]
+        return [Group(draw, each[0].prompt, tuple(each)) for draw, each in found.items()]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
         """As `Rollout.evaluate`; what was under way goes on afterwards."""
@@ -73,9 +83,12 @@ class AheadRollout(Rollout):
         return found
 
     def state(self) -> dict[str, object]:
-        """As `Rollout.state`: also what there is of each completion in flight, on rank 0. Of those that are under way,
-        it is what came back when the servers were last told to end them."""
-        return {**super().state(), "completions": self._under_way.state() if self._under_way else []}
+        """As `Rollout.state`: also what there is of each completion in flight, on rank 0. What was under way goes on
+        afterwards."""
+        self._stop()
+        state = {**super().state(), "completions": self._under_way.state() if self._under_way else []}
+        self._begin()
+        return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
         super().restore(state)
@@ -130,19 +143,27 @@ class UnderWay:
             self._result = self._backend.begin(requests, self._sampling, self._scoring.add)
             self._result.add_done_callback(lambda _: self._scoring.wake())
 
-    def wait(self, draws: Sequence[int]) -> list[list[Trajectory]] | None:
-        """The groups of these draws, with their rewards; None where servers were lost before."""
-        groups = [self._awaited[draw] for draw in draws]
+    def wait(self, draws: Sequence[int], needed: Sequence[int], count: int) -> dict[int, list[Trajectory]] | None:
+        """`count` of the groups of these draws, with their rewards, in the order of their draws: the needed ones, and
+        of the others those that are there first. None where servers were lost before."""
+
+        def chosen(there: Callable[[Awaited], bool]) -> list[int] | None:
+            found = [draw for draw in draws if there(self._awaited[draw])]
+            others = sorted({*found} - {*needed}, key=lambda draw: self._awaited[draw].place or 0)
+            first = others[: count - len(needed)]
+            enough = {*found} >= {*needed} and len(needed) + len(first) == count
+            return sorted([*needed, *first]) if enough else None
+
         ended = self._result
-        self._scoring.wait(lambda: all(map(self._scoring.ready, groups)) or (ended is not None and ended.done()))
-        if ended is not None and ended.done():
+        is_over = lambda: ended is not None and ended.done() and chosen(lambda group: group.whole) is None
+        self._scoring.wait(lambda: chosen(self._scoring.ready) is not None or is_over())
+        taken = chosen(self._scoring.ready)
+        if taken is None:
+            assert ended is not None, "it is over"
             ended.result()  # raises what ended it
-            if not all(group.whole for group in groups):
-                return None
-        found = self._scoring.take(groups)
-        for draw in draws:
-            del self._awaited[draw]
-        return found
+            return None
+        found = self._scoring.take([self._awaited.pop(draw) for draw in taken])
+        return dict(zip(taken, found))
 
     def stop(self) -> None:
         """End what is under way, and keep what there is of it."""

@@ -109,7 +109,10 @@ def on_the_host(values: list[Tensor]) -> list[Tensor]:
 
 
 def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
-    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned."""
+    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned.
+
+    samples: of all groups, in whichever parts `with_logprobs` made them.
+    """
     algorithm = config.algorithm
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
@@ -121,7 +124,10 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
     ]
     rewards_S = shaped_rewards(trajectories, config)
     estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
-    return [replace(s, fields={**kept, **added}) for s, kept, added in zip(samples, fields, estimated)]
+    return [
+        replace(sample, group=group, fields={**kept, **added})
+        for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
+    ]
 
 
 def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:

@@ -50,6 +50,20 @@ class RolloutConfig(Keys, group="rollout"):
         "trainer waits; from 1 on, prompts of the next batches are generated while the trainer trains.",
         at_least=0,
     )
+    over_sample: float = key(
+        1.0,
+        "sglang: of so many times batch.global_size groups those are taken that finish first. The others are the first "
+        "of the next batch, as partial completions.",
+        at_least=1,
+        at_most=1.5,
+        refusal="must be from 1 to 1.5: what a batch leaves over is in the next one, which has to have room for others",
+    )
+    waves: int = key(
+        1,
+        "sglang: parts of a batch, in the order of its prompts. Log-probabilities and values of one part are computed "
+        "while the next is generated.",
+        at_least=1,
+    )
     concurrency: int = key(
         256,
         "Completions in progress at a time: per model (transformers, megatron), or on all servers (sglang).",
@@ -88,19 +102,35 @@ class RolloutConfig(Keys, group="rollout"):
                 "rollout.servers=[] must name at least one server, such as http://localhost:30000, with "
                 "rollout.backend=sglang"
             )
+        for name, off in (("max_staleness", 0), ("waves", 1)):
+            value = getattr(self, name)
+            require(
+                value == off or self.backend == "sglang",
+                f"rollout.{name}",
+                value,
+                f"needs servers, which generate while the trainer trains; rollout.backend={self.backend} takes turns "
+                f"with it: set it to {off}, or use rollout.backend=sglang",
+            )
+            require(
+                value == off or not self.colocated,
+                f"rollout.{name}",
+                value,
+                "needs servers with GPUs of their own, and those of rollout.colocated=true take turns with the "
+                f"trainer: set it to {off}, or rollout.colocated=false",
+            )
         require(
-            self.max_staleness == 0 or self.backend == "sglang",
-            "rollout.max_staleness",
-            self.max_staleness,
-            f"needs servers, which generate while the trainer trains; rollout.backend={self.backend} takes turns with "
-            "it: set it to 0, or use rollout.backend=sglang",
+            self.over_sample == 1 or self.max_staleness > 0,
+            "rollout.over_sample",
+            self.over_sample,
+            "leaves partial completions to the next batch, which rollout.max_staleness=0 forbids: set it to 1, or "
+            "rollout.max_staleness to 1 or more",
         )
         require(
-            self.max_staleness == 0 or not self.colocated,
-            "rollout.max_staleness",
-            self.max_staleness,
-            "needs servers with GPUs of their own; with rollout.colocated=true they take turns with the trainer: set "
-            "one of them back",
+            self.over_sample == 1 or self.waves == 1,
+            "rollout.over_sample",
+            self.over_sample,
+            f"takes groups in the order in which they finish, and rollout.waves={self.waves} in that of their prompts: "
+            "set one of them to 1",
         )
         urls = [("rollout.servers", url) for url in self.servers]
         for name, url in [*urls, ("rollout.router", self.router)]:
@@ -337,6 +367,11 @@ class RLConfig(Config):
         return self.algorithm.minibatches * self.algorithm.epochs
 
     @property
+    def generates_beside(self) -> bool:
+        """Whether completions are generated while the trainer does something else."""
+        return self.rollout.max_staleness > 0 or self.rollout.waves > 1
+
+    @property
     def judged_by(self) -> tuple[str, ...]:
         """The loss of a policy is about 0, and says nothing."""
         return ("grad_norm",)
@@ -357,6 +392,8 @@ class RLConfig(Config):
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,
             "rollout.max_staleness": rollout.max_staleness,
+            "rollout.over_sample": rollout.over_sample,
+            "rollout.waves": rollout.waves,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,

@@ -12,7 +12,7 @@ from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
-from isoloss.engine.rl.rollout import Rollout, sample_groups
+from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import check_fingerprints, check_folder, is_main, open_folder
@@ -72,8 +72,9 @@ def _train(
     for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
         if batch.exhausted:
             rollout.sync_weights(step)
-            groups = sample_groups(rollout, config)  # generates and rewards
-            samples = with_logprobs(groups.kept, policy, reference, critic, config)
+            groups, samples = SampledGroups(), []
+            for wave in sample_groups(rollout, groups, config):  # generates and rewards
+                samples += with_logprobs(wave, policy, reference, critic, config)
             samples = with_advantages(samples, groups.kept, config)
             steps = minibatches([sample.group for sample in samples], step, config)
             batch = RolloutBatch(tuple(samples), steps, batch_stats(groups))

@@ -1,8 +1,7 @@
 """Prompts -> completions -> rewards: the groups of a batch; and the weights that go the other way."""
 
-import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -77,7 +76,8 @@ class Rollout:
         self._rank0.close()
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, in plain containers and tensors; what is rank 0's alone is there. Enters no collective."""
+        """For a checkpoint, in plain containers and tensors; what is rank 0's alone is there. Collective over the
+        world."""
         return {"ledger": self.ledger.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -126,10 +126,11 @@ class Rollout:
         """See `RolloutBackend`."""
         return self.backend.take_counts()
 
-    def groups(self, count: int) -> list[Group]:
+    def groups(self, count: int, then: int = 0) -> list[Group]:
         """Rewarded completions of the next `count` prompts, rollout.num_generations of each, in the order of their
         draws; the same on every rank. The ledger has them in flight until it is told what becomes of them.
 
+        then: how many will be asked for next, which may be begun already.
         Collective over the world.
         """
         self.ledger.draw(count)
@@ -209,7 +210,7 @@ def lost_too_often(lost: int, asked: int) -> UserError:
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class SampledGroups:
     """What was sampled for a batch.
 
@@ -218,14 +219,16 @@ class SampledGroups:
     counts: of the ledger, and how old the tokens of what is kept are, by the names of metrics.
     """
 
-    kept: tuple[Group, ...]
-    dropped: tuple[Group, ...]
-    rounds: int
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+    rounds: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
 
 
-def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
-    """The groups of a batch: batch.global_size of them, or with dynamic sampling as many that have variance.
+def sample_groups(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterator[list[Group]]:
+    """The groups of a batch, as `sampled` has them in the end: batch.global_size of them, or with dynamic sampling as
+    many that have variance. They come in waves: rollout.waves of them in the first round, one in each other, whose
+    groups follow from the order of the prompts, not from who is ready first.
 
     A round takes exactly what is still missing, so nothing is generated and then left over; what is dropped is logged.
     (DAPO, arXiv 2503.14476, section 3.2.)
@@ -234,20 +237,25 @@ def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
     """
     algorithm, wanted, ledger = config.algorithm, config.batch.global_size, rollout.ledger
     ledger.begin_batch(rollout.version, config.rollout.max_staleness)
-    kept: list[Group] = []
-    dropped: list[Group] = []
-    for rounds in itertools.count(1):
+    kept, dropped = sampled.kept, sampled.dropped
+    for sampled.rounds in range(1, algorithm.max_draws + 1):
         missing = wanted - len(kept)
-        for group in rollout.groups(missing):
-            if algorithm.dynamic_sampling and not group.varied:
-                ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
-                dropped.append(group)
-            else:
-                ledger.train(group.draw)
-                kept.append(group)
+        sizes = wave_sizes(missing, config.rollout.waves if sampled.rounds == 1 else 1)
+        for number, size in enumerate(sizes):
+            wave = []
+            for group in rollout.groups(size, then=sum(sizes[number + 1 :])):
+                if algorithm.dynamic_sampling and not group.varied:
+                    ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
+                    dropped.append(group)
+                else:
+                    ledger.train(group.draw)
+                    wave.append(group)
+            kept += wave
+            if wave:
+                yield wave
         check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
         enough = len(kept) == wanted
-        if enough or rounds == algorithm.max_draws:
+        if enough:
             break
     if not enough and (algorithm.on_shortage == "error" or not kept):
         solved = sum(any(t.valid and t.reward > 0 for t in group.trajectories) for group in dropped)
@@ -257,7 +265,14 @@ def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
             f"{solved} of them all right); raise max_draws or rollout.num_generations, choose prompts of "
             "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
         )
-    return SampledGroups(tuple(kept), tuple(dropped), rounds, {**ledger.counts(), **token_ages(kept, ledger)})
+    lengths = ledger.mean_lengths() if config.rollout.over_sample > 1 else {}
+    sampled.counts = {**ledger.counts(), **lengths, **token_ages(kept, ledger)}
+
+
+def wave_sizes(groups: int, waves: int) -> list[int]:
+    """As even as can be, and none of 0."""
+    waves = min(waves, groups)
+    return [(n + 1) * groups // waves - n * groups // waves for n in range(waves)]
 
 
 def token_ages(groups: Sequence[Group], ledger: Ledger) -> dict[str, float]:

@@ -143,7 +143,7 @@ def open_rollout(
     try:
         backend.check_health()
         what = config, data.train.prompts, data.stop_token_ids, beside
-        if config.rollout.max_staleness > 0:
+        if config.generates_beside:
             assert isinstance(backend, ServerBackend), "the configuration refuses others"
             rollout = AheadRollout(engine, backend, rewarder, *what)
         else:

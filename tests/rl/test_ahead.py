@@ -1,5 +1,6 @@
 """Rollouts ahead of the trainer: how old their tokens are, and that no prompt is lost or taken twice."""
 
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from support.fake_servers import ENGINE, FakeServers, Rewards, length
 from isoloss.engine.config import BatchConfig, ModelConfig
 from isoloss.engine.rl.ahead import AheadRollout
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, sample_groups
+from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.trajectory import Group, Prompt
 from isoloss.parallel import UserError
 
@@ -19,10 +20,10 @@ PROMPTS = [Prompt(f"train.jsonl:{n}", (1, 2, n), "?") for n in range(7)]
 BATCH, GENERATIONS, LONGEST = 3, 2, 24
 
 
-def config(staleness: int, **algorithm) -> RLConfig:
+def config(staleness: int, over_sample: float = 1.0, waves: int = 1, **algorithm) -> RLConfig:
     rollout = RolloutConfig(
         backend="sglang", servers=("http://a:1",), num_generations=GENERATIONS, max_new_tokens=LONGEST,
-        max_staleness=staleness,
+        max_staleness=staleness, over_sample=over_sample, waves=waves,
     )  # fmt: skip
     return RLConfig(
         ModelConfig("somewhere"),
@@ -44,7 +45,7 @@ class Trainer:
 
     def start(self) -> None:
         self.backend = FakeServers(BATCH * GENERATIONS)
-        kind = AheadRollout if self.config.rollout.max_staleness else Rollout
+        kind = AheadRollout if self.config.generates_beside else Rollout
         self.rollout = kind(ENGINE, self.backend, self.rewards, self.config, PROMPTS, ())
         if (self.folder / "state").exists():
             done, state = torch.load(self.folder / "state", weights_only=True)
@@ -53,7 +54,8 @@ class Trainer:
 
     def step(self) -> None:
         self.rollout.sync_weights(len(self.batches))
-        groups = sample_groups(self.rollout, self.config)
+        groups = SampledGroups()
+        self.waves = [len(wave) for wave in sample_groups(self.rollout, groups, self.config)]
         self.batches.append([*groups.kept, *groups.dropped])
         self.counts.append(dict(groups.counts))
 
@@ -79,14 +81,18 @@ def trainer(one_rank, tmp_path) -> Iterator:
 
 
 def check(trainer: Trainer) -> None:
-    """Every draw was taken once, in order; its completions are whole and of its own prompt; no token is too old."""
+    """Every draw was taken once, in order but for over-sampling, or is in flight; its completions are whole and of its
+    own prompt; no token is too old."""
     draws = [group.draw for batch in trainer.batches for group in sorted(batch, key=lambda group: group.draw)]
-    assert draws == list(range(len(draws)))
-    seen: dict[int, int] = {}
+    if trainer.config.rollout.over_sample == 1:
+        assert draws == list(range(len(draws)))
+    ledger = trainer.rollout.ledger
+    assert sorted([*draws, *ledger.in_flight]) == list(range(ledger.drawn))
     for number, batch in enumerate(trainer.batches):
+        if not trainer.config.algorithm.dynamic_sampling:  # whose rounds come one after the other
+            assert [group.draw for group in batch] == sorted(group.draw for group in batch)
         for group in batch:
             assert group.prompt in PROMPTS
-            seen[group.draw] = number
             for k, trajectory in enumerate(group.trajectories):
                 completion = trajectory.completion
                 assert completion.id == f"{group.prompt.id}/{group.draw}/{k}"
@@ -120,11 +126,58 @@ def test_batches_are_taken_in_order_and_tokens_are_young_enough(trainer, stalene
     assert bool(mixed) == (staleness > 0)  # partial completions that went on with other weights
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_killed_and_resumed_again_and_again(trainer, dynamic):
+@pytest.mark.parametrize(("staleness", "over_sample"), [(1, 1.2), (1, 1.5), (2, 1.34), (3, 1.5)])
+def test_those_that_finish_first_are_taken_and_the_others_next_time(trainer, staleness, over_sample):
+    """A group that was left over is in the next batch, and its tokens are no older than allowed."""
+    run = trainer(config(staleness, over_sample))
+    more = math.ceil(over_sample * BATCH) - BATCH
+    for _ in range(25):
+        left = list(run.rollout.ledger.left_over)
+        run.step()
+        taken = {group.draw for group in run.batches[-1]}
+        assert len(taken) == BATCH and taken >= {*left}
+        assert run.counts[-1]["prompts_in_flight"] == (staleness - 1) * BATCH + more
+        assert run.counts[-1]["prompts_left_over"] == more * len(run.batches)
+    check(run)
+    draws = [group.draw for batch in run.batches for group in batch]
+    assert draws != sorted(draws)  # somebody was overtaken
+
+
+def test_the_length_bias_of_the_first(trainer):
+    """By hand: of every batch those that were left over, and those that were not, as they are when they finish."""
+    run = trainer(config(1, 1.34))
+    first, competing = [], []
+    for _ in range(15):
+        left = list(run.rollout.ledger.left_over)
+        run.step()
+        for group in run.batches[-1]:
+            lengths = [len(t.completion.tokens) for t in group.trajectories]
+            competing += lengths
+            first += [] if group.draw in left else lengths
+    counts = run.counts[-1]
+    assert counts["response_length_first"] == pytest.approx(sum(first) / len(first))
+    assert counts["response_length_competing"] == pytest.approx(sum(competing) / len(competing))
+    assert counts["response_length_first"] < counts["response_length_competing"]  # the long ones are left over
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_waves(trainer, staleness):
+    run = trainer(config(staleness, waves=2))
+    for _ in range(6):
+        begun = len(run.backend.begun)
+        run.step()
+        assert run.waves == [1, 2]
+        assert len(run.backend.begun) == begun + 1  # the second wave was under way while the first was looked at
+    check(run)
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "over_sample", "waves"), [(False, 1.0, 1), (True, 1.0, 2), (False, 1.5, 1), (True, 1.34, 1)]
+)
+def test_killed_and_resumed_again_and_again(trainer, dynamic, over_sample, waves):
     """Twenty-five times, at any time after a save or long after: no prompt is lost, none is taken twice."""
     chance = random.Random(3)
-    run = trainer(config(2, dynamic_sampling=dynamic))
+    run = trainer(config(2, over_sample, waves, dynamic_sampling=dynamic))
     kills = 0
     while kills < 25 or len(run.batches) < 20:
         for _ in range(chance.randint(0, 3)):
@@ -142,7 +195,6 @@ def test_killed_and_resumed_again_and_again(trainer, dynamic):
 def test_partial_completions_are_part_of_the_checkpoint(trainer):
     run = trainer(config(1))
     run.step()
-    run.rollout.sync_weights(1)
     run.save()
     _, state = torch.load(run.folder / "state", weights_only=True)
     assert state["ledger"]["in_flight"] == [3, 4, 5]

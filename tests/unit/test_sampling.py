@@ -1,22 +1,28 @@
 """Drawing groups: exactly what is missing, and every group that was drawn is told of."""
 
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 
 from isoloss.engine.config import BatchConfig, ModelConfig
-from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl import rollout
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.ledger import Ledger
-from isoloss.engine.rl.rollout import sample_groups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.parallel import UserError
 
 VARIED, SOLVED, FAILED, BROKEN = (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (math.nan, math.nan)
 
 
-def config(wanted, **algorithm):
+def config(wanted, waves=1, **algorithm):
+    servers = {"backend": "sglang", "servers": ("http://a:1",), "waves": waves} if waves > 1 else {}
     return RLConfig(
-        ModelConfig("somewhere"), batch=BatchConfig(global_size=wanted), algorithm=AlgorithmConfig(**algorithm)
+        ModelConfig("somewhere"),
+        batch=BatchConfig(global_size=wanted),
+        algorithm=AlgorithmConfig(**algorithm),
+        rollout=RolloutConfig(**servers),
     )
 
 
@@ -32,12 +38,21 @@ class Stream:
     version = 0
 
     def __init__(self, *rewards, drawn=0):
-        self.rewards, self.asked, self.ledger = rewards, [], Ledger(drawn=drawn, trained=drawn)
+        self.rewards, self.asked, self.then, self.ledger = rewards, [], [], Ledger(drawn=drawn, trained=drawn)
 
-    def groups(self, count):
+    def groups(self, count, then=0):
         self.asked.append((self.ledger.drawn, count))
+        self.then.append(then)
         self.ledger.draw(count)
         return [group(number, self.rewards[number % len(self.rewards)]) for number in self.ledger.in_flight]
+
+
+def sample_groups(stream, config):
+    """All of them, of which `waves` has been told."""
+    sampled = rollout.SampledGroups()
+    stream.waves = [numbers(wave) for wave in rollout.sample_groups(stream, sampled, config)]
+    assert [*itertools.chain(*stream.waves)] == numbers(sampled.kept) and all(stream.waves)
+    return sampled
 
 
 def numbers(groups):
@@ -49,7 +64,7 @@ def test_without_dynamic_sampling_one_round_and_all_is_kept():
     draws = sample_groups(stream, config(6))
     assert stream.asked == [(40, 6)]
     assert numbers(draws.kept) == [40, 41, 42, 43, 44, 45]
-    assert (draws.dropped, draws.rounds, stream.ledger.drawn) == ((), 1, 46)
+    assert (draws.dropped, draws.rounds, stream.ledger.drawn) == ([], 1, 46)
 
 
 def test_a_round_draws_what_is_missing():
@@ -62,6 +77,31 @@ def test_a_round_draws_what_is_missing():
     assert (draws.rounds, stream.ledger.drawn) == (6, 21)
     assert sorted(numbers(draws.kept) + numbers(draws.dropped)) == [*range(5, 21)]
     assert sum(count for _, count in stream.asked) == stream.ledger.drawn - 5
+
+
+def test_waves_follow_the_order_of_the_prompts():
+    """Those of the first round; each call says how many come after it, so that they can be begun."""
+    stream = Stream(VARIED)
+    sample_groups(stream, config(7, waves=3))
+    assert stream.waves == [[0, 1], [2, 3], [4, 5, 6]] and stream.then == [5, 3, 0]
+    stream = Stream(VARIED)
+    sample_groups(stream, config(2, waves=3))
+    assert stream.waves == [[0], [1]]
+    stream = Stream(SOLVED, SOLVED, VARIED, SOLVED, VARIED)
+    sample_groups(stream, config(4, waves=2, dynamic_sampling=True))
+    assert stream.asked == [(0, 2), (2, 2), (4, 3), (7, 2), (9, 1)] and stream.waves == [[2], [4], [7], [9]]
+
+
+def test_the_ledger_knows_why_a_group_was_dropped():
+    stream = Stream(VARIED, SOLVED, BROKEN, FAILED, FAILED)
+    groups = stream.groups
+    broken = lambda group: replace(group, trajectories=tuple(replace(t, error="no") for t in group.trajectories))
+    stream.groups = lambda count, then=0: [broken(g) if g.draw % 5 == 2 else g for g in groups(count)]
+    draws = sample_groups(stream, config(2, dynamic_sampling=True))
+    assert numbers(draws.kept) == [0, 5]
+    names = ("prompts_drawn", "prompts_trained", "prompts_in_flight", "prompts_dropped_no_variance")
+    assert [draws.counts[name] for name in names] == [6, 2, 0, 3]
+    assert draws.counts["prompts_dropped_reward_failed"] == 1
 
 
 def test_enough_at_once_and_in_the_last_round():
