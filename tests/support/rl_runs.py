@@ -104,8 +104,8 @@ def train(
             raise Killed
         check(self, step, *rest)
 
-    def fewer(self, *args):
-        found = groups(self, *args)
+    def fewer(self, *args, **options):
+        found = groups(self, *args, **options)
         if without is None:
             return found
         return [
@@ -184,8 +184,8 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
             rollouts.append(self)
             engines.append(self.engine)
 
-    def noting(self, *args):
-        found = groups(self, *args)
+    def noting(self, *args, **options):
+        found = groups(self, *args, **options)
         completions.extend(t.completion for group in found for t in group.trajectories)
         return found
 
