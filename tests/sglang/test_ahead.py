@@ -4,9 +4,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import server_runs
+from support import rl_runs, server_runs
 from support.rl_runs import PROMPTS
-from support.runs import rows_of
+from support.runs import resumed, rows_of
 from support.server_commands import DOUBLE
 
 BATCH, GENERATIONS = 2, 4
@@ -76,6 +76,18 @@ def test_it_goes_on_where_it_was(inputs, server, tmp_path):
     metrics = run(inputs, tmp_path / "run", server, *keys, "train.steps=6", "checkpoint.resume=true")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[3]["staleness_max"] == 1
+    check_prompts(tmp_path / "run", 1)
+
+
+@pytest.mark.parametrize("layout", ["dp2", "tp2"])
+def test_every_rank_has_the_ledger(pool, inputs, server, tmp_path, layout):
+    """Rank 0 alone talks to the server; killed after a step, the run goes on, on one rank more or less."""
+    keys = [each for each in server_runs.overrides_of(inputs, tmp_path, [server]) if each.startswith("rollout.")]
+    keys += ["rollout.max_staleness=1", CORRECTED, "rollout.waves=2", "checkpoint.every=1", "train.steps=4"]
+    config = rl_runs.config_of(inputs, tmp_path / "run", layout, *keys)
+    pool.run(2, rl_runs.train, config, 3)
+    pool.run(1, rl_runs.train, resumed(rl_runs.config_of(inputs, tmp_path / "run", "1", *keys)))
+    assert [row["step"] for row in rows_of(tmp_path / "run/metrics.jsonl")] == [1, 2, 3, 4]
     check_prompts(tmp_path / "run", 1)
 
 

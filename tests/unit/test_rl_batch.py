@@ -124,6 +124,18 @@ def trajectories_of(groups):
 # -------------------------------------------------------------------------------------------------------------- tokens
 
 
+def test_a_batch_in_waves_is_the_batch():
+    """The same samples, with their own groups, whatever part of the batch the models were asked about at a time."""
+    groups, config, asked = make_groups(BATCH), config_of(BATCH, minibatches=2, kl_coef=0.1), models()
+    parts = [*groups[:1]], [*groups[1:3]], [*groups[3:]]
+    samples = [sample for part in parts for sample in with_logprobs(part, asked.policy, asked.reference, None, config)]
+    wanted = with_advantages(with_logprobs(groups, asked.policy, asked.reference, None, config), groups, config)
+    for found, sample in zip(with_advantages(samples, groups, config), wanted, strict=True):
+        assert found.group == sample.group and found.id == sample.id and torch.equal(found.tokens_T, sample.tokens_T)
+        assert found.fields.keys() == sample.fields.keys()
+        assert all(torch.equal(found.fields[name], values_T) for name, values_T in sample.fields.items())
+
+
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_tokens_masks_and_groups(mask_truncated):
     rollout_batch = prepared(mask_truncated=mask_truncated)
