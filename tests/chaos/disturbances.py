@@ -61,6 +61,9 @@ def ended_or_on(job: Job, stopped: Sequence[psutil.Process] = ()) -> None:
 def killed_at(moment: str, whom: Callable[[Job, Random], None], job: Job, chance: Random) -> None:
     """SIGKILL at exactly this moment, of the first or the second time that it comes."""
     first = moment in {each.name for each in LOAD}
+    if first and not job.saved():
+        running(job)
+        until(job.saved, "a checkpoint was there to be loaded", lambda: job.alive)
     if first and job.alive:
         everything(job, chance)
         job.gone()
