@@ -199,10 +199,12 @@ def test_partial_completions_are_part_of_the_checkpoint(trainer):
     _, state = torch.load(run.folder / "state", weights_only=True)
     assert state["ledger"]["in_flight"] == [3, 4, 5]
     ids = {each[0] for each in state["completions"]}
-    assert ids and all(int(id.split("/")[1]) in (3, 4, 5) for id in ids)
+    complete = {each[0] for each in state["completions"] if each[-1] == "stop"}
+    assert all(int(id.split("/")[1]) in (3, 4, 5) for id in ids) and complete and ids - complete
     run.kill()
     run.start()
     run.step()
+    assert not complete & {id for ids in run.backend.begun for id in ids}
     of_before = [0 in t.completion.versions for group in run.batches[1] for t in group.trajectories]
     assert sum(of_before) == len(ids)
     check(run)
