@@ -65,6 +65,18 @@ def test_sft_step(script, monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"limit", "isoloss", "padded"}
 
 
+def test_shared_prefixes(script, monkeypatch, tmp_path):
+    """Both steps have the same loss, or it stops."""
+    out = tmp_path / "figures.json"
+    module = script("shared_prefixes", "--passes", 1, "--max-tokens", 2048, "--out", out)
+    monkeypatch.setattr(module, "M27", module.M27 | SMALL)
+    monkeypatch.setattr(module, "BATCHES", [module.Batch(2, 4, 40, 8), module.Batch(1, 1, 0, 0)])
+    module.main()
+    shared, nothing = json.loads(out.read_text())["rows"]
+    assert shared["tokens"][1] < shared["tokens"][0] and shared["flops"] > 1
+    assert nothing["tokens"][0] == nothing["tokens"][1] and nothing["flops"] == 1
+
+
 def test_loss_head(script, one_rank):
     module = script("loss_head")
     assert module.measure_memory(64, 96, 16, 0.25)["labelled"] == 16
