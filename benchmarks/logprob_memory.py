@@ -71,7 +71,7 @@ def measure(folder: str, tokens: int, budget: int) -> dict:
     return {
         "tokens": tokens,
         "budget": budget,
-        "micro_batches": len(engine.plan([LENGTH] * len(samples)).micro_batches[0]),
+        "micro_batches": len(engine.plan(samples).micro_batches[0]),
         "peak_bytes": of_status("VmHWM") - before,
         "kept_bytes": sum(of_sample.numel() * of_sample.element_size() for of_sample in found),
         "mean_logprob": float(torch.cat(found).sum() / sum(int(sample.mask_T.sum()) for sample in samples)),

@@ -104,9 +104,9 @@ def evaluate(model: Path, seed: int) -> float:
     config = launch.compose_config("grpo", RLConfig, overrides)[0]
     data = load_data(config, read_architecture(config.model.path))
     assert data.eval is not None, "the preset has data.eval"
-    with open_rewarder(config, data) as score:
+    with open_rewarder(config, data) as rewarder:
         engine = Engine(config)
-        with open_rollout(config, engine, data, score, model) as rollout:
+        with open_rollout(config, engine, data, rewarder, model) as rollout:
             rollout.sync_weights(0)
             found = completion_stats(rollout.evaluate(data.eval.prompts))
     dist.destroy_process_group()

@@ -210,7 +210,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(M27))
         ours = Isoloss(folder, args.max_tokens)
-    plan = ours.engine.plan([len(s) for s in samples])
+    plan = ours.engine.plan(samples)
     order = [list(m) for m in plan.micro_batches[0] if m]
     loops = {"limit": Limit(ours.weights(), order), "isoloss": ours}
     if args.padded:

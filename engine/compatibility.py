@@ -98,18 +98,24 @@ def gated_delta(setup: Setup) -> Refusals:
 def shared_prefixes(setup: Setup) -> Refusals:
     if not setup.config.batch.share_prefixes:
         return
-    kernel, remedy = setup.config.parallel.cp_kernel, "leave it at false"
     if setup.arch.delta is not None:
-        yield "batch.share_prefixes", "is not built for layers of linear attention", remedy
-    if kernel != "isoloss":
-        why = f"is not known to parallel.cp_kernel={kernel}, which takes whole documents"
-        yield "batch.share_prefixes", why, f"{remedy}, or set parallel.cp_kernel=isoloss"
+        yield "batch.share_prefixes", "is not built for layers of linear attention", "leave it at null"
+    if setup.config.parallel.cp_kernel != "isoloss":
+        why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}, which takes whole documents"
+        yield "batch.share_prefixes", why, "leave it at null, or set parallel.cp_kernel=isoloss"
+
+
+def shares_prefixes(config: Config, arch: Architecture) -> bool:
+    """What batch.share_prefixes is, where it is null as well."""
+    if config.batch.share_prefixes is not None:
+        return config.batch.share_prefixes
+    return config.samples_begin_alike and arch.delta is None and config.parallel.cp_kernel == "isoloss"
 
 
 def generation(setup: Setup) -> Refusals:
     """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
     rollout, layout = getattr(setup.config, "rollout", None), setup.layout
-    if rollout is None or rollout.backend != "megatron" or setup.arch.critic:
+    if rollout is None or rollout.backend != "megatron":
         return
     remedy = "use rollout.backend=transformers or sglang"
     if setup.arch.delta is not None:
@@ -117,7 +123,7 @@ def generation(setup: Setup) -> Refusals:
     for name in ("pp", "ep"):
         if getattr(layout, name) > 1:
             yield "rollout.backend", f"is not built for parallel.{name}={getattr(layout, name)}", remedy
-    if setup.config.model.transformer_engine and setup.config.parallel.cp_kernel != "isoloss":
+    if setup.config.parallel.cp_kernel != "isoloss":
         yield "rollout.backend", f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}", remedy
 
 

@@ -82,10 +82,11 @@ class BatchConfig(Keys, group="batch"):
         "alone. Lower it when memory runs out: the number of micro-batches follows from it.",
         at_least=2,
     )
-    share_prefixes: bool = key(
-        False,
+    share_prefixes: bool | None = key(
+        None,
         "Compute once what several samples of a micro-batch begin with alike, such as the prompt of a group. Nothing "
-        "but time and memory depends on it.",
+        "but time and memory depends on it. null: in reinforcement learning, where model and parallel.cp_kernel allow "
+        "it.",
     )
 
 
@@ -404,6 +405,11 @@ class Config:
     def judged_by(self) -> tuple[str, ...]:
         """What train.spike_factor is compared with."""
         return "loss", "grad_norm"
+
+    @property
+    def samples_begin_alike(self) -> bool:
+        """Whether a step has samples that share what they begin with."""
+        return False
 
     @property
     def lends_device_memory(self) -> bool:

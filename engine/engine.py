@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
-from isoloss.engine import checkpoint, load_balancing, replicas, startup
+from isoloss.engine import checkpoint, compatibility, load_balancing, replicas, startup
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
@@ -31,10 +31,9 @@ from isoloss.engine.optimizer import (
     wrap_ddp,
 )
 from isoloss.engine.packing import PackedBatch
-from isoloss.engine.plan import CostModel, Plan, Shared, make_plan
-from isoloss.engine.prefixes import shared_beginnings
+from isoloss.engine.plan import CostModel, Plan
 from isoloss.engine.residents import Residents
-from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
+from isoloss.engine.step import Head, StepBatch, StepMetrics, plan_step, prepare_step, run_step, run_targets
 from isoloss.models.mcore.build import accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.value_head import CriticWeights
@@ -343,13 +342,14 @@ class Engine:
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
-    def plan(self, lengths: Sequence[int], groups: Sequence[Shared] = ()) -> Plan:
-        """Which dp rank runs which samples in which micro-batch; the same on every rank.
+    @property
+    def shares_prefixes(self) -> bool:
+        return compatibility.shares_prefixes(self.config, self.arch)
 
-        groups: of samples that begin alike, with batch.share_prefixes."""
-        layout, budget = self.mesh.layout, self.config.batch.max_tokens
-        multiple_of = layout.pp if layout.vpp > 1 else 1
-        return make_plan(lengths, layout.dp, budget, self.cost_model, multiple_of, groups)
+    def plan(self, samples: Sequence[Sample]) -> Plan:
+        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
+        budget = self.config.batch.max_tokens
+        return plan_step(samples, self.mesh.layout, budget, self.cost_model, share_prefixes=self.shares_prefixes)
 
     def _come_back(self) -> None:
         self._weights.come_back()
@@ -366,12 +366,8 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        share_prefixes, groups = self.config.batch.share_prefixes, []
-        if share_prefixes:
-            tokens, numbers = [sample.tokens_T for sample in samples], [sample.group for sample in samples]
-            groups = shared_beginnings(tokens, numbers)
-        plan = self.plan([len(sample) for sample in samples], groups)
-        batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=share_prefixes)
+        plan = self.plan(samples)
+        batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=self.shares_prefixes)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))

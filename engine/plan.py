@@ -112,12 +112,14 @@ def make_plan(
     cost_model: CostModel,
     multiple_of: int = 1,
     groups: Sequence[Shared] = (),
+    stages: int = 1,
 ) -> Plan:
     """Place every sample once: ranks of even cost, micro-batches of even cost within `max_tokens` tokens.
 
     No sample is ever split: one that is longer than `max_tokens` has a micro-batch to itself. Samples of one of the
     `groups` stay together in parts, as large as leaves the ranks even: of several sizes, the one is taken whose
-    costliest rank costs least. Without parts is one of them, so groups never make it cost more.
+    costliest rank costs least, its costliest micro-batch counted once more for each further of the `stages` of a
+    pipeline, which it fills and drains. Without parts is one of them, so groups never make it cost more.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
@@ -135,11 +137,11 @@ def make_plan(
     lengths = np.minimum(lengths_S, max_tokens).tolist()  # a sample that fills a micro-batch is alone in it
     alone = [_Unit((i,), lengths[i], costs[i]) for i in order_S]
     if not groups:
-        return _place(alone, dp_size, max_tokens, multiple_of)[1]
+        return _place(alone, dp_size, max_tokens, multiple_of, stages)[1]
     plans = []
     for units in _divisions(alone, groups, lengths_S.tolist(), dp_size, max_tokens, cost_model):
-        heaviest, plan = _place(units, dp_size, max_tokens, multiple_of)
-        plans.append((heaviest, plan.num_micro_batches, plan))
+        cost, plan = _place(units, dp_size, max_tokens, multiple_of, stages)
+        plans.append((cost, plan.num_micro_batches, plan))
     return min(plans, key=lambda found: found[:2])[2]
 
 
@@ -199,8 +201,8 @@ def _parts(
     return [of_sample[i] for i in members]
 
 
-def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int) -> tuple[float, Plan]:
-    """The cost of the costliest rank, and the plan."""
+def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int, stages: int) -> tuple[float, Plan]:
+    """What the step costs (`make_plan`), and its plan."""
     by_cost = sorted(units, key=lambda unit: (-unit.cost, -unit.tokens, unit.samples))
     tokens, costs = [unit.tokens for unit in by_cost], [unit.cost for unit in by_cost]
     ranks = assign_ranks(range(len(by_cost)), costs, dp_size)
@@ -209,13 +211,14 @@ def _place(units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: i
     packed = [_pack(rank, tokens, max_tokens) for rank in ranks]
     needed = max(1, max(len(bins) for bins in packed))
     count = math.ceil(needed / multiple_of) * multiple_of
-    plan = []
+    plan, step = [], 0.0
     for rank, bins in zip(ranks, packed):
         # Spreading by cost wastes tokens where the budget is tight; the packing that was found always fits.
         spread = _spread(rank, tokens, costs, count, max_tokens) or bins + [[]] * (count - len(bins))
         spread.sort(key=lambda units: -sum(costs[u] for u in units))
         plan.append(tuple(tuple(i for u in units for i in by_cost[u].samples) for units in spread))
-    return max(sum(costs[u] for u in rank) for rank in ranks), Plan(tuple(plan))
+        step = max(step, sum(costs[u] for u in rank) + (stages - 1) * sum(costs[u] for u in spread[0]))
+    return step, Plan(tuple(plan))
 
 
 def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:

@@ -48,7 +48,7 @@ def fold(tokens: Sequence[Tensor]) -> list[Piece]:
             for branch in _branches(tokens, samples, stop):
                 grow(branch, stop, parent)
             return
-        (sample,) = samples
+        sample = min(samples)
         first = pieces[parent].stop if parent >= 0 else 0
         if first < len(tokens[sample]):
             pieces.append(Piece(samples, first, len(tokens[sample]), parent))

@@ -18,14 +18,14 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
-from isoloss.engine.plan import Plan
-from isoloss.engine.prefixes import Piece, fold, unfolded
+from isoloss.engine.plan import CostModel, Plan, make_plan
+from isoloss.engine.prefixes import Piece, fold, shared_beginnings, unfolded
 from isoloss.engine.stopwatch import Stopwatch
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
-from isoloss.parallel import Mesh
+from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts, count_tokens
 from isoloss.parallel.schedule import run_schedule
 from isoloss.parallel.sequence import row_length
@@ -121,6 +121,20 @@ class StepMetrics:
     busy_seconds: float = 0.0
     cost: float = 0.0
     total_cost: float = 0.0
+
+
+def plan_step(
+    samples: Sequence[Sample], layout: Layout, max_tokens: int, cost_model: CostModel, *, share_prefixes: bool = False
+) -> Plan:
+    """`make_plan` of samples on a layout.
+
+    share_prefixes: what samples of a group begin with alike costs once in a micro-batch, where that pays.
+    """
+    groups = []
+    if share_prefixes:
+        groups = shared_beginnings([sample.tokens_T for sample in samples], [sample.group for sample in samples])
+    lengths, multiple_of = [len(sample) for sample in samples], layout.pp if layout.vpp > 1 else 1
+    return make_plan(lengths, layout.dp, max_tokens, cost_model, multiple_of, groups, layout.pp)
 
 
 def prepare_step(

@@ -252,9 +252,9 @@ class PackedAttention(MegatronModule):
             cache.keep_prompts(self.layer_number, key, value)
             return _ring_or_whole(query, key, value, row, ALONE, heads)
         rows = len(cache.behind)  # the others are padding
-        newest = (t[:rows] for t in (query, key, value))
-        out = cache.attend(self.layer_number, *newest, heads.scale, heads.window, heads.sinks_H)
-        return torch.cat([out, out.new_zeros(len(query) - rows, *out.shape[1:])]) if len(query) > rows else out
+        query, key, value, padding = query[:rows], key[:rows], value[:rows], len(query) - rows
+        out = cache.attend(self.layer_number, query, key, value, heads.scale, heads.window, heads.sinks_H)
+        return torch.cat([out, out.new_zeros(padding, *out.shape[1:])]) if padding else out
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None) -> dict:
         """The sinks, divided over TP; nothing else."""

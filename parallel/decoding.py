@@ -127,8 +127,8 @@ class KeyValueCache:
         lse_BKF = scores_BKFT.logsumexp(-1)
         out_BKFU = (scores_BKFT - lse_BKF[..., None]).exp() @ value_BKTU
         for prompt, rows_M in self._rows_of_prompts(window):
-            theirs = (t.to(dtype) for t in layer.prompts[prompt])
-            seen = self._prompt(query_BKFD[rows_M], *theirs, scale, window, self._behind_B[rows_M])
+            key_KPD, value_KPU = (t.to(dtype) for t in layer.prompts[prompt])
+            seen = self._prompt(query_BKFD[rows_M], key_KPD, value_KPU, scale, window, self._behind_B[rows_M])
             of_both, share, more_share = union(lse_BKF[rows_M], seen[1])
             out_BKFU[rows_M] = weighted(out_BKFU[rows_M], share, seen[0], more_share)
             lse_BKF[rows_M] = of_both

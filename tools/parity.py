@@ -7,6 +7,7 @@ and differences are accumulated in fp64.
 import dataclasses
 import io
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,15 +17,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig, MoeConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
-from isoloss.engine.plan import CostModel, Plan, make_plan
+from isoloss.engine.plan import CostModel, Plan
+from isoloss.engine.prefixes import fold
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
-from isoloss.engine.step import CanaryError
+from isoloss.engine.step import CanaryError, plan_step
+from isoloss.models.architecture import Architecture
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
 from isoloss.tools.planted_bugs import NO_BUG, PlantedBug, RunTraits
@@ -69,21 +73,27 @@ class Case:
         return "value" if self.critic else self.policy.algorithm.loss
 
     def run(
-        self, layout: Layout, samples: Sequence[Sample], costs: CostModel, moe: MoeConfig | None = None
+        self, layout: Layout, samples: Sequence[Sample], arch: Architecture, moe: MoeConfig | None = None
     ) -> RunTraits:
         """The case as a planted bug sees it. moe: of a model with experts."""
-        plan = self.plan(layout, [len(sample) for sample in samples], costs)
+        plan = self.plan(layout, samples, arch)
         micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe)
+        folded = [fold([samples[i].tokens_T for i in m]) for m in micro_batches] if self._shares(arch) else []
+        children = [Counter(piece.parent for piece in pieces if piece.parent >= 0) for pieces in folded]
+        branches = any(max(of_row.values(), default=0) > 1 for of_row in children)
+        return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe, branches=branches)
 
-    def plan(self, layout: Layout, lengths: Sequence[int], costs: CostModel) -> Plan:
-        """What an engine with this budget does with samples of these lengths."""
-        budget = self.max_tokens or sum(lengths)
-        return make_plan(lengths, layout.dp, budget, costs, layout.pp if layout.vpp > 1 else 1)
+    def plan(self, layout: Layout, samples: Sequence[Sample], arch: Architecture) -> Plan:
+        """What an engine with this budget does."""
+        budget = self.max_tokens or sum(map(len, samples))
+        return plan_step(samples, layout, budget, CostModel.of(arch), share_prefixes=self._shares(arch))
+
+    def _shares(self, arch: Architecture) -> bool:
+        return self.policy is not None and compatibility.shares_prefixes(self.policy, arch)
 
 
 @dataclass(frozen=True)

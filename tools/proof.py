@@ -15,7 +15,7 @@ from isoloss.engine import compatibility
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import Config, LossConfig
 from isoloss.engine.data import step_indices
-from isoloss.engine.plan import CostModel, Plan
+from isoloss.engine.plan import Plan
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.trainer import load_data
 from isoloss.models.families.registry import read_architecture
@@ -67,8 +67,10 @@ def loss_config(mode: str, config: Config) -> LossConfig:
 
 
 def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
-    """The samples of optimizer step 0. For a planted bug every token is a target, also one at the border of two shards,
-    and a fully masked copy of a sample is added: some bugs show only there.
+    """The samples of optimizer step 0; for a policy loss the answers of two rows to one prompt.
+
+    For a planted bug every token is a target, also one at the border of two shards, and a fully masked copy of a sample
+    is added: some bugs show only there.
 
     UserError where they are not at least two different rows.
     """
@@ -80,11 +82,21 @@ def first_batch(config: Config, bug: PlantedBug) -> list[Sample]:
             "and over: a proof about micro-batches and means needs at least two rows in the batch"
         )
     samples = [dataclasses.replace(data.train[int(row)], group=index // 2) for index, row in enumerate(rows)]
+    if isinstance(config, RLConfig):
+        samples = [behind_the_prompt_of(samples[index // 2 * 2], sample) for index, sample in enumerate(samples)]
     if bug is NO_BUG:
         return samples
     everything = [dataclasses.replace(s, mask_T=torch.arange(len(s)) > 0) for s in samples]
     masked = dataclasses.replace(samples[0], mask_T=torch.zeros_like(samples[0].mask_T))
     return [*everything, masked]
+
+
+def behind_the_prompt_of(first: Sample, sample: Sample) -> Sample:
+    """What the sample answers, as if it answered the prompt of another."""
+    prompt, own = (int(s.mask_T.int().argmax()) for s in (first, sample))
+    tokens_T = torch.cat([first.tokens_T[:prompt], sample.tokens_T[own:]])
+    mask_T = torch.cat([first.mask_T[:prompt], sample.mask_T[own:]])
+    return dataclasses.replace(sample, tokens_T=tokens_T, mask_T=mask_T)
 
 
 def choose_runs(
@@ -98,15 +110,15 @@ def choose_runs(
 
     budgets: None chooses them from the lengths of the samples: one micro-batch a rank, about three, and one sample
         each."""
-    costs, lengths = CostModel.of(read_architecture(config.model.path)), [len(sample) for sample in samples]
+    arch, total = read_architecture(config.model.path), sum(map(len, samples))
 
     def plan(layout: Layout, budget: int) -> Plan:
-        return dataclasses.replace(losses[0], max_tokens=budget).plan(layout, lengths, costs)
+        return dataclasses.replace(losses[0], max_tokens=budget).plan(layout, samples, arch)
 
     def about_three(layout: Layout) -> int:
         multiple = layout.pp if layout.vpp > 1 else 1
         few = -(-3 // multiple) * multiple
-        budgets = range(MIN_BUDGET, sum(lengths))
+        budgets = range(MIN_BUDGET, total)
         return MIN_BUDGET + bisect_left(budgets, True, key=lambda b: plan(layout, b).num_micro_batches <= few)
 
     runs = {}
@@ -138,15 +150,15 @@ def prove(
     bug: PlantedBug = NO_BUG,
     pool: WorkerPool | None = None,
 ) -> list[ProofRun]:
-    """Run the cases of every layout, against one rank with everything in one micro-batch, without the bug.
+    """Run the cases of every layout, against one rank with everything in one micro-batch, every sample whole, without
+    the bug.
 
     pool: runs the ranks; default one of its own.
     UserError for a planted bug that shows in none of the runs.
     """
     arch = read_architecture(config.model.path)
     moe = config.moe if arch.experts else None
-    costs = CostModel.of(arch)
-    seen = {layout: [case.run(layout, samples, costs, moe) for case in cases] for layout, cases in runs.items()}
+    seen = {layout: [case.run(layout, samples, arch, moe) for case in cases] for layout, cases in runs.items()}
     if bug is not NO_BUG and not any(bug.must_fail_on(run) for layout_traits in seen.values() for run in layout_traits):
         raise UserError(f"--plant {bug.name} shows in none of these runs: it needs {bug.needs}")
     frozen = freeze(samples)
@@ -156,9 +168,9 @@ def prove(
             dict.fromkeys(dataclasses.replace(case, max_tokens=0) for cases in runs.values() for case in cases)
         )
         files = {case.loss: reference_file(folder, index) for index, case in enumerate(losses)}
-        run = ranks.run(
-            1, measure, on_layout(config, Layout(), precision), frozen, losses, list(files.values()), NO_BUG, True
-        )
+        one_rank = on_layout(config, Layout(), precision)
+        whole = dataclasses.replace(one_rank, batch=dataclasses.replace(config.batch, share_prefixes=False))
+        run = ranks.run(1, measure, whole, frozen, losses, list(files.values()), NO_BUG, True)
         references = dict(zip(files, merge(run)))
         for layout, cases in runs.items():
             spread = on_layout(config, layout, precision)

@@ -27,7 +27,7 @@ from isoloss.engine.model_source import resolve
 from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.engine.rl.rollout import Rollout, sample_groups
+from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
@@ -58,25 +58,26 @@ class Side:
     policy: Engine
     rollout: Rollout
     loss: Loss
-    cursor: int = 0
     steps: int = 0
 
     def step(self, phase) -> dict[str, float]:
         """phase: a context manager for each phase, by its name."""
         with phase("sync"):
             self.rollout.sync_weights(self.steps)
+        groups, samples = SampledGroups(), []
         with phase("generate"):
-            groups = sample_groups(self.rollout, self.cursor, self.config)
+            waves = list(sample_groups(self.rollout, groups, self.config))
         with phase("logprobs"):
-            samples = with_logprobs(groups.kept, self.policy, None, None, self.config)
+            for wave in waves:
+                samples += with_logprobs(wave, self.policy, None, None, self.config)
         with phase("train"):
             samples = with_advantages(samples, groups.kept, self.config)
             parts = minibatches([sample.group for sample in samples], self.steps, self.config)
-            samples, batch = RolloutBatch(groups.cursor, tuple(samples), parts).next()
+            samples, batch = RolloutBatch(tuple(samples), parts).next()
             assert batch.exhausted, "one optimizer step for each batch"
             metrics, result = self.policy.train_step(samples, self.loss)
             assert result.applied
-        self.cursor, self.steps = groups.cursor, self.steps + 1
+        self.steps += 1
         tokens = sum(len(t.completion.tokens) for group in groups.kept for t in group.trajectories)
         return {"completion_tokens": tokens, "loss": metrics.loss}
 

@@ -47,6 +47,11 @@ class PolicyLoss:
     constant: bool = False
     aggregation: str | None = None
 
+    @property
+    def may_have_ratio(self) -> bool:
+        """A function of the user's may, too."""
+        return self.ratio is not None or self.function not in _OWN
+
 
 _ADVANTAGES, _LOSSES = "isoloss.engine.rl.advantages", "isoloss.engine.rl.losses"
 ADVANTAGES: Mapping[str, Advantage] = {
@@ -63,6 +68,7 @@ LOSSES: Mapping[str, PolicyLoss] = {
     "cispo": PolicyLoss(f"{_LOSSES}:cispo_loss", ratio="token", constant=True),
     "reinforce": PolicyLoss(f"{_LOSSES}:reinforce_loss"),
 }
+_OWN = {loss.function for loss in LOSSES.values()}
 KL_ESTIMATORS: Mapping[str, str] = {"k1": f"{_LOSSES}:k1", "k2": f"{_LOSSES}:k2", "k3": f"{_LOSSES}:bounded_k3"}
 
 

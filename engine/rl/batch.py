@@ -27,13 +27,11 @@ from isoloss.parallel import UserError
 class RolloutBatch:
     """A generated batch, and how far the run has come in it.
 
-    cursor: prompts that the run has drawn so far.
     steps: the samples of each of its optimizer steps.
     done: how many of them have been taken.
     stats: what the metrics tell of the batch.
     """
 
-    cursor: int = 0
     samples: tuple[Sample, ...] = ()
     steps: tuple[tuple[int, ...], ...] = ()
     stats: Mapping[str, float] = field(default_factory=dict)
@@ -50,19 +48,19 @@ class RolloutBatch:
     def state(self) -> dict[str, object]:
         """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along."""
         if self.exhausted:
-            return {"cursor": self.cursor, "experience": None}
+            return {"experience": None}
         samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
         steps = [list(step) for step in self.steps]
         rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
-        return {"cursor": self.cursor, "experience": rest}
+        return {"experience": rest}
 
     @classmethod
     def from_state(cls, state: Mapping) -> "RolloutBatch":
         rest = state["experience"]
         if rest is None:
-            return cls(state["cursor"])
+            return cls()
         samples = tuple(Sample(*sample) for sample in rest["samples"])
-        return cls(state["cursor"], samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
+        return cls(samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
 
 
 def with_logprobs(
@@ -83,7 +81,7 @@ def with_logprobs(
     trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
     kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
     learned = [to_sample(t, group, algorithm) for t, group in trajectories]
-    asked = [to_sample(t, 0, replace(algorithm, mask_truncated=False)) for t, _ in trajectories]
+    asked = [to_sample(t, group, replace(algorithm, mask_truncated=False)) for t, group in trajectories]
     asked = asked if kl_in_reward else learned
     fields: dict[str, list[Tensor]] = {
         "rollout_logprobs": [
@@ -111,7 +109,10 @@ def on_the_host(values: list[Tensor]) -> list[Tensor]:
 
 
 def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
-    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned."""
+    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned.
+
+    samples: of all groups, in whichever parts `with_logprobs` made them.
+    """
     algorithm = config.algorithm
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
@@ -123,7 +124,10 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
     ]
     rewards_S = shaped_rewards(trajectories, config)
     estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
-    return [replace(s, fields={**kept, **added}) for s, kept, added in zip(samples, fields, estimated)]
+    return [
+        replace(sample, group=group, fields={**kept, **added})
+        for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
+    ]
 
 
 def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:

@@ -44,6 +44,26 @@ class RolloutConfig(Keys, group="rollout"):
         above=0,
         at_most=1,
     )
+    max_staleness: int = key(
+        0,
+        "sglang: how many batches older than the batch's own weights those may be that made a token. 0: on policy, the "
+        "trainer waits; from 1 on, prompts of the next batches are generated while the trainer trains.",
+        at_least=0,
+    )
+    over_sample: float = key(
+        1.0,
+        "sglang: of so many times batch.global_size groups those are taken that finish first. The others are the first "
+        "of the next batch, as partial completions.",
+        at_least=1,
+        at_most=1.5,
+        refusal="must be from 1 to 1.5: what a batch leaves over is in the next one, which has to have room for others",
+    )
+    waves: int = key(
+        1,
+        "sglang: parts of a batch, in the order of its prompts. Log-probabilities and values of one part are computed "
+        "while the next is generated.",
+        at_least=1,
+    )
     concurrency: int = key(
         256,
         "Completions in progress at a time: per model (transformers, megatron), or on all servers (sglang).",
@@ -82,6 +102,36 @@ class RolloutConfig(Keys, group="rollout"):
                 "rollout.servers=[] must name at least one server, such as http://localhost:30000, with "
                 "rollout.backend=sglang"
             )
+        for name, off in (("max_staleness", 0), ("waves", 1)):
+            value = getattr(self, name)
+            require(
+                value == off or self.backend == "sglang",
+                f"rollout.{name}",
+                value,
+                f"needs servers, which generate while the trainer trains; rollout.backend={self.backend} takes turns "
+                f"with it: set it to {off}, or use rollout.backend=sglang",
+            )
+            require(
+                value == off or not self.colocated,
+                f"rollout.{name}",
+                value,
+                "needs servers with GPUs of their own, and those of rollout.colocated=true take turns with the "
+                f"trainer: set it to {off}, or rollout.colocated=false",
+            )
+        require(
+            self.over_sample == 1 or self.max_staleness > 0,
+            "rollout.over_sample",
+            self.over_sample,
+            "leaves partial completions to the next batch, which rollout.max_staleness=0 forbids: set it to 1, or "
+            "rollout.max_staleness to 1 or more",
+        )
+        require(
+            self.over_sample == 1 or self.waves == 1,
+            "rollout.over_sample",
+            self.over_sample,
+            f"takes groups in the order in which they finish, and rollout.waves={self.waves} in that of their prompts: "
+            "set one of them to 1",
+        )
         urls = [("rollout.servers", url) for url in self.servers]
         for name, url in [*urls, ("rollout.router", self.router)]:
             is_url = url is None or url.startswith(("http://", "https://"))
@@ -285,6 +335,16 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer,
             f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
         )
+        algorithm = self.algorithm
+        from_rollout = algorithm.old_logprobs == "rollout" and loss_of(algorithm.loss).may_have_ratio
+        require(
+            self.rollout.max_staleness == 0 or algorithm.importance != "none" or from_rollout,
+            "rollout.max_staleness",
+            self.rollout.max_staleness,
+            "lets older weights make tokens, and with algorithm.importance=none and algorithm.old_logprobs="
+            f"{algorithm.old_logprobs} the loss {algorithm.loss} would take them for the policy's own: set "
+            "algorithm.importance=token",
+        )
         only = loss_of(self.algorithm.loss).aggregation
         require(
             only in (None, self.loss.aggregation),
@@ -307,9 +367,19 @@ class RLConfig(Config):
         return self.algorithm.minibatches * self.algorithm.epochs
 
     @property
+    def generates_beside(self) -> bool:
+        """Whether completions are generated while the trainer does something else."""
+        return self.rollout.max_staleness > 0 or self.rollout.waves > 1
+
+    @property
     def judged_by(self) -> tuple[str, ...]:
         """The loss of a policy is about 0, and says nothing."""
         return ("grad_norm",)
+
+    @property
+    def samples_begin_alike(self) -> bool:
+        """Completions of a prompt."""
+        return self.rollout.num_generations > 1
 
     @property
     def lends_device_memory(self) -> bool:
@@ -326,10 +396,14 @@ class RLConfig(Config):
             "rollout.num_generations": rollout.num_generations,
             "rollout.max_new_tokens": rollout.max_new_tokens,
             "rollout.temperature": rollout.temperature,
+            "rollout.max_staleness": rollout.max_staleness,
+            "rollout.over_sample": rollout.over_sample,
+            "rollout.waves": rollout.waves,
             "reward.function": list(reward.function),
             "reward.weights": list(reward.weights),
             "algorithm.advantage": algorithm.advantage,
             "algorithm.minibatches": algorithm.minibatches,
+            "algorithm.minibatch_by": algorithm.minibatch_by,
             "algorithm.epochs": algorithm.epochs,
             "algorithm.old_logprobs": algorithm.old_logprobs,
             "algorithm.dynamic_sampling": algorithm.dynamic_sampling,

@@ -12,7 +12,7 @@ from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
-from isoloss.engine.rl.rollout import Rollout, sample_groups
+from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import check_fingerprints, check_folder, is_main, open_folder
@@ -34,7 +34,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
     with contextlib.ExitStack() as stack:
-        score = stack.enter_context(open_rewarder(config, data))
+        rewarder = stack.enter_context(open_rewarder(config, data))
         policy = Engine(config, source)
         reference = None
         if config.algorithm.uses_reference:
@@ -44,7 +44,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = stack.enter_context(open_folder(config, run_name))
         beside = [each for each in (reference, critic) if each is not None]
-        rollout = stack.enter_context(open_rollout(config, policy, data, score, folder, beside))
+        rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
         run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
         log = stack.enter_context(RolloutLog(folder, run.metrics, enabled=is_main(), start_step=run.done))
         return _train(config, data, policy, reference, critic, rollout, run, log)
@@ -61,22 +61,23 @@ def _train(
     log: RolloutLog,
 ) -> RunResult:
     loss = policy_loss(config)
-    batch = restore(run, critic)
+    batch = restore(run, critic, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
         data.rejects(config.data).write(run.output_dir)
 
     def save_now() -> None:
-        save(run, critic, batch)
+        save(run, critic, batch, rollout)
 
     for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
         if batch.exhausted:
             rollout.sync_weights(step)
-            groups = sample_groups(rollout, batch.cursor, config)  # generates and rewards
-            samples = with_logprobs(groups.kept, policy, reference, critic, config)
+            groups, samples = SampledGroups(), []
+            for wave in sample_groups(rollout, groups, config):  # generates and rewards
+                samples += with_logprobs(wave, policy, reference, critic, config)
             samples = with_advantages(samples, groups.kept, config)
             steps = minibatches([sample.group for sample in samples], step, config)
-            batch = RolloutBatch(groups.cursor, tuple(samples), steps, batch_stats(groups))
+            batch = RolloutBatch(tuple(samples), steps, batch_stats(groups))
             log.batch(step + 1, groups, batch)
         samples, batch = batch.next()
         values = critic.train_step(samples) if critic else {}
@@ -99,15 +100,16 @@ def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict
     return {**rollout_stats(trajectories), **rollout.take_counts()}
 
 
-def save(run: Run, critic: Critic | None, batch: RolloutBatch) -> None:
+def save(run: Run, critic: Critic | None, batch: RolloutBatch, rollout: Rollout) -> None:
     """A checkpoint. The critic's comes first: where there is one of the policy, there is one of its critic."""
-    run.save(batch.state(), critic.stage if critic else None)
+    run.save({**batch.state(), "rollout": rollout.state()}, critic.stage if critic else None)
 
 
-def restore(run: Run, critic: Critic | None) -> RolloutBatch:
+def restore(run: Run, critic: Critic | None, rollout: Rollout) -> RolloutBatch:
     """Where the checkpoint was taken that the run goes on from."""
     if run.state is None:
         return RolloutBatch()
     if critic is not None:
         critic.load(run.output_dir, run.done)
+    rollout.restore(run.state["rollout"])
     return RolloutBatch.from_state(run.state)

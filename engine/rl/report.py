@@ -57,7 +57,7 @@ def batch_stats(groups: SampledGroups) -> dict[str, float]:
         "groups_dropped": len(groups.dropped),
         "groups_without_variance": sum(not group.varied for group in sampled),
         "draw_rounds": groups.rounds,
-        "prompts_drawn": groups.cursor,
+        **groups.counts,
     }
 
 

@@ -1,24 +1,24 @@
 """Prompts -> completions -> rewards: the groups of a batch; and the weights that go the other way."""
 
-import itertools
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backends.protocol import RolloutBackend
+from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, unnoticed
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.ledger import Ledger, mean_and_max
 from isoloss.engine.rl.rank0 import RankZero
-from isoloss.engine.rl.reward.rewarder import Scored, check_rewarded
+from isoloss.engine.rl.reward.rewarder import check_rewarded
+from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
 from isoloss.parallel import UserError
 
 # How often a batch is asked for again after servers were lost, before the run gives up.
 MAX_ATTEMPTS = 10
 MAX_SYNCS = 3  # the same for an update of the weights
-Score = Callable[[Sequence[Prompt], Sequence[Completion]], list[Scored]]
 
 
 class Tenant(Protocol):
@@ -30,10 +30,11 @@ class Tenant(Protocol):
 class Rollout:
     """The backend, the trainer's weights that it has to serve, and the rewards of what it generates.
 
-    score: prompts and completions -> rewards and texts; called on rank 0.
+    rewarder: of rank 0; None on the others.
     prompts: to train on.
     beside: what else the trainer has on the device; with rollout.colocated it leaves, as the engine does, before the
         backend needs the memory, and comes back when it is next used.
+    ledger: of the prompts that were drawn.
     calls: how many batches were asked of the backend, whatever the number of micro-batches and ranks.
     """
 
@@ -41,13 +42,14 @@ class Rollout:
         self,
         engine: Engine,
         backend: RolloutBackend,
-        score: Score,
+        rewarder: GivesRewards | None,
         config: RLConfig,
         prompts: Sequence[Prompt],
         stop_token_ids: tuple[int, ...],
         beside: Sequence[Tenant] = (),
     ):
-        self.engine, self.backend, self._score, self._prompts = engine, backend, score, prompts
+        self.engine, self.backend, self._prompts = engine, backend, prompts
+        self._scoring = None if rewarder is None else Scoring(rewarder)
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
         self._rank0 = RankZero()
@@ -62,13 +64,25 @@ class Rollout:
         self._eval_sampling = replace(
             self.sampling, temperature=config.eval_temperature, top_p=config.rollout.eval_top_p
         )
+        self.ledger = Ledger()
         self.version = -1
         self.calls = 0
         self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
 
     def close(self) -> None:
         """Collective over the world."""
+        if self._scoring is not None:
+            self._scoring.close()
         self._rank0.close()
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint, in plain containers and tensors; what is rank 0's alone is there. Collective over the
+        world."""
+        return {"ledger": self.ledger.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave. Enters no collective."""
+        self.ledger = Ledger.from_state(state["ledger"])
 
     def sync_weights(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
@@ -80,8 +94,9 @@ class Rollout:
         for left in reversed(range(MAX_SYNCS)):
             if self.backend.weight_version() == version:
                 break
-            self._leave_device(weights=False)
             try:
+                self._stop()
+                self._leave_device(weights=False)
                 weights = self.engine.weight_stream(self._bucket_bytes, self.backend.receives)
                 self.backend.update_weights(weights, version)
             except UserError:
@@ -89,6 +104,9 @@ class Rollout:
                     raise
                 self.backend.check_health()  # brings lost servers back, or says what is to be done
         self._seconds["sync_seconds"] += time.perf_counter() - started
+
+    def _stop(self) -> None:
+        """Nothing is under way on the backend after this. Collective over the world."""
 
     def _leave_device(self, *, weights: bool = True) -> None:
         """With rollout.colocated: the trainer leaves the device, on every rank. weights: False: but for the policy's
@@ -108,20 +126,31 @@ class Rollout:
         """See `RolloutBackend`."""
         return self.backend.take_counts()
 
-    def groups(self, first_draw: int, num_prompts: int) -> list[Group]:
-        """Rewarded completions of the next prompts, rollout.num_generations of each; the same on every rank.
+    def groups(self, count: int, then: int = 0) -> list[Group]:
+        """Rewarded completions of the next `count` prompts, rollout.num_generations of each, in the order of their
+        draws; the same on every rank. The ledger has them in flight until it is told what becomes of them.
 
-        first_draw: prompts that the run has drawn before.
+        then: how many will be asked for next, which may be begun already.
         Collective over the world.
         """
-        count = self._generations
-        drawn = draw_indices(len(self._prompts), first_draw, num_prompts, self._seed)
-        prompts = [self._prompts[index] for index in drawn.tolist()]
-        ids = [f"{prompt.id}/{first_draw + index}" for index, prompt in enumerate(prompts)]
-        trajectories = self._trajectories(prompts, ids, count, self.sampling)
+        self.ledger.draw(count)
+        asked = self._asked(self.ledger.in_flight)
+        rewarded = self._rewarded([prompt for prompt, _ in asked], [ids for _, ids in asked], self.sampling)
         return [
-            Group(first_draw + index, prompt, tuple(trajectories[index * count : (index + 1) * count]))
-            for index, prompt in enumerate(prompts)
+            Group(draw, prompt, tuple(trajectories))
+            for draw, (prompt, _), trajectories in zip(self.ledger.in_flight, asked, rewarded)
+        ]
+
+    def _asked(self, draws: Sequence[int]) -> list[tuple[Prompt, list[str]]]:
+        """Of each draw the prompt, and the ids of its completions."""
+        if not draws:
+            return []
+        first = min(draws)
+        indices = draw_indices(len(self._prompts), first, max(draws) - first + 1, self._seed).tolist()
+        prompts = [self._prompts[indices[draw - first]] for draw in draws]
+        return [
+            (prompt, [f"{prompt.id}/{draw}/{k}" for k in range(self._generations)])
+            for draw, prompt in zip(draws, prompts)
         ]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
@@ -129,81 +158,104 @@ class Rollout:
 
         Raises UserError where none could be rewarded.
         """
-        ids = [f"{prompt.id}/eval" for prompt in prompts]
-        trajectories = self._trajectories(prompts, ids, 1, self._eval_sampling)
+        ids = [[f"{prompt.id}/eval/0"] for prompt in prompts]
+        trajectories = [only for (only,) in self._rewarded(prompts, ids, self._eval_sampling)]
         check_rewarded(trajectories, self._reward)
         self.take_seconds()  # with those of the weights that it needed: they belong to no step
         return trajectories
 
-    def _trajectories(
-        self, prompts: Sequence[Prompt], ids: Sequence[str], count: int, sampling: Sampling
-    ) -> list[Trajectory]:
+    def _rewarded(
+        self, prompts: Sequence[Prompt], ids: Sequence[Sequence[str]], sampling: Sampling
+    ) -> list[list[Trajectory]]:
+        """A group of each prompt. ids: of its completions."""
         started = time.perf_counter()
-        asked = [(prompt, f"{id}/{k}") for prompt, id in zip(prompts, ids) for k in range(count)]
-        completions = self._generate([Request(id, prompt.tokens) for prompt, id in asked], sampling)
-        prompts_S = [prompt for prompt, _ in asked]
-        scored = self._rank0.run(lambda: self._score(prompts_S, completions))
-        self._seconds["generate_seconds"] += time.perf_counter() - started
-        return [
-            Trajectory(prompt, completion, result.text, result.reward, result.parts, result.error)
-            for prompt, completion, result in zip(prompts_S, completions, scored, strict=True)
-        ]
+        requests = [Request(id, prompt.tokens) for prompt, of_group in zip(prompts, ids) for id in of_group]
+        scoring = self._scoring
+        awaited = [scoring.expect(*each) for each in zip(prompts, ids)] if scoring else []
+        completions = self._generate(requests, sampling, scoring.add if scoring else unnoticed)
 
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        def rewards() -> list[list[Trajectory]]:
+            assert scoring is not None, "this is rank 0"
+            for completion in completions:  # those of other ranks
+                scoring.add(completion)
+            return scoring.take(awaited)
+
+        rewarded = self._rank0.run(rewards)
+        self._seconds["generate_seconds"] += time.perf_counter() - started
+        return rewarded
+
+    def _generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+    ) -> list[Completion]:
         """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
         self.calls += 1
         completions: dict[str, Completion] = {}
         pending = list(requests)
         for _ in range(MAX_ATTEMPTS):
             self._leave_device()
-            answers = self.backend.generate(pending, sampling)
+            answers = self.backend.generate(pending, sampling, arrived)
             completions |= {answer.id: answer for answer in answers if answer is not None}
             pending = [request for request in pending if request.id not in completions]
             if not pending:
                 return [completions[request.id] for request in requests]
             self.backend.check_health()  # with the device to themselves, as servers take memory when they start
             self.sync_weights(self.version)
-        raise UserError(
-            f"rollout: {len(pending)} of {len(requests)} completions were lost with their servers {MAX_ATTEMPTS} times "
-            "in a row; look at the servers' logs"
-        )
+        raise lost_too_often(len(pending), len(requests))
 
 
-@dataclass(frozen=True)
+def lost_too_often(lost: int, asked: int) -> UserError:
+    return UserError(
+        f"rollout: {lost} of {asked} completions were lost with their servers {MAX_ATTEMPTS} times in a row; look at "
+        "the servers' logs"
+    )
+
+
+@dataclass
 class SampledGroups:
     """What was sampled for a batch.
 
     kept: the groups to learn from, in the order of their draws.
     dropped: those that dynamic sampling left out, for having no variance.
-    cursor: prompts that the run has drawn so far.
+    counts: of the ledger, and how old the tokens of what is kept are, by the names of metrics.
     """
 
-    kept: tuple[Group, ...]
-    dropped: tuple[Group, ...]
-    rounds: int
-    cursor: int
+    kept: list[Group] = field(default_factory=list)
+    dropped: list[Group] = field(default_factory=list)
+    rounds: int = 0
+    counts: Mapping[str, float] = field(default_factory=dict)
 
 
-def sample_groups(rollout: Rollout, cursor: int, config: RLConfig) -> SampledGroups:
-    """The groups of a batch: batch.global_size of them, or with dynamic sampling as many that have variance.
+def sample_groups(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterator[list[Group]]:
+    """The groups of a batch, as `sampled` has them in the end: batch.global_size of them, or with dynamic sampling as
+    many that have variance. They come in waves: rollout.waves of them in the first round, one in each other, whose
+    groups follow from the order of the prompts, not from who is ready first.
 
-    cursor: prompts drawn before. A round draws exactly what is still missing, so nothing is generated and then left
-    over; what is dropped is logged. (DAPO, arXiv 2503.14476, section 3.2.)
+    A round takes exactly what is still missing, so nothing is generated and then left over; what is dropped is logged.
+    (DAPO, arXiv 2503.14476, section 3.2.)
     Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
     nothing that was drawn could be rewarded.
     """
-    algorithm, wanted = config.algorithm, config.batch.global_size
-    kept: list[Group] = []
-    dropped: list[Group] = []
-    for rounds in itertools.count(1):
+    algorithm, wanted, ledger = config.algorithm, config.batch.global_size, rollout.ledger
+    ledger.begin_batch(rollout.version, config.rollout.max_staleness)
+    kept, dropped = sampled.kept, sampled.dropped
+    for sampled.rounds in range(1, algorithm.max_draws + 1):
         missing = wanted - len(kept)
-        groups = rollout.groups(cursor, missing)
-        cursor += missing
-        for group in groups:
-            (dropped if algorithm.dynamic_sampling and not group.varied else kept).append(group)
+        sizes = wave_sizes(missing, config.rollout.waves if sampled.rounds == 1 else 1)
+        for number, size in enumerate(sizes):
+            wave = []
+            for group in rollout.groups(size, then=sum(sizes[number + 1 :])):
+                if algorithm.dynamic_sampling and not group.varied:
+                    ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
+                    dropped.append(group)
+                else:
+                    ledger.train(group.draw)
+                    wave.append(group)
+            kept += wave
+            if wave:
+                yield wave
         check_rewarded([t for group in (*kept, *dropped) for t in group.trajectories], config.reward)
         enough = len(kept) == wanted
-        if enough or rounds == algorithm.max_draws:
+        if enough:
             break
     if not enough and (algorithm.on_shortage == "error" or not kept):
         solved = sum(any(t.valid and t.reward > 0 for t in group.trajectories) for group in dropped)
@@ -213,4 +265,18 @@ def sample_groups(rollout: Rollout, cursor: int, config: RLConfig) -> SampledGro
             f"{solved} of them all right); raise max_draws or rollout.num_generations, choose prompts of "
             "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
         )
-    return SampledGroups(tuple(kept), tuple(dropped), rounds, cursor)
+    lengths = ledger.mean_lengths() if config.rollout.over_sample > 1 else {}
+    sampled.counts = {**ledger.counts(), **lengths, **token_ages(kept, ledger)}
+
+
+def wave_sizes(groups: int, waves: int) -> list[int]:
+    """As even as can be, and none of 0."""
+    waves = min(waves, groups)
+    return [(n + 1) * groups // waves - n * groups // waves for n in range(waves)]
+
+
+def token_ages(groups: Sequence[Group], ledger: Ledger) -> dict[str, float]:
+    """staleness_mean, staleness_max: of their tokens, in batches."""
+    versions = [version for group in groups for t in group.trajectories for version in t.completion.versions]
+    mean, largest = mean_and_max(ledger.staleness(versions))
+    return {"staleness_mean": mean, "staleness_max": largest}

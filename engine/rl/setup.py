@@ -16,6 +16,7 @@ from isoloss.engine.config import DataConfig
 from isoloss.engine.data import check_files, steps_for_epochs
 from isoloss.engine.engine import Engine
 from isoloss.engine.rejects import RejectsOfRun
+from isoloss.engine.rl.ahead import AheadRollout
 from isoloss.engine.rl.backends.in_process import InProcessBackend
 from isoloss.engine.rl.backends.megatron import MegatronBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
@@ -25,7 +26,7 @@ from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
-from isoloss.engine.rl.rollout import Rollout, Score, Tenant
+from isoloss.engine.rl.rollout import Rollout, Tenant
 from isoloss.engine.run_folder import Fingerprint
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -111,26 +112,27 @@ def stop_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
 
 
 @contextlib.contextmanager
-def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Score]:
-    """The reward functions, in worker processes of rank 0; on other ranks nobody asks them.
+def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
+    """The reward functions, in worker processes of rank 0; None on other ranks, where nobody asks them.
 
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
-
-    def ask_rank_0(prompts, completions):
-        raise RuntimeError("rewards are given on rank 0")
-
     if environment.rank_and_world()[0] > 0:
-        yield ask_rank_0
+        yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
     with Rewarder(config.reward, data.tokenizer, prompts) as rewarder:
-        yield rewarder.score
+        yield rewarder
 
 
 @contextlib.contextmanager
 def open_rollout(
-    config: RLConfig, engine: Engine, data: RLData, score: Score, output_dir: Path, beside: Sequence[Tenant] = ()
+    config: RLConfig,
+    engine: Engine,
+    data: RLData,
+    rewarder: Rewarder | None,
+    output_dir: Path,
+    beside: Sequence[Tenant] = (),
 ) -> Iterator[Rollout]:
     """The rollout with the configured backend. beside: see `Rollout`. Collective over the world."""
     if config.rollout.colocated:  # servers that are started here find the device empty
@@ -140,7 +142,12 @@ def open_rollout(
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        rollout = Rollout(engine, backend, score, config, data.train.prompts, data.stop_token_ids, beside)
+        what = config, data.train.prompts, data.stop_token_ids, beside
+        if config.generates_beside:
+            assert isinstance(backend, ServerBackend), "the configuration refuses others"
+            rollout = AheadRollout(engine, backend, rewarder, *what)
+        else:
+            rollout = Rollout(engine, backend, rewarder, *what)
         with contextlib.closing(rollout):
             yield rollout
     finally:

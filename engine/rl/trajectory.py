@@ -166,6 +166,11 @@ class Group:
     trajectories: tuple[Trajectory, ...]
 
     @property
+    def rewarded(self) -> bool:
+        """Whether a completion has a reward."""
+        return any(trajectory.error is None for trajectory in self.trajectories)
+
+    @property
     def varied(self) -> bool:
         """Whether the valid rewards differ: a group that is all right or all wrong teaches a group baseline nothing."""
         rewards = [trajectory.reward for trajectory in self.trajectories if trajectory.valid]

@@ -39,10 +39,19 @@ def at_the_end(job: Job, whole: Job) -> None:
     if rollouts := job.rows("rollouts.jsonl"):
         ids = [row["id"] for row in rollouts]
         assert len(set(ids)) == len(ids), "a prompt was drawn twice"
-        stale = [row["id"] for row in rollouts if row["weight_versions"] != [row["step"] - 1]]
+        oldest = job.kind.max_staleness * job.kind.batch_steps
+        stale = [
+            row["id"]
+            for row in rollouts
+            if not row["step"] - 1 - oldest <= min(row["weight_versions"]) <= max(row["weight_versions"]) < row["step"]
+        ]
         assert not stale, f"stale: {stale}"
+        draws = sorted({int(row["id"].split("/")[1]) for row in rollouts})
+        assert draws == list(range(len(draws))), "a prompt was lost"
+        last = job.rows("metrics.jsonl")[-1]
+        assert last["prompts_drawn"] - last["prompts_in_flight"] == len(draws), "the ledger is wrong"
     other = [row["step"] for row in job.rows("metrics.jsonl") if row.get("train_rollout_logprob_diff", 0) > 1e-4]
-    assert not other, f"what generated at steps {other} was not the policy"
+    assert job.kind.max_staleness or not other, f"what generated at steps {other} was not the policy"
     assert not job.kind.exact or weights(job.out) == weights(whole.out), "other weights"
     names = [path.name for path in job.out.glob("checkpoints/*")]
     whole_ones = sorted(name for name in names if name.startswith("step_"))

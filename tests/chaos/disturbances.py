@@ -61,6 +61,9 @@ def ended_or_on(job: Job, stopped: Sequence[psutil.Process] = ()) -> None:
 def killed_at(moment: str, whom: Callable[[Job, Random], None], job: Job, chance: Random) -> None:
     """SIGKILL at exactly this moment, of the first or the second time that it comes."""
     first = moment in {each.name for each in LOAD}
+    if first and not job.saved():
+        running(job)
+        until(job.saved, "a checkpoint was there to be loaded", lambda: job.alive)
     if first and job.alive:
         everything(job, chance)
         job.gone()
@@ -251,23 +254,23 @@ def _kills() -> Iterator[Row]:
     yield Row("kill a rank", partial(killed_at, GRADIENTS, one_rank), 1, ("sft",), GRADIENTS)
     for moment in ("amid generation", "weights sent, no version"):
         yield Row("kill the trainer", partial(killed_at, moment, everything), 1, ("sglang",), moment)
-        yield Row("kill a server", partial(killed_at, moment, server), 1, ("servers", "sglang"), moment)
-        yield Row("kill all servers", partial(killed_at, moment, all_servers), 1, ("servers",), moment)
+        yield Row("kill a server", partial(killed_at, moment, server), 1, (*DOUBLES, "sglang"), moment)
+        yield Row("kill all servers", partial(killed_at, moment, all_servers), 1, DOUBLES, moment)
     yield Row("kill rewards", partial(killed_at, "generation", idle_reward_worker), 1, RL, "idle")
 
 
-ALL, RL = tuple(MOMENTS), ("grpo", "servers")
+ALL, RL, DOUBLES = tuple(MOMENTS), ("grpo", "servers", "ahead"), ("servers", "ahead")
 GRADIENTS = "gradients, no step yet"
 ROWS = [
     *_kills(),
     Row("kill the trainer", partial(killed_any_time, everything), 4, ALL, "any time"),
     Row("kill a rank", partial(killed_any_time, one_rank), 4, ("sft",), "any time"),
-    Row("kill a server", partial(killed_any_time, server), 2, ("servers",), "any time"),
+    Row("kill a server", partial(killed_any_time, server), 2, DOUBLES, "any time"),
     Row("kill a server", partial(killed_any_time, server), 1, ("sglang",), "any time"),
     Row("SIGTERM", partial(told_to_end, signal.SIGTERM), 1, (*ALL, "sglang")),
     Row("SIGUSR1", partial(told_to_end, signal.SIGUSR1), 1, ALL),
     Row("SIGSTOP, SIGCONT", partial(held_up, Job.ranks), 1, ALL, "a rank"),
-    Row("SIGSTOP, SIGCONT", partial(held_up, server_processes), 1, ("servers", "sglang"), "a server"),
+    Row("SIGSTOP, SIGCONT", partial(held_up, server_processes), 1, (*DOUBLES, "sglang"), "a server"),
     Row("SIGSTOP, SIGCONT", partial(held_up, reward_workers), 1, RL, "rewards"),
     Row("damage the newest checkpoint", partial(damaged, truncated), 1, ALL, "a file cut short"),
     Row("damage the newest checkpoint", partial(damaged, flipped), 1, ALL, "a bit flipped"),
@@ -277,6 +280,6 @@ ROWS = [
     Row("disk refuses", partial(refused, errno.EROFS), 1, ALL, "read-only"),
     Row("disk full for a while", full, 1, ALL),
     Row("disk is slow", slow, 1, ALL),
-    Row("network in trouble", partial(network, "cut"), 2, ("servers",), "cut"),
-    Row("network in trouble", partial(network, "silent"), 2, ("servers",), "silent"),
+    Row("network in trouble", partial(network, "cut"), 2, DOUBLES, "cut"),
+    Row("network in trouble", partial(network, "silent"), 2, DOUBLES, "silent"),
 ]

@@ -31,7 +31,8 @@ class Kind:
     """What is run. moments: their name in `support.phases`. keys: of the recipe, but for those of the job. ranks: under
     torchrun, 0 without. urls: where its servers are; networks: where trouble before each is made
     (tests/doubles/partition.py). server: the word that tells one from what watches it. files: of the run's folder,
-    which an undisturbed run has alike. exact: it ends with the weights of an undisturbed run."""
+    which an undisturbed run has alike. exact: it ends with the weights of an undisturbed run. max_staleness: of its
+    tokens, in batches of `batch_steps` optimizer steps."""
 
     name: str
     moments: str
@@ -43,6 +44,8 @@ class Kind:
     networks: tuple[Path, ...] = ()
     exact: bool = True
     server: str = ""
+    max_staleness: int = 0
+    batch_steps: int = 1
 
 
 class Job:

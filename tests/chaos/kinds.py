@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -51,12 +52,21 @@ def servers(inputs: Path) -> Kind:
     urls = tuple(f"http://127.0.0.1:{port}" for port in ports)
     networks = tuple(inputs / f"network-{port}" for port in ports)
     for folder in networks:
-        folder.mkdir()
+        folder.mkdir(exist_ok=True)
     double = f"{DOUBLES}/sglang_server.py --model {{model}} --port {{{{port}}}} --deterministic"
     command = f"{DOUBLES}/partition.py {inputs}/network-{{port}} {{host}} {{port}} {sys.executable} {double}"
     keys = _server_keys(inputs, urls, f"{sys.executable} {command}", 60)
     return Kind(
         "GRPO, two servers", "servers", "grpo", keys, RL_FILES, urls=urls, networks=networks, server="sglang_server.py"
+    )
+
+
+def ahead(inputs: Path) -> Kind:
+    """The same, a batch ahead of the trainer. Which weights make a token depends on what has to be done besides."""
+    kind = servers(inputs)
+    keys = (*kind.keys, "rollout.max_staleness=1", "algorithm.importance=token")
+    return replace(
+        kind, name="GRPO, ahead", moments="ahead", keys=keys, files=(), exact=False, max_staleness=1, batch_steps=2
     )
 
 

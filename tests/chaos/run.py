@@ -1,6 +1,6 @@
 """Starts real runs, disturbs them at enumerated and at random moments, and checks them after each time: make chaos.
 
-    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers sglang tests] [--minutes 18]
+    cd tests; ../.venv/bin/python -m chaos.run [--seed 0] [--kinds sft grpo servers ahead sglang tests] [--minutes 18]
 
 A kind of run is run once undisturbed, and once with everything that `chaos.disturbances` does to it, in an order that
 the seed decides. Both must end alike. The last lines are a table, and what failed; the status is 1 where something did.
@@ -33,6 +33,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "sft": kinds.sft,
     "grpo": kinds.grpo,
     "servers": kinds.servers,
+    "ahead": kinds.ahead,
     "sglang": kinds.sglang,
 }
 FAULTS = (

@@ -12,6 +12,7 @@ from chaos.kinds import grpo
 from support.runs import write_rows
 
 STEPS, KEEP = 3, 2
+A, B = "row:1/0/0", "row:2/1/0"  # completions of the first draws
 
 
 def test_a_run_is_killed_and_damaged(tmp_path, capsys):
@@ -37,8 +38,12 @@ def test_what_fails_is_told_with_its_seed(tmp_path, capsys, monkeypatch):
 # ---- the checks -----------------------------------------------------------------------------------------------------
 
 
+def row(step: int, out: Path) -> dict:
+    return {"step": step, "loss": 1 / step, "seconds": id(out), "prompts_drawn": 3, "prompts_in_flight": 1}
+
+
 def metrics(out: Path, *steps: int) -> None:
-    write_rows(out / "metrics.jsonl", [{"step": step, "loss": 1 / step, "seconds": id(out)} for step in steps])
+    write_rows(out / "metrics.jsonl", [row(step, out) for step in steps])
 
 
 def completions(out: Path, *rows: tuple[int, str, int]) -> None:
@@ -58,7 +63,7 @@ def jobs(tmp_path) -> tuple[Job, Job]:
         (job.out / "hf").mkdir()
         (job.out / "hf/model.safetensors").write_bytes(b"weights")
         metrics(job.out, 1, 2, 3)
-        completions(job.out, (1, "a", 0), (3, "b", 2))
+        completions(job.out, (1, A, 0), (3, B, 2))
         for file in ("eval.jsonl", "eval_rollouts.jsonl"):
             write_rows(job.out / file, [{"step": 0}])
         (job.folder / "said-000").write_text("resumed after step 2\n")
@@ -77,7 +82,7 @@ SPOILED = {
     "a step left out": lambda job: metrics(job.out, 1, 3),
     "fewer steps than were saved": lambda job: metrics(job.out, 1, 2),
     "another number": lambda job: write_rows(job.out / "metrics.jsonl", [{"step": 1, "loss": 7}]),
-    "a completion too many": lambda job: completions(job.out, (1, "c", 0)),
+    "a completion too many": lambda job: completions(job.out, (1, "row:3/2/0", 0)),
     "resumed from an older one": lambda job: (job.folder / "said-000").write_text("resumed after step 1\n"),
     "nothing was saved": lambda job: shutil.rmtree(job.out / "checkpoints"),
     "old ones are kept": lambda job: [checkpoint(job, f"step_{step:08d}") for step in (0, 1)],
@@ -93,11 +98,13 @@ SPOILED_END = {
 
 
 SPOILED_INEXACT = {
-    "a prompt twice": lambda job: completions(job.out, (1, "a", 0), (3, "a", 2)),
-    "of stale weights": lambda job: completions(job.out, (1, "a", 0), (3, "b", 1)),
+    "a prompt twice": lambda job: completions(job.out, (1, A, 0), (3, A, 2)),
+    "of stale weights": lambda job: completions(job.out, (1, A, 0), (3, B, 1)),
+    "a prompt is lost": lambda job: completions(job.out, (1, A, 0), (3, "row:3/2/0", 2)),
+    "a prompt that the ledger does not know": lambda job: completions(job.out, (1, A, 0), (3, B, 2), (3, "c/2/0", 2)),
     "of another policy": lambda job: write_rows(
         job.out / "metrics.jsonl",
-        [{"step": step, "train_rollout_logprob_diff": 1e-3 * (step > 2)} for step in (1, 2, 3)],
+        [row(step, job.out) | {"train_rollout_logprob_diff": 1e-3 * (step > 2)} for step in (1, 2, 3)],
     ),
     "a step left out": lambda job: metrics(job.out, 1, 3),
 }
@@ -117,6 +124,16 @@ def test_what_must_hold_at_the_end(spoil, jobs):
     spoil(disturbed)
     checks.so_far(disturbed, undisturbed)
     with pytest.raises(AssertionError):
+        checks.at_the_end(disturbed, undisturbed)
+
+
+def test_a_run_that_is_ahead_may_have_tokens_of_older_weights(jobs):
+    disturbed, undisturbed = jobs
+    disturbed.kind = replace(disturbed.kind, files=(), exact=False, max_staleness=1, batch_steps=2)
+    completions(disturbed.out, (1, A, 0), (3, B, 0))
+    checks.at_the_end(disturbed, undisturbed)
+    disturbed.kind = replace(disturbed.kind, batch_steps=1)
+    with pytest.raises(AssertionError, match="stale"):
         checks.at_the_end(disturbed, undisturbed)
 
 

@@ -226,3 +226,18 @@ def test_rl_controls(script, monkeypatch, tmp_path):
         assert module.main() == 1  # nothing is learned in two steps
     figures = json.loads((tmp_path / "out" / "rl_controls.json").read_text())
     assert figures["curves"]["0"].keys() == {"grpo", "sft continued", "shuffled"}
+
+
+@pytest.mark.full
+def test_rl_pipeline(script, monkeypatch, tmp_path):
+    """Who waits for whom, on a stand-in for a server."""
+    out = tmp_path / "figures.json"
+    module = script("rl_pipeline", "--steps", 3, "--staleness", 0, 1, "--over-sample", 1.25, "--out", out)
+    monkeypatch.setattr(module, "TRAIN_SECONDS", 0.1)
+    monkeypatch.setattr(module, "SECONDS_PER_TOKEN", 0.002)
+    module.main()
+    cases = json.loads(out.read_text())["cases"]
+    names = "staleness 0, over-sampling 1", "staleness 1, over-sampling 1", "staleness 1, over-sampling 1.25"
+    assert tuple(cases) == names
+    assert all(0 < each["trainer_idle"] < 1 and 0 < each["room_used"] < 1 for each in cases.values())
+    assert [cases[name]["staleness_max"] for name in names] == [0, 1, 1]

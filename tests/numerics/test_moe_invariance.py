@@ -31,7 +31,6 @@ from isoloss.engine.config import (
     OptimConfig,
     TrainConfig,
 )
-from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
@@ -355,7 +354,7 @@ OF_BIASES = ("padding-counted", "loads-of-its-own-rank")
 
 def seen(grid: Grid, layout: str, case: Case) -> RunTraits:
     """A run as a planted bug sees it."""
-    return case.run(Layout.parse(layout), batch(), CostModel.of(grid.arch), grid.config.moe)
+    return case.run(Layout.parse(layout), batch(), grid.arch, grid.config.moe)
 
 
 @pytest.mark.parametrize("layout", PLANTED_LAYOUTS)

@@ -22,6 +22,7 @@ from isoloss.tools.certificate import ProofRun, claims, verdict
 from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
 from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
 from isoloss.tools.planted_bugs.dense import DENSE
+from isoloss.tools.planted_bugs.prefixes import PREFIXES
 
 LAYOUTS = "dp2,ulysses2,ring2,pp2,tp2+nosp"
 BALANCED = ("moe.aux_loss=sequence", "moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.1")
@@ -139,6 +140,11 @@ SHOWN_BY = {
     "router-losses-by-micro-batch": ("experts", "1,dp2", BALANCED),
     "balance-of-its-own-shard": ("experts", "dp2,tp2", BALANCED),
     "padding-counted": ("experts", "pp2,ulysses2", BALANCED),
+    **dict.fromkeys(
+        [bug.name for bug in PREFIXES if bug.name != "shared-tokens-routed-once"],
+        ("dense", "dp2,tp2+ring2", ("--loss", "clip", "--budgets", "2,600,0")),
+    ),
+    "shared-tokens-routed-once": ("experts", "1,dp2", ("--loss", "clip", "--budgets", "2,0", *BALANCED)),
 }
 
 

@@ -20,7 +20,6 @@ from support.invariance import FOUR_LAYERS, MAX_LENGTH, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
-from isoloss.engine.plan import CostModel
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
@@ -210,11 +209,11 @@ def test_a_planted_bug_fails_where_it_shows_and_only_there(grid, bug):
         ("clip+k2-by-sequence", "token-mean", 96),
         ("grpo", "token-mean", 0),
     ]
-    cases, samples, costs = cases_of(grid, triples), recorded_batch(False), CostModel.of(grid.arch)
+    cases, samples = cases_of(grid, triples), recorded_batch(False)
     for layout in map(Layout.parse, ("ulysses2", "dp2", "1")):
         run = grid.run(layout, cases, bug)
         for case, found in zip(cases, run, strict=True):
             against = compare(found, grid.reference(case), TOLERANCE["fp64"])
-            spoiled = bug.must_fail_on(case.run(layout, samples, costs))
+            spoiled = bug.must_fail_on(case.run(layout, samples, grid.arch))
             assert against.passed != spoiled, f"{bug.name} on {layout}, {case.name}: {against.reason or 'not noticed'}"
             assert not spoiled or against.gradient_error > 1e-6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.families import VOCAB, published, write_config
 from support.grid import Grid
-from support.invariance import FOUR_LAYERS, cases, loss_of
+from support.invariance import FOUR_LAYERS, cases, logprobs, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig
@@ -88,6 +88,21 @@ def test_every_layout(dense, layout):
 @pytest.mark.parametrize("layout", ("1", "ulysses2+ring2"))
 def test_activations_that_are_computed_again(dense, layout):
     dense.check(layout, policy_cases(dense, 90)[:1], batch=SHARED, memory=MemoryConfig("full"))
+
+
+@pytest.mark.parametrize("layout", ("1", "dp4", "tp2+pp2+ulysses2", "ring3"))
+def test_logprobs_of_a_forward_alone(dense, layout):
+    config, batch = dense.on("1"), BatchConfig(max_tokens=90, share_prefixes=True)
+    (whole,) = dense.on_ranks("1", logprobs, dataclasses.replace(config, batch=BatchConfig()), dense.frozen)
+    for found in dense.on_ranks(layout, logprobs, dense.on(layout, batch=batch), dense.frozen):
+        for one, other in zip(found, whole, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_ranks_without_a_sample(pool, dense, tmp_path):
+    """Three samples that share a prompt, on four ranks."""
+    few = Grid(pool, dense.config, groups()[4:7], tmp_path)
+    few.check("dp4", policy_cases(few, 0), batch=SHARED)
 
 
 FAMILIES = {

@@ -43,8 +43,8 @@ def run(tmp_path_factory) -> Iterator[Run]:
     critic, policy, completions = [], [], []
     train_step, groups = Engine.train_step, Rollout.groups
 
-    def noting(*args):
-        found = groups(*args)
+    def noting(*args, **options):
+        found = groups(*args, **options)
         for trajectory in (t for group in found for t in group.trajectories):
             tokens = list(trajectory.completion.tokens)
             completions.append((list(trajectory.prompt.tokens), tokens, sum(tokens) % 4 / 4))  # rl_runs' quarters

@@ -307,3 +307,20 @@ def test_mistakes_name_the_request():
         check_requests([too_long], SAMPLING, 128)
     with pytest.raises(ValueError, match="two requests are called b"):
         check_requests([Request(name, (1,)) for name in "abcb"], SAMPLING, 128)
+
+
+def test_each_completion_is_told_of_when_it_ends(model):
+    """Once, whole, and while others go on; not those that were told to end."""
+    told: list[Completion] = []
+    steps: list[int] = []
+
+    def going() -> bool:
+        steps.append(len(told))
+        return len(told) < 9
+
+    requests = make_requests()
+    found = generate(model("qwen3"), requests, SAMPLING, 5, 7, going, told.append)
+    assert len(set(steps)) > 2 and steps[-1] >= 9  # not all at the end
+    assert sorted(c.id for c in told) == sorted(c.id for c in found if c.finish != "abort")
+    assert all(completion == next(c for c in found if c.id == completion.id) for completion in told)
+    assert any(c.finish == "abort" for c in found)

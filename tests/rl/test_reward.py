@@ -371,6 +371,13 @@ def test_nothing_but_failures(score, write, completion):
         check_rewarded(batch[:2], RewardConfig())
 
 
+def test_one_function_of_the_whole_batch_is_enough_to_wait_for_it(write, tokenizer):
+    path = write("def trl(prompts, completions): return [0.0] * len(prompts)")
+    for functions, whole_batch in ((["exact_match"], False), ([f"{path}:trl"], True), (["math", f"{path}:trl"], True)):
+        with Rewarder(RewardConfig(function=tuple(functions), workers=1), tokenizer, [prompt()]) as rewarder:
+            assert rewarder.whole_batch == whole_batch
+
+
 def test_batched_failures(score, write):
     path = write("""
         import time

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import psutil
 import pytest
@@ -12,7 +13,7 @@ from support.waiting import LONG, until
 
 from isoloss.engine.rl.backends.servers.server import Refused
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
-from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 
 pytestmark = pytest.mark.usefixtures("service")  # every test runs once a kind of server
@@ -72,6 +73,26 @@ def test_logprobs_are_those_of_the_whole_vocabulary(backend, temperature, top_p)
         assert worst(model, request, completion, temperature) <= PARITY
         assert completion.finish == "length" and len(completion.tokens) == 24
         assert temperature > 0 or completion.tokens == greedy(model, request, 24)
+
+
+def test_each_completion_is_told_of_when_it_ends(backend):
+    """Beside the caller as well; what was told to end comes back as a partial completion, and goes on from there."""
+    rollout, model, asked = backend(concurrency=2), policy(1), requests(6)
+    rollout.update_weights(buckets(model), 1)
+    told: list[Completion] = []
+    found = rollout.generate(asked, Sampling(8), told.append)
+    assert sorted(told, key=lambda completion: completion.id) == found
+    several, first = threading.Event(), []
+    result = rollout.begin(asked, Sampling(200), lambda completion: (first.append(completion), several.set()))
+    assert several.wait(LONG)
+    rollout.abort()
+    found = result.result(LONG)
+    assert [c.id for c in found] == [r.id for r in asked] and found[-1].finish == "abort"
+    assert all(completion in found and completion.finish == "length" for completion in first)
+    again = [replace(request, partial=c) for request, c in zip(asked, found) if c.finish == "abort"]
+    for request, completion in zip(again, rollout.generate(again, Sampling(200))):
+        assert completion.tokens[: len(request.partial.tokens)] == request.partial.tokens
+        assert completion.finish == "length" and worst(model, request, completion) <= PARITY
 
 
 def test_a_stop_token_ends_the_completion_and_is_in_it(backend):

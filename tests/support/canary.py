@@ -21,6 +21,8 @@ def lost_target(batch: PackedBatch) -> PackedBatch:
         batch,
         labelled_N=batch.labelled_N[:-1],
         targets_N=batch.targets_N[:-1],
+        document_N=batch.document_N[:-1],
+        origin_N=batch.origin_N[:-1],
         weights_AN=batch.weights_AN[:, :-1],
         fields=rest,
     )

@@ -18,8 +18,8 @@ from isoloss.tools.proof import on_layout
 
 
 class Grid:
-    """References are made when a case first needs one, of the configuration as it was given, and kept as files that
-    the ranks of other layouts read."""
+    """References are made when a case first needs one, of the configuration as it was given, every sample whole, and
+    kept as files that the ranks of other layouts read."""
 
     def __init__(self, pool: WorkerPool, config: Config | RLConfig, samples: Sequence[Sample], folder: Path):
         self.pool, self.config = pool, config
@@ -52,7 +52,8 @@ class Grid:
         if new:
             first = len(self._files)
             self._files |= {case: reference_file(self._folder, first + k) for k, case in enumerate(new)}
-            found = self.run("1", new, write=True)
+            whole = replace(self.config.batch, share_prefixes=False)
+            found = self.run("1", new, write=True, batch=whole)
             self._references |= dict(zip(new, found, strict=True))
 
     def files_of(self, cases: Iterable[Case]) -> list[str]:

@@ -207,9 +207,29 @@ LOSS = (
     no("dense", "loss.norm_length=0 loss.aggregation=seq-mean-token-sum-norm", "positive"),
 )
 
+PREFIXES = (
+    no("delta", "batch.share_prefixes=true", "linear attention", "leave it at null"),
+    no("dense", "batch.share_prefixes=true parallel.cp_kernel=p2p", "parallel.cp_kernel=p2p", "whole documents",
+       "parallel.cp_kernel=isoloss"),
+)  # fmt: skip
+
+GENERATION = (
+    no("delta", "rollout.backend=megatron", "linear attention", "rollout.backend=transformers", recipe="grpo"),
+    no("dense", "rollout.backend=megatron parallel.pp=2", "parallel.pp=2", "transformers", world=2, recipe="grpo"),
+    no("moe", "rollout.backend=megatron parallel.ep=2", "parallel.ep=2", "transformers", world=2, recipe="grpo"),
+    no(
+        "dense",
+        "rollout.backend=megatron parallel.cp_kernel=p2p",
+        "parallel.cp_kernel=p2p",
+        "transformers",
+        recipe="grpo",
+    ),
+)
+
 
 ROWS = (
-    *LAYOUT, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *KERNELS, *TRANSFORMER_ENGINE, *MEMORY, *LOSS,
+    *LAYOUT, *PREFIXES, *GENERATION, *STAGES, *EXPERTS, *BALANCE, *PRECISION_AND_OPTIMIZER, *KERNELS,
+    *TRANSFORMER_ENGINE, *MEMORY, *LOSS,
 )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ class Moment:
 _RUN, _ENGINE = "isoloss.engine.run", "isoloss.engine.engine"
 _SAVER, _CHECKPOINT = "isoloss.engine.checkpoint_saver", "isoloss.engine.checkpoint"
 _ROLLOUT, _LOOP = "isoloss.engine.rl.rollout", "isoloss.engine.rl.loop"
+_AHEAD = "isoloss.engine.rl.ahead"
 _REWARDER, _REWARDS = "isoloss.engine.rl.reward.rewarder", "isoloss.engine.rl.reward.pool"
 _SERVER = "isoloss.engine.rl.backends.sglang.server"
 
@@ -71,8 +72,15 @@ _ALSO = {
     "told, not saved", "in a save, its tensors written", "saved, the old ones there", "loaded",
 }  # fmt: skip
 GRPO_SERVERS = (*_SERVERS, *(each for each in GRPO if each.name in _ALSO))
+GRPO_AHEAD = (
+    Moment("begun ahead", f"{_AHEAD}:UnderWay.begin", after=True),
+    Moment("waiting for a batch", f"{_AHEAD}:UnderWay.wait"),
+    Moment("a batch taken", f"{_AHEAD}:UnderWay.wait", after=True),
+    Moment("ended for an update", f"{_AHEAD}:UnderWay.stop", after=True),
+    *GRPO_SERVERS,
+)
 WRITING = Moment("writing", f"{_SAVER}:Saver._write")
-MOMENTS = {"sft": SFT, "grpo": GRPO, "servers": GRPO_SERVERS}
+MOMENTS = {"sft": SFT, "grpo": GRPO, "servers": GRPO_SERVERS, "ahead": GRPO_AHEAD}
 
 
 def watch(moments: Sequence[Moment], reached: Callable[[str], None]) -> None:

@@ -88,11 +88,11 @@ def train(
     kept: Arrays = {}
     save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.groups
 
-    def keep_weights(run, critic, batch):
+    def keep_weights(run, critic, *rest):
         kept.update(weights(run._engine))
         if critic:
             kept.update({f"critic/{name}": weight for name, weight in weights(critic._engine).items()})
-        save(run, critic, batch)
+        save(run, critic, *rest)
 
     def write_or_die(run, *rest):
         if run.done == killed_in_save:
@@ -104,8 +104,8 @@ def train(
             raise Killed
         check(self, step, *rest)
 
-    def fewer(self, *args):
-        found = groups(self, *args)
+    def fewer(self, *args, **options):
+        found = groups(self, *args, **options)
         if without is None:
             return found
         return [
@@ -173,9 +173,9 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.groups
     with_logprobs = loop.with_logprobs
 
-    def counting(self, requests, sampling):
+    def counting(self, requests, *rest):
         calls.append(len(requests))
-        return generate(self, requests, sampling)
+        return generate(self, requests, *rest)
 
     def sync_once(self, version):
         if not (stale and rollouts):
@@ -184,8 +184,8 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
             rollouts.append(self)
             engines.append(self.engine)
 
-    def noting(self, *args):
-        found = groups(self, *args)
+    def noting(self, *args, **options):
+        found = groups(self, *args, **options)
         completions.extend(t.completion for group in found for t in group.trajectories)
         return found
 

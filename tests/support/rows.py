@@ -50,7 +50,8 @@ ORDINARY = {
         "counts-over-dp-and-sp gradients-averaged-over-dp dropped-micro-batch "
         "attention-sees-its-own-shard targets-shifted-after-sharding balance-of-its-own-shard "
         "expert-gradients-averaged sequence-gradient-of-its-own-shard "
-        "second-term-by-micro-batch-means",
+        "second-term-by-micro-batch-means "
+        "shared-* positions-across-siblings siblings-see-each-other prompt-unseen",
     },
     "numerics/test_recompute.py": {
         "test_no_gradient_changes": "1-* 4-qwen2-* 4-gpt-oss-core_attn+* 4-qwen3-moe-* 4-deepseek-v3-full "
@@ -249,7 +250,8 @@ QUICK = {
     },
     "numerics/test_prove.py": {
         "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-by-micro-batch-means",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-by-micro-batch-means "
+        "shared-tokens-routed-once",
         "test_a_proof_of_a_policy_loss": "gspo-*",
         "test_a_proof_on_the_shipped_model_and_data": "",
     },

@@ -75,7 +75,7 @@ def campaign(
         ),
     )
     backend = ServerBackend(config.rollout, model_folder, VOCAB, logs, SGLangServer, weight_sync)
-    rollout = Rollout(cast(Engine, weights), cast(RolloutBackend, backend), lambda *_: [], config, [], ())
+    rollout = Rollout(cast(Engine, weights), cast(RolloutBackend, backend), None, config, [], ())
     try:
         _step(rollout, weights, found, version=0)
         for version, kinds in enumerate(_steps(chance, faults), 1):

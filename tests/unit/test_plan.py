@@ -271,6 +271,14 @@ def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
     assert costliest(found) <= costliest(alone) * (1 + 1e-12)
 
 
+def test_a_pipeline_wants_small_micro_batches():
+    """Eight completions of 8 tokens behind a prompt of 16: 80 tokens in one micro-batch, or 72 and 40 in two. Eight
+    stages take the time of the largest seven times more: 640 or 616."""
+    groups = [Shared(tuple(range(8)), 16)]
+    plans = [make_plan([24] * 8, 1, 80, CostModel(1.0, 0.0), 1, groups, stages) for stages in (1, 8)]
+    assert [[len(m) for m in plan.micro_batches[0]] for plan in plans] == [[8], [5, 3]]
+
+
 @pytest.mark.parametrize(
     ("prompts", "ranks", "budget", "prompt", "completion", "gain"),
     [

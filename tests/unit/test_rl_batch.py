@@ -114,7 +114,7 @@ def prepared(batch=BATCH, step=0, asked=None, **options):
 def prepare(groups, models, config, step, stats):
     samples = with_logprobs(groups, models.policy, models.reference, models.critic, config)
     samples = with_advantages(samples, groups, config)
-    return RolloutBatch(7, tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
+    return RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
 
 
 def trajectories_of(groups):
@@ -122,6 +122,18 @@ def trajectories_of(groups):
 
 
 # -------------------------------------------------------------------------------------------------------------- tokens
+
+
+def test_a_batch_in_waves_is_the_batch():
+    """The same samples, with their own groups, whatever part of the batch the models were asked about at a time."""
+    groups, config, asked = make_groups(BATCH), config_of(BATCH, minibatches=2, kl_coef=0.1), models()
+    parts = [*groups[:1]], [*groups[1:3]], [*groups[3:]]
+    samples = [sample for part in parts for sample in with_logprobs(part, asked.policy, asked.reference, None, config)]
+    wanted = with_advantages(with_logprobs(groups, asked.policy, asked.reference, None, config), groups, config)
+    for found, sample in zip(with_advantages(samples, groups, config), wanted, strict=True):
+        assert found.group == sample.group and found.id == sample.id and torch.equal(found.tokens_T, sample.tokens_T)
+        assert found.fields.keys() == sample.fields.keys()
+        assert all(torch.equal(found.fields[name], values_T) for name, values_T in sample.fields.items())
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])
@@ -402,7 +414,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
     _, left = rollout_batch.next()
     torch.save(left.state(), tmp_path / "state.pt")
     again = RolloutBatch.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
-    assert (again.cursor, again.steps, again.done, again.stats) == (7, left.steps, 1, left.stats)
+    assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
     while not left.exhausted:
         samples, left = left.next()
         others, again = again.next()
@@ -410,7 +422,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
             assert torch.equal(sample.tokens_T, other.tokens_T) and torch.equal(sample.mask_T, other.mask_T)
             assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
             assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
-    assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch(7)
+    assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch()
 
 
 def test_numbers_of_a_completion_are_compact_and_equal_their_tuples():

@@ -35,16 +35,18 @@ def test_everything_can_be_set():
     changes = {
         "rollout": {
             "backend": "sglang", "num_generations": 4, "max_new_tokens": 16, "temperature": "7e-1",
-            "eval_temperature": 0, "eval_top_p": 0.9, "concurrency": 3, "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
+            "eval_temperature": 0, "eval_top_p": 0.9, "concurrency": 3, "max_staleness": 2, "over_sample": 1.5,
+            "bucket_mb": 1, "servers": ["http://a:1", "https://b:2"],
             "router": "http://c:3", "weight_sync": "disk", "sync_dir": "shared", "timeout": 5,
             "api_key_env": "SERVERS_KEY",
-            "server_command": "serve {model}", "colocated": True,
+            "server_command": "serve {model}",
         },
         "algorithm": {
             "advantage": "gae", "loss": "cispo", "clip_low": 1, "clip_high": 0.28, "kl_coef": "1e-3",
             "kl_in": "reward", "kl_estimator": "k1", "kl_aggregation": "seq-mean-token-sum", "entropy_coef": 0.01,
             "entropy_aggregation": "token-mean", "reference_offload": True, "old_logprobs": "rollout",
-            "importance_cap": 3, "minibatches": 4, "epochs": 2, "dynamic_sampling": True, "max_draws": 3,
+            "importance_cap": 3, "minibatches": 4, "minibatch_by": "prompt", "epochs": 2,
+            "dynamic_sampling": True, "max_draws": 3,
             "on_shortage": "smaller", "mask_truncated": True, "overlong_buffer": 8, "overlong_penalty": 0.5,
             "gamma": 0.99, "gae_lambda": 0.95, "value_clip": None, "critic_lr": 2e-5,
         },
@@ -55,7 +57,7 @@ def test_everything_can_be_set():
         built, default = getattr(config, group), type(getattr(config, group))()
         unchanged = {f.name for f in dataclasses.fields(built)} - keys.keys()
         # These refuse another value of the ones above; they are set in the tests below.
-        assert unchanged <= {"top_p", "dual_clip", "importance"}
+        assert unchanged <= {"top_p", "dual_clip", "importance", "colocated", "waves", "minibatch_by"}
         for name in keys:
             assert getattr(built, name) != getattr(default, name), name
     assert config.rollout.temperature == 0.7 and config.rollout.servers == ("http://a:1", "https://b:2")
@@ -72,6 +74,7 @@ def test_everything_can_be_set():
 
 
 SERVERS = ("rollout.servers", ["http://a:1"])
+ON_SERVERS = (SERVERS, ("rollout.backend", "sglang"))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,7 @@ SERVERS = ("rollout.servers", ["http://a:1"])
         ([("rollout.bucket_mb", 0)], "rollout.bucket_mb=0 must be at least 1"),
         ([("rollout.timeout", 0)], "rollout.timeout=0.0 must be positive"),
         ([("rollout.backend", "sglang")], "rollout.servers=[] must name at least one server, such as http://"),
-        ([("rollout.backend", "vllm")], "rollout.backend='vllm' is not one of transformers, sglang"),
+        ([("rollout.backend", "vllm")], "rollout.backend='vllm' is not one of transformers, megatron, sglang"),
         (
             [("rollout.servers", ["node1:30000"])],
             "rollout.servers='node1:30000' is not a URL; it must begin with http://",
@@ -159,6 +162,41 @@ SERVERS = ("rollout.servers", ["http://a:1"])
             [("rollout.num_generations", 1), ("algorithm.advantage", "gae"), ("algorithm.dynamic_sampling", True)],
             "rollout.num_generations=1 must be at least 2: algorithm.dynamic_sampling=true compares completions",
         ),
+        (
+            [("rollout.max_staleness", 1)],
+            "rollout.max_staleness=1 needs servers, which generate while the trainer trains; rollout.backend="
+            "transformers takes turns with it: set it to 0, or use rollout.backend=sglang",
+        ),
+        (
+            [("rollout.waves", 2), ("rollout.backend", "megatron")],
+            "rollout.waves=2 needs servers, which generate while the trainer trains; rollout.backend=megatron takes "
+            "turns with it: set it to 1, or use rollout.backend=sglang",
+        ),
+        (
+            [*ON_SERVERS, ("rollout.max_staleness", 1), ("rollout.colocated", True)],
+            "rollout.max_staleness=1 needs servers with GPUs of their own",
+        ),
+        ([*ON_SERVERS, ("rollout.over_sample", 1.5)], "rollout.over_sample=1.5 leaves partial completions to the next"),
+        ([*ON_SERVERS, ("rollout.over_sample", 2.5)], "rollout.over_sample=2.5 must be from 1 to 1.5"),
+        (
+            [*ON_SERVERS, ("rollout.over_sample", 1.5), ("rollout.max_staleness", 1), ("rollout.waves", 2)],
+            "rollout.over_sample=1.5 takes groups in the order in which they finish, and rollout.waves=2",
+        ),
+        (
+            [*ON_SERVERS, ("rollout.max_staleness", 1)],
+            "rollout.max_staleness=1 lets older weights make tokens, and with algorithm.importance=none and "
+            "algorithm.old_logprobs=train the loss clip would take them for the policy's own: set "
+            "algorithm.importance=token",
+        ),
+        (
+            [
+                *ON_SERVERS,
+                ("rollout.max_staleness", 1),
+                ("algorithm.old_logprobs", "rollout"),
+                ("algorithm.loss", "reinforce"),
+            ],
+            "rollout.max_staleness=1 lets older weights make tokens",
+        ),
         ([("data.overlong", "truncate")], "data.overlong='truncate' would ask another question; choose error or drop"),
         ([("algorithm.advantage", "ppo")], "algorithm.advantage='ppo' is not one of grpo, dr-grpo, rloo, reinforce++"),
         ([("algorithm.kl_coef", float("nan"))], "algorithm.kl_coef=nan must be a finite number"),
@@ -187,3 +225,22 @@ def test_a_misspelt_key_is_told_the_right_one():
     values["algorithm"] = {"clip_hihg": 0.3}
     with pytest.raises(UserError, match=r"unknown key 'algorithm.clip_hihg'; did you mean 'algorithm.clip_high'"):
         config_tree.build(RLConfig, values)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [("algorithm.importance", "token")],
+        [("algorithm.importance", "sequence")],
+        [("algorithm.old_logprobs", "rollout")],
+        [("algorithm.old_logprobs", "rollout"), ("algorithm.loss", "mine.py:loss")],
+        [("algorithm.old_logprobs", "rollout"), ("algorithm.loss", "reinforce"), ("algorithm.importance", "token")],
+    ],
+)
+def test_stale_tokens_with_a_loss_that_knows_where_they_are_from(changes):
+    built = build(*ON_SERVERS, ("rollout.max_staleness", 2), ("rollout.over_sample", 1.25), *changes)
+    assert built.generates_beside and not build(*ON_SERVERS).generates_beside
+
+
+def test_waves_keep_the_trainer_busy_on_policy_too():
+    assert build(*ON_SERVERS, ("rollout.waves", 4)).generates_beside

@@ -86,7 +86,7 @@ DROPPED = (group(1, 1.0, 1.0), group(3, 0.0, 0.0), group(4, math.nan, math.nan))
 
 
 def test_what_was_dropped_is_counted_and_part_of_the_statistics():
-    found = batch_stats(SampledGroups(KEPT, DROPPED, rounds=4, cursor=46))
+    found = batch_stats(SampledGroups(KEPT, DROPPED, rounds=4, counts={"prompts_drawn": 46}))
     counts = ("groups_drawn", "groups_dropped", "groups_without_variance", "draw_rounds", "prompts_drawn")
     assert [found[key] for key in counts] == [6, 3, 4, 4, 46]
     assert found["reward_mean"] == pytest.approx(8 / 9) and found["reward_errors"] == 3
@@ -98,7 +98,7 @@ def logged(tmp_path):
     """What is written of a batch: lines of rollouts.jsonl."""
 
     def log(groups: SampledGroups, samples: list[Sample], step: int = 3, start_step: int = 2) -> list[dict]:
-        batch = RolloutBatch(46, tuple(samples), (tuple(range(len(samples))),))
+        batch = RolloutBatch(tuple(samples), (tuple(range(len(samples))),))
         with (
             MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=start_step) as metrics,
             RolloutLog(tmp_path, metrics, enabled=True, start_step=start_step) as rollouts,
@@ -116,7 +116,7 @@ def test_a_line_tells_the_completion_and_what_was_learned_from_it(logged):
         Sample(torch.arange(6), mask_T & learned, 0, {"advantages": mask_T * advantage})
         for advantage, learned in advantages
     ]
-    lines = logged(SampledGroups(KEPT, DROPPED, rounds=2, cursor=6), samples)
+    lines = logged(SampledGroups(KEPT, DROPPED, rounds=2, counts={}), samples)
     assert [(line["advantage"], line["masked"], line["kept"]) for line in lines[:6]] == [
         (advantage, not learned, True) for advantage, learned in advantages
     ]

@@ -68,8 +68,9 @@ def dry_run(
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, from_scratch=True),
-        # What does not fit is planned, too.
+        # What does not fit is planned, too; and rows that share nothing, as their tokens have no values.
         memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
+        batch=dataclasses.replace(config.batch, share_prefixes=False),
     )
     source = dataclasses.replace(resolve(config), weights=NoWeights())
     answer_exchanges(source.arch, source.layout, recorder)

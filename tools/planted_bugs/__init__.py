@@ -8,7 +8,8 @@ from isoloss.tools.planted_bugs.bug import NO_BUG, PlantedBug, RunTraits
 from isoloss.tools.planted_bugs.dense import DENSE
 from isoloss.tools.planted_bugs.experts import EXPERTS
 from isoloss.tools.planted_bugs.policy import POLICY
+from isoloss.tools.planted_bugs.prefixes import PREFIXES
 
-PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY)}
+PLANTED_BUGS = {bug.name: bug for bug in (*DENSE, *EXPERTS, *POLICY, *PREFIXES)}
 
 __all__ = ["NO_BUG", "PLANTED_BUGS", "PlantedBug", "RunTraits"]

@@ -34,6 +34,7 @@ class RunTraits:
     policy: of a policy loss; None: cross-entropy.
     moe: of a model with experts; None: a dense one.
     biases: whether selection biases after some steps are compared, instead of loss and gradients.
+    branches: whether two samples of a micro-batch go on from tokens that are computed once.
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class RunTraits:
     policy: AlgorithmConfig | None = None
     moe: MoeConfig | None = None
     biases: bool = False
+    branches: bool = False
 
     @property
     def aggregations(self) -> tuple[str, ...]:

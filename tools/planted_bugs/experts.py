@@ -50,6 +50,11 @@ def _every_token(real_Z: property) -> property:
     return property(lambda tokens: torch.ones_like(tokens.piece_Z, dtype=torch.bool))
 
 
+def _of_a_document(documents_Z: property) -> property:
+    """Padding counted as a token of one."""
+    return property(lambda tokens: documents_Z.__get__(tokens).clamp(min=1))
+
+
 def _deaf_for_counts(distributed):
     """Of torch.distributed, one that leaves every rank with loads of its own."""
 
@@ -104,7 +109,10 @@ EXPERTS = (
     ),
     PlantedBug(
         "padding-counted",
-        {"isoloss.models.mcore.router_losses.RoutedTokens.real_Z": _every_token},
+        {
+            "isoloss.models.mcore.router_losses.RoutedTokens.real_Z": _every_token,
+            "isoloss.models.mcore.router_losses.RoutedTokens.documents_Z": _of_a_document,
+        },
         lambda run: run.moe is not None and run.padded,
         "a model with experts, and a layout with tp, ulysses or ring that does not divide the tokens of a micro-batch",
     ),

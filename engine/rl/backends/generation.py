@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isoloss.engine import watchdog
+from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
 from isoloss.engine.rl.backends.sampling import choose, noise_key
 from isoloss.engine.rl.trajectory import Completion, Finish, Request, Sampling
 from isoloss.parallel import UserError
@@ -93,11 +94,13 @@ def generate(
     concurrency: int,
     version: int,
     proceed: Callable[[], bool] = lambda: True,
+    arrived: Arrived = unnoticed,
 ) -> list[Completion]:
     """One completion a request, in the order of the requests. At most `concurrency` of them decode together.
 
     version: of the weights, noted with every new token.
     proceed: asked before every forward; False ends all requests with what they have (finish="abort").
+    arrived: told of each completion when it ends by itself.
     """
     rows = [ActiveSequence.start(index, request) for index, request in enumerate(requests)]
     waiting = deque(row for row in rows if row.finish(sampling) is None)
@@ -109,10 +112,10 @@ def generate(
             # Reading prompts stops the others, so several are let in at a time.
             if running is None or (waiting and 4 * free >= concurrency):
                 batch, logits_BV = decoder.prefill(admit(waiting, free))
-                new = advance(batch, logits_BV, sampling, version)
+                new = advance(batch, logits_BV, sampling, version, arrived)
                 running = running.join(new) if running and new else running or new
             else:
-                running = advance(running, decoder.decode(running), sampling, version)
+                running = advance(running, decoder.decode(running), sampling, version, arrived)
     return [row.completion(sampling) for row in rows]
 
 
@@ -128,7 +131,9 @@ def admit(waiting: deque[ActiveSequence], free: int) -> list[ActiveSequence]:
     return rows
 
 
-def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -> Batch | None:
+def advance(
+    batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int, arrived: Arrived = unnoticed
+) -> Batch | None:
     """Give every row its next token; the rows that go on, None where there are none."""
     keys_B = [noise_key(sampling.seed, row.request.id, len(row.tokens)) for row in batch.rows]
     tokens_B, logprobs_B = choose(logits_BV, keys_B, sampling)
@@ -136,6 +141,9 @@ def advance(batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int) -
         row.tokens.append(token)
         row.logprobs.append(logprob)
         row.versions.append(version)
+    for row in batch.rows:
+        if row.finish(sampling) is not None:
+            arrived(row.completion(sampling))
     keep = [k for k, row in enumerate(batch.rows) if row.finish(sampling) is None]
     if len(keep) == len(batch.rows):
         return batch

@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from isoloss.engine.rl.backends.gate import Gate
 from isoloss.engine.rl.backends.generation import Decoder, check_requests, generate
+from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
 from isoloss.parallel.collectives import gather_objects
@@ -36,7 +37,9 @@ class LocalBackend:
         """Asked before every token: whether to go on."""
         return self._gate.open()
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+    ) -> list[Completion]:
         """As `RolloutBackend.generate`; none is ever lost. One all-gather of the completions over the world.
 
         Each model takes a block of neighbours, so that completions of one prompt mostly read it together. What a
@@ -52,7 +55,7 @@ class LocalBackend:
         mine = requests[index * len(requests) // count : (index + 1) * len(requests) // count]
         failure, done = "", []
         try:
-            done = generate(self.decoder(), mine, sampling, self.concurrency, self._version, self.proceed)
+            done = generate(self.decoder(), mine, sampling, self.concurrency, self._version, self.proceed, arrived)
         except Exception:  # the other ranks wait below and have to be told
             failure = traceback.format_exc()
         everyone = gather_objects((failure, done))

@@ -1,12 +1,18 @@
 """What the loop asks of a rollout backend, be it a model in this process or a fleet of servers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.mcore.weight_stream import Named, Receives
 
 Bucket = list[Named]
+Arrived = Callable[[Completion], object]
+
+
+def unnoticed(completion: Completion) -> None:
+    """An `Arrived` that nobody waits for."""
 
 
 class RolloutBackend(Protocol):
@@ -18,9 +24,13 @@ class RolloutBackend(Protocol):
 
     receives: Receives
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> Sequence[Completion | None]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+    ) -> Sequence[Completion | None]:
         """One completion a request, in the order of the requests, on every rank. Collective over the world.
 
+        arrived: called with each completion that this rank sees end, when it does and from any thread: on rank 0 with
+            all of servers, in process on every rank with its own.
         None where a server was lost on the way: the caller sees to the weights (`weight_version`) and asks again.
         Raises UserError where no server can be reached any more.
         """
@@ -63,4 +73,17 @@ class RolloutBackend(Protocol):
 
     def close(self) -> None:
         """Let go of what the backend holds. Collective over the world; twice does no harm."""
+        ...
+
+
+class BesideTraining(RolloutBackend, Protocol):
+    """A backend that generates while the trainer trains."""
+
+    def begin(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived
+    ) -> Future[Sequence[Completion | None]]:
+        """Begin what `generate` does; the result is as its. On rank 0 alone.
+
+        Until that is there nothing but `weight_version` and `abort` may be called.
+        """
         ...

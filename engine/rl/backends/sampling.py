@@ -26,23 +26,52 @@ def exponentials(keys_B: Sequence[int], num: int, device: torch.device) -> Tenso
     generators") that starts from the key: a function of (key, v), so nothing is kept between tokens. int64 arithmetic
     wraps around like that of unsigned integers.
     """
-    keys_B1 = torch.tensor(keys_B, dtype=torch.int64, device=device)[:, None]
-    bits = keys_B1 + torch.arange(1, num + 1, device=device) * _signed(0x9E3779B97F4A7C15)
-    scratch = torch.empty_like(bits)
+    return _Race(len(keys_B), num, device).exponentials(keys_B)
 
-    def shifted(by: int) -> Tensor:
-        """bits to the right as unsigned integers: zeros come in from the left. Valid until the next call."""
-        return torch.bitwise_right_shift(bits, by, out=scratch).bitwise_and_((1 << (64 - by)) - 1)
 
-    bits.bitwise_xor_(shifted(30)).mul_(_signed(0xBF58476D1CE4E5B9))
-    bits.bitwise_xor_(shifted(27)).mul_(_signed(0x94D049BB133111EB))
-    bits.bitwise_xor_(shifted(31))
-    # Of 2^52 equal parts of (0, 1) the middle of one: exact in fp64, and neither 0 nor 1.
-    return shifted(12).double().add_(0.5).mul_(-(2.0**-52)).log1p_().neg_()
+class _Race:
+    """Room for the numbers of some rows, which is used again: fresh memory takes longer than what is done with it."""
+
+    def __init__(self, rows: int, num: int, device: torch.device):
+        self._steps_V = torch.arange(1, num + 1, device=device) * _signed(0x9E3779B97F4A7C15)
+        self._bits, self._shifted = torch.empty((2, rows, num), dtype=torch.int64, device=device)
+        self._exponentials, self._weights = torch.empty((2, rows, num), dtype=torch.float64, device=device)
+
+    def exponentials(self, keys_B: Sequence[int]) -> Tensor:
+        """See above. Valid until the next call."""
+        rows = len(keys_B)
+        bits, shifted, out = self._bits[:rows], self._shifted[:rows], self._exponentials[:rows]
+        torch.add(self._steps_V, torch.tensor(keys_B, dtype=torch.int64, device=bits.device)[:, None], out=bits)
+
+        def shift(by: int) -> Tensor:
+            """bits to the right as unsigned integers: zeros come in from the left."""
+            return torch.bitwise_right_shift(bits, by, out=shifted).bitwise_and_((1 << (64 - by)) - 1)
+
+        bits.bitwise_xor_(shift(30)).mul_(_signed(0xBF58476D1CE4E5B9))
+        bits.bitwise_xor_(shift(27)).mul_(_signed(0x94D049BB133111EB))
+        bits.bitwise_xor_(shift(31))
+        # Of 2^52 equal parts of (0, 1) the middle of one: exact in fp64, and neither 0 nor 1.
+        return out.copy_(shift(12)).add_(0.5).mul_(-(2.0**-52)).log1p_().neg_()
+
+    def choose(self, logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """See `choose`."""
+        weights_BV = self._weights[: len(keys_B)].copy_(logits_BV).div_(sampling.temperature or 1.0)
+        weights_BV = weights_BV.sub_(weights_BV.amax(1, keepdim=True)).exp_()
+        total_B1 = weights_BV.sum(1, keepdim=True)
+        if sampling.temperature == 0:
+            tokens_B1 = logits_BV.argmax(1, keepdim=True)
+        else:
+            race_BV = weights_BV if sampling.top_p >= 1 else _nucleus(weights_BV / total_B1, sampling.top_p)
+            exponentials_BV = self.exponentials(keys_B)
+            tokens_B1 = torch.div(race_BV, exponentials_BV, out=exponentials_BV).argmax(1, keepdim=True)
+        return tokens_B1.squeeze(1), (weights_BV.gather(1, tokens_B1) / total_B1).log().squeeze(1)
 
 
 def _signed(unsigned: int) -> int:
     return unsigned - (1 << 64)
+
+
+NEAR = 1 << 15  # numbers that a core of a CPU keeps close by
 
 
 def choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
@@ -54,22 +83,14 @@ def choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tupl
     all tokens behind the one that changed. With top_p over the nucleus (arXiv:1904.09751): the fewest tokens whose
     probabilities reach top_p, of equal ones the earlier in the vocabulary. Temperature 0 picks the largest logit.
     """
-    if logits_BV.is_cpu and len(keys_B) > 1:  # a row fits into the cache of a core, a batch does not
-        rows = [_choose(row_1V, [key], sampling) for row_1V, key in zip(logits_BV.split(1), keys_B)]
-        tokens, logprobs = zip(*rows)
-        return torch.cat(tokens), torch.cat(logprobs)
-    return _choose(logits_BV, keys_B, sampling)
-
-
-def _choose(logits_BV: Tensor, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
-    logprobs_BV = torch.log_softmax(logits_BV.double() / (sampling.temperature or 1.0), -1)
-    if sampling.temperature == 0:
-        tokens_B1 = logits_BV.argmax(-1, keepdim=True)
-    else:
-        race_BV = _nucleus(logprobs_BV.exp(), sampling.top_p)
-        race_BV /= exponentials(keys_B, race_BV.shape[1], race_BV.device)
-        tokens_B1 = race_BV.argmax(-1, keepdim=True)
-    return tokens_B1.squeeze(1), logprobs_BV.gather(1, tokens_B1).squeeze(1)
+    rows, num = logits_BV.shape
+    if logits_BV.is_cpu:
+        rows = min(rows, max(1, NEAR // num))
+    race = _Race(rows, num, logits_BV.device)
+    starts = range(0, len(keys_B), rows)
+    parts = [race.choose(logits_BV[at : at + rows], keys_B[at : at + rows], sampling) for at in starts]
+    tokens, logprobs = zip(*parts)
+    return torch.cat(tokens), torch.cat(logprobs)
 
 
 def _nucleus(probabilities_BV: Tensor, top_p: float) -> Tensor:

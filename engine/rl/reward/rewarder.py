@@ -69,6 +69,11 @@ class Rewarder:
         """End the workers; twice does no harm."""
         self._pool.close()
 
+    @property
+    def whole_batch(self) -> bool:
+        """Whether a function wants all completions of a batch in one call."""
+        return any(function.batched for function in self._functions)
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Scored]:
         """The reward of each completion, completions[i] being one of prompts[i]; a batched function sees all at once.
 

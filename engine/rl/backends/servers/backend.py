@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from isoloss.engine import watchdog
-from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.backends.protocol import Arrived, Bucket, Receives, unnoticed
 from isoloss.engine.rl.backends.servers.answers import damage
 from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
 from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
@@ -40,7 +41,7 @@ MEMORY = ("weights", "kv_cache")
 
 
 class ServerBackend:
-    """A `RolloutBackend` on the servers of `config.servers`.
+    """A `BesideTraining` backend on the servers of `config.servers`.
 
     model: the Hugging Face folder or checkpoint of the policy; its config.json and tokenizer go along with weights on
         disk, and {model} of rollout.server_command is its Hugging Face folder.
@@ -87,13 +88,31 @@ class ServerBackend:
 
     # ---- generation -------------------------------------------------------------------------------------------------
 
-    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
+    def generate(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+    ) -> list[Completion | None]:
         """See `RolloutBackend`. A server takes part if it serves the version of the last update (behind a router all
         must); with none that does, every completion is None."""
-        return self._rank0.run(lambda: self._generate(requests, sampling))
-
-    def _generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion | None]:
         self._aborted.clear()
+        return self._rank0.run(lambda: self._generate(requests, sampling, arrived))
+
+    def begin(
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived
+    ) -> Future[Sequence[Completion | None]]:
+        """See `BesideTraining`."""
+        self._aborted.clear()
+        result: Future[Sequence[Completion | None]] = Future()
+
+        def generate() -> None:
+            try:
+                result.set_result(self._generate(requests, sampling, arrived))
+            except Exception as error:
+                result.set_exception(explain(error, self._config.timeout))
+
+        threading.Thread(target=generate, daemon=True).start()
+        return result
+
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived) -> list[Completion | None]:
         served = self._served_versions()
         ready = [server for server, version in served.items() if version is not None and version == self._version]
         if not ready or (self._router is not None and len(ready) < len(served)):
@@ -108,9 +127,8 @@ class ServerBackend:
             lambda answer, budget: damage(answer, budget, sampling, self._vocab_size, self._of_batch),
             self._incidents,
         )
-        completions = generate(
-            fleet, requests, sampling, self._config.concurrency, self._config.timeout, self._aborted, self._abort_all
-        )
+        limits = self._config.concurrency, self._config.timeout
+        completions = generate(fleet, requests, sampling, *limits, self._aborted, self._abort_all, arrived)
         if None in completions:
             self._incidents.count("completions_lost", completions.count(None))
             self._insist_on_one(fleet.losses)

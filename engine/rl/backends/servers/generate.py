@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
 from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
@@ -69,18 +70,23 @@ def generate(
     timeout: float,
     aborted: threading.Event,
     abort_all: Callable[[], object],
+    arrived: Arrived = unnoticed,
 ) -> list[Completion | None]:
     """A completion for each request, in their order; None where all servers were lost.
 
     concurrency: requests under way at a time, in all.
     timeout: seconds for which a request is tried again after its first failure.
     aborted: once set, what is under way is ended, by abort_all(), and the rest is not begun.
+    arrived: told of each completion when it ends by itself, from the thread that waited for it.
     Raises UserError where a server refuses a request, or keeps failing it.
     """
 
     def one(request: Request) -> Completion | None:
         try:
-            return _complete(fleet, request, sampling, timeout, aborted)
+            completion = _complete(fleet, request, sampling, timeout, aborted)
+            if completion is not None and completion.finish != "abort":
+                arrived(completion)
+            return completion
         except UserError:
             aborted.set()  # the others would be thrown away: let them end soon
             raise

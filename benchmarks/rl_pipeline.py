@@ -1,0 +1,167 @@
+"""How long do trainer and servers wait for each other, and what does it cost in reward not to wait?
+
+    python benchmarks/rl_pipeline.py [--out rl_pipeline.json] [--staleness 0 1 2] [--over-sample 1.25] [--steps 16]
+    python benchmarks/rl_pipeline.py --curves [--seeds 0 1 2] [--out rl_pipeline_curves.json] [key=value ...]
+
+The first runs the grpo recipe on a stand-in for a server (tests/doubles/sglang_server.py) that only sleeps: the pace of
+a completion is log-normal, and one in twenty takes ten times as long. The trainer sleeps as well, so that two cores are
+enough and no model matters. The server has room for the completions of one batch. Told are, from the first optimizer
+step to the last: the share of time in which the trainer waited for completions, in which the server had none to make,
+and how much of its room was used.
+
+--curves: the task of `make grpo` (sorting letters) from the same start, once for each rollout.max_staleness and seed,
+all with algorithm.importance=token; rewards of the recipe's evaluations, on 512 held-out prompts (standard error about
+0.02). key=value overrides go to the grpo recipe.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from unittest import mock
+
+import httpx2
+from rl_controls import rows_of, run, train_grpo, versions
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from isoloss.engine.config import Config
+from isoloss.engine.engine import Engine
+from isoloss.engine.rl.config import RLConfig
+from isoloss.recipes import grpo, sft
+
+DOUBLE = Path(__file__).parents[1] / "tests/doubles/sglang_server.py"
+TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
+PROMPTS, GENERATIONS, TOKENS = 8, 4, 24  # a batch
+ROOM = PROMPTS * GENERATIONS
+SECONDS_PER_TOKEN, SIGMA, SLOW_SHARE = 0.02, 0.5, 0.05
+TRAIN_SECONDS = 1.0
+
+
+def on_servers(staleness: int, over_sample: float, server_options: str) -> tuple[str, list[str]]:
+    """The URL of a stand-in that the run starts, and the keys for it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = f"{sys.executable} {DOUBLE} --model {{model}} --port {{port}} {server_options}"
+    url = f"http://127.0.0.1:{port}"
+    return url, [
+        "rollout.backend=sglang",
+        f"rollout.servers=[{url}]",
+        f"rollout.server_command='{command}'",
+        "rollout.weight_sync=tensor",
+        "rollout.timeout=300",
+        f"rollout.max_staleness={staleness}",
+        f"rollout.over_sample={over_sample}",
+        "algorithm.importance=token",
+    ]
+
+
+def write_inputs(folder: Path) -> None:
+    shutil.copytree(TINY, folder / "model")
+    config = json.loads((TINY / "config.json").read_text())
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
+    config |= small | {"intermediate_size": 48, "num_hidden_layers": 1}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
+    rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(64)]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: int) -> dict[str, float]:
+    """Shares of the time from the first optimizer step to the last."""
+    pace = f"--seconds-per-token {SECONDS_PER_TOKEN} --pace-sigma {SIGMA} --slow-share {SLOW_SHARE}"
+    url, keys = on_servers(staleness, over_sample, pace)
+    told: list[tuple[float, dict[str, float]]] = []
+    train_step = Engine.train_step
+
+    def slow_step(engine: Engine, *rest):
+        told.append((time.perf_counter(), httpx2.get(f"{url}/busy", trust_env=False).json()))
+        time.sleep(TRAIN_SECONDS)
+        return train_step(engine, *rest)
+
+    with mock.patch.object(Engine, "train_step", slow_step), contextlib.redirect_stdout(sys.stderr):
+        run(
+            "grpo", RLConfig, grpo.run, f"model.path={inputs}/model", f"data.train={inputs}/prompts.jsonl",
+            f"output_dir={folder}", "data.max_length=128", f"batch.global_size={PROMPTS}", "batch.max_tokens=8192",
+            f"train.steps={steps}", f"rollout.num_generations={GENERATIONS}", f"rollout.max_new_tokens={TOKENS}",
+            f"rollout.concurrency={ROOM}", "reward.function=exact_match", "checkpoint.export_hf=false", *keys,
+        )  # fmt: skip
+    (began, before), (ended, after) = told[0], told[-1]
+    seconds, rows = ended - began, rows_of(folder / "metrics.jsonl")
+    return {
+        "seconds_per_step": seconds / (steps - 1),
+        "trainer_idle": sum(row["generate_seconds"] for row in rows[1:]) / seconds,
+        "sync": sum(row["sync_seconds"] for row in rows[1:]) / seconds,
+        "server_idle": 1 - (after["seconds"] - before["seconds"]) / seconds,
+        "room_used": (after["requests"] - before["requests"]) / (seconds * ROOM),
+        "staleness_mean": sum(row["staleness_mean"] for row in rows[1:]) / (steps - 1),
+        "staleness_max": max(row["staleness_max"] for row in rows),
+    }
+
+
+def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    write_inputs(folder)
+    cases = [(staleness, 1.0) for staleness in args.staleness]
+    cases += [(staleness, args.over_sample) for staleness in args.staleness if staleness > 0 and args.over_sample > 1]
+    found = {}
+    print("| staleness | over-sampling | seconds a step | trainer idle | server idle | room used | mean age |")
+    print("|" + "---|" * 7)
+    for staleness, over_sample in cases:
+        name = f"staleness {staleness}, over-sampling {over_sample:g}"
+        found[name] = each = idle(folder, folder / f"run-{len(found)}", staleness, over_sample, args.steps)
+        print(
+            f"| {staleness} | {over_sample:g} | {each['seconds_per_step']:.2f} | {each['trainer_idle']:.0%} | "
+            f"{each['server_idle']:.0%} | {each['room_used']:.0%} | {each['staleness_mean']:.2f} |",
+            flush=True,
+        )
+    steps = [each["seconds_per_step"] for each in found.values()]
+    print(f"steps of the last case take {steps[-1] / steps[0]:.2f} of the time of the first")
+    latency = {"seconds_per_token": SECONDS_PER_TOKEN, "tokens": TOKENS, "sigma": SIGMA, "slow_share": SLOW_SHARE}
+    return {"latency": latency, "train_seconds": TRAIN_SECONDS, "room": ROOM, "steps": args.steps, "cases": found}
+
+
+def measure_curves(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    curves: dict[str, dict[str, Sequence]] = {}
+    for seed in args.seeds:
+        start = folder / f"sft-{seed}"
+        run("sft", Config, sft.run, "preset=sort", f"train.seed={seed}", f"output_dir={start}")
+        of_seed = curves[f"seed {seed}"] = {}
+        for staleness in args.staleness:
+            _, keys = on_servers(staleness, 1.0, "--seconds-per-token 0.001")
+            name = f"staleness {staleness}"
+            with contextlib.redirect_stdout(sys.stderr):
+                of_seed[name] = train_grpo(start, folder / f"{seed}-{staleness}", seed, [*keys, *args.overrides])
+            rewards = ", ".join(f"{reward:.3f}" for _, reward in of_seed[name])
+            print(f"seed {seed}, {name}: {rewards}", flush=True)
+    return {"overrides": args.overrides, "curves": curves}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="where the figures go (rl_pipeline.json, rl_pipeline_curves.json)")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--over-sample", type=float, default=1.25, help="also with this one, where it may be; 1: not")
+    parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run, one a batch")
+    parser.add_argument("--curves", action="store_true", help="rewards instead of idle time")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --curves: of the grpo recipe")
+    args = parser.parse_args()
+    measure, name = (measure_curves, "rl_pipeline_curves.json") if args.curves else (measure_idle, "rl_pipeline.json")
+    with tempfile.TemporaryDirectory(prefix="rl-pipeline-") as folder:
+        found = measure(args, Path(folder))
+    out = args.out or Path(name)
+    about = {"versions": versions(), "load_average": os.getloadavg()}
+    out.write_text(json.dumps(about | found, indent=2) + "\n")
+    print(f"figures in {out}")
+
+
+if __name__ == "__main__":
+    main()
