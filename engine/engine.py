@@ -34,7 +34,7 @@ from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import CostModel, Plan
 from isoloss.engine.residents import Residents
 from isoloss.engine.step import Head, StepBatch, StepMetrics, plan_step, prepare_step, run_step, run_targets
-from isoloss.models.mcore.build import accumulate_in_products
+from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.value_head import CriticWeights
 from isoloss.models.mcore.weight_stream import Receives
@@ -112,6 +112,8 @@ class Engine:
         on_gpu = model.tensors()[0].is_cuda
         if config.accumulates_in_products(on_gpu=on_gpu):
             accumulate_in_products(model.modules)
+        if not on_gpu:
+            accumulate_in_embedding(model.modules)
         model.load(weights)
         self.chunks = wrap_ddp(model.modules, config, self.mesh)
         self.model = dataclasses.replace(model, chunks=self.chunks)

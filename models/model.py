@@ -20,6 +20,7 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
+from isoloss.parallel.packed_matrix import PackedMatrix
 from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
 
@@ -140,12 +141,14 @@ class Model:
         """
         return self.modules[-1].output_layer(self._labelled(hidden, labelled_N))
 
-    def logits(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, labelled_N: Tensor, head: PackedMatrix | None = None) -> Tensor:
         """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, without gradients.
 
+        head: the output matrix, packed.
         Collectives over TP: a gather of the slice if it is sequence-parallel, and one of the logits.
         """
-        logits_NV = unrounded_logits(self._labelled(hidden, labelled_N), self.modules[-1].output_weight())
+        hidden_ND = self._labelled(hidden, labelled_N)
+        logits_NV = head.product(hidden_ND) if head else unrounded_logits(hidden_ND, self.modules[-1].output_weight())
         return gather_rows(logits_NV.T, self.mesh.tp).T[:, : self.arch.vocab_size]
 
     def _labelled(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.norm import JointHeadNorm, RMSNorm
 from isoloss.models.mcore.patches import (
     accumulate_without_apex,
+    embed_into_main_grad,
     recompute_by_copying,
     recompute_without_transformer_engine,
     rotate_by_table,
@@ -59,6 +60,7 @@ recompute_without_transformer_engine()
 recompute_by_copying()
 rotate_by_table()
 accumulate_without_apex()
+embed_into_main_grad()
 
 
 def transformer_config(
@@ -310,6 +312,18 @@ def accumulate_in_products(chunks: Sequence[nn.Module]) -> None:
             for flag in ("fuse_wgrad_accumulation", "gradient_accumulation_fusion"):
                 if hasattr(module, flag):
                     setattr(module, flag, True)
+
+
+def accumulate_in_embedding(chunks: Sequence[nn.Module]) -> None:
+    """Let the embedding add its gradient to Megatron's buffer itself, and the loss head as well where it multiplies by
+    the embedding. Where TP ranks do not split it; and not on a GPU, which would add in another order every time."""
+    for chunk in chunks:
+        model = unwrap(chunk)
+        if model.pre_process and model.pg_collection.tp.size() == 1:
+            embedding = model.embedding.word_embeddings
+            embedding.is_output_matrix = model.post_process and model.share_embeddings_and_output_weights
+            embedding.gradient_accumulation_fusion = True
+            embedding.weight.zero_out_wgrad = False  # what autograd brings is not to be added, though two may bring it
 
 
 def _mark_parameters(chunk: PackedGPT) -> None:

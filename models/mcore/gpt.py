@@ -54,12 +54,15 @@ class PackedGPT(GPTModel):
 
     def output_gradient(self) -> Tensor | None:
         """Megatron's buffer for the gradient of the output matrix, where the loss head adds to it itself
-        (`build.accumulate_in_products`). Not where the matrix is the embedding of the same stage (the output layer has
-        none then): autograd adds the gradients of the two. Nor in a buffer of 16 bits, which every chunk would round.
+        (`build.accumulate_in_products`). Where the matrix is the embedding of the same stage only if that adds to it
+        too (`build.accumulate_in_embedding`): else autograd adds the gradients of the two. Nor in a buffer of 16 bits,
+        which every chunk would round.
         """
-        if not getattr(self.output_layer, "gradient_accumulation_fusion", False):
+        tied = self.share_embeddings_and_output_weights and self.pre_process
+        module = self.embedding.word_embeddings if tied else self.output_layer
+        if not getattr(module, "gradient_accumulation_fusion", False):
             return None
-        main_grad = getattr(self.output_layer.weight, "main_grad", None)
+        main_grad = getattr(module.weight, "main_grad", None)
         return main_grad if main_grad is not None and main_grad.dtype in (torch.float32, torch.float64) else None
 
 

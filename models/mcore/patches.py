@@ -18,6 +18,7 @@ from megatron.core import optimizer
 from megatron.core.dist_checkpointing import state_dict_utils, validation
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
+from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup as BucketGroup
 from megatron.core.optimizer import OptimizerConfig, distrib_optimizer
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -31,6 +32,7 @@ from torch import Tensor
 from isoloss.models.mcore import optimizer_shards
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotate
+from isoloss.parallel.embedding import embed
 from isoloss.parallel.products import add_product
 
 ParamGroup = dict[str, Any]
@@ -66,6 +68,19 @@ def rotate_by_table() -> None:
         return of_angles(x, angles_or_table, config, *args, **kwargs)
 
     attention.apply_rotary_pos_emb = rotated
+
+
+def embed_into_main_grad() -> None:
+    """Let an embedding that is told to (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer itself."""
+    with_autograd = layers.VocabParallelEmbedding.forward
+
+    def forward(self: Any, tokens_R: Tensor) -> Tensor:
+        main_grad = getattr(self.weight, "main_grad", None)
+        if main_grad is None or not getattr(self, "gradient_accumulation_fusion", False):
+            return with_autograd(self, tokens_R)
+        return embed(tokens_R, self.weight, main_grad, shared=self.is_output_matrix)
+
+    layers.VocabParallelEmbedding.forward = forward
 
 
 def accumulate_without_apex() -> None:
@@ -137,6 +152,19 @@ def use_torch_adamw() -> None:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
     distrib_optimizer.Adam, distrib_optimizer.HAVE_APEX_OR_TE = torch.optim.AdamW, False
     distrib_optimizer.USING_TE_OPTIMIZER = distrib_optimizer.USING_APEX_OPTIMIZER = False
+
+
+def reduce_among_ranks() -> None:
+    """Let the gradients of a group of one rank stay where they are: gloo copies all of them, and back. (Megatron would
+    scale them before, by 1 with calculate_per_token_loss.)"""
+    start = BucketGroup.start_grad_sync
+
+    def start_unless_alone(self: Any, *args: Any, **options: Any) -> None:
+        alone = self.ddp_config.use_distributed_optimizer and self.intra_distributed_optimizer_instance_size == 1
+        if not alone or self.ddp_config.overlap_grad_reduce:
+            start(self, *args, **options)
+
+    BucketGroup.start_grad_sync = start_unless_alone
 
 
 def save_own_part(part: DistributedOptimizer) -> None:

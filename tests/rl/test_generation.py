@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl.backends import generation
 from isoloss.engine.rl.backends.generation import check_requests
-from isoloss.engine.rl.backends.sampling import choose, exponentials, noise_key
+from isoloss.engine.rl.backends.sampling import choose, choose_directly, exponentials, noise_key
 from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
@@ -188,6 +188,46 @@ def test_a_probability_of_0_is_never_drawn():
     assert set(choose(one_BV, keys(1000), Sampling(1))[0].tolist()) == {2}
     equal_BV = torch.zeros(1000, 4)
     assert set(choose(equal_BV, keys(1000), Sampling(1, top_p=0.5))[0].tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])  # of the logits: all alike, as at random weights, as when trained
+@pytest.mark.parametrize("temperature", [1.0, 0.3])
+def test_the_tokens_of_a_cpu_are_those_of_all_ratios(dtype, spread, temperature, monkeypatch):
+    """It computes few of them. Of the random numbers some are rounded to 0 where it bounds them: 1 of 2**24."""
+    monkeypatch.setattr("isoloss.engine.rl.backends.sampling.ROOM", 5000)  # several rows at a time, and a rest
+    logits_BV = spread * torch.randn(1002, 1000, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    logits_BV[:, ::7] = -torch.inf
+    sampling = Sampling(1, temperature)
+    tokens_B, logprobs_B = choose(logits_BV, keys(1002), sampling)
+    wanted_B, their_logprobs_B = choose_directly(logits_BV, keys(1002), sampling)
+    assert torch.equal(tokens_B, wanted_B) and len(set(tokens_B.tolist())) > 50
+    assert torch.allclose(logprobs_B, their_logprobs_B, rtol=0, atol=1e-14 if dtype == torch.float64 else 1e-6)
+
+
+def test_a_number_whose_upper_bits_are_0_can_win():
+    """By a weight of e^-9, and not by one of e^-40."""
+    key = key_of_tiny_number(token=3)
+    for weight, winner in ((-9.0, 3), (-40.0, 1)):
+        logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, weight]])
+        assert choose(logits_BV, [key], Sampling(1))[0].item() == winner
+        assert choose_directly(logits_BV, [key], Sampling(1))[0].item() == winner
+
+
+def key_of_tiny_number(token: int) -> int:
+    """A key whose number for the token is (5 + 0.5) / 2^52: SplitMix64 backwards."""
+    wrap, bits = (1 << 64) - 1, 5 << 12 | 77
+
+    def undo_shift(value: int, by: int) -> int:
+        found = value
+        for _ in range(64 // by + 1):
+            found = value ^ (found >> by)
+        return found
+
+    bits = undo_shift(bits, 31) * pow(0x94D049BB133111EB, -1, 1 << 64) & wrap
+    bits = undo_shift(bits, 27) * pow(0xBF58476D1CE4E5B9, -1, 1 << 64) & wrap
+    bits = undo_shift(bits, 30) - (token + 1) * 0x9E3779B97F4A7C15 & wrap
+    return bits - (1 << 64) if bits >> 63 else bits
 
 
 @pytest.mark.parametrize("noise", [1e-2, 1e-1])

@@ -6,6 +6,7 @@ V the vocabulary, R tokens of the packed row.
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from isoloss.engine.rl.backends.generation import ActiveSequence
 from isoloss.models.mcore.gpt import forward_row
+from isoloss.models.mcore.packed_products import PackedProducts
 from isoloss.models.model import Model
 from isoloss.parallel.decoding import KeyValueCache
 from isoloss.parallel.upload import upload
@@ -35,12 +37,14 @@ class CachedRows:
 
 
 class MegatronDecoder:
-    """A `Decoder`. Collective over tp, whose ranks pass the same rows."""
+    """A `Decoder` by the model's weights as they are when it first decodes. Collective over tp, whose ranks pass the same
+    rows."""
 
     def __init__(self, model: Model):
         self._model = model
         layout = model.mesh.layout
         self._multiple = layout.tp if layout.sequence_parallel else 1
+        self._products: PackedProducts | None = None
 
     def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[CachedRows, Tensor]:
         """See `Decoder`."""
@@ -59,7 +63,11 @@ class MegatronDecoder:
         """See `Decoder`."""
         tokens, positions = [row.tokens[-1] for row in batch.rows], [row.length - 1 for row in batch.rows]
         count = len(tokens)
-        logits_BV = self._forward(tokens, positions, [1] * count, torch.arange(count), batch.cache)
+        (module,) = self._model.modules
+        if self._products is None and PackedProducts.serve(module):
+            self._products = PackedProducts(module, count)
+        with self._products.in_layers() if self._products else nullcontext():
+            logits_BV = self._forward(tokens, positions, [1] * count, torch.arange(count), batch.cache)
         batch.cache.grown()
         return logits_BV
 
@@ -72,4 +80,4 @@ class MegatronDecoder:
         both = upload(torch.tensor([tokens + [0] * rest, positions + list(range(rest))]), device)
         lengths = lengths + [rest] * (rest > 0)
         hidden = forward_row(chunk, both[0], both[1], tuple(lengths), cache=cache)
-        return self._model.logits(hidden, upload(at, device))
+        return self._model.logits(hidden, upload(at, device), self._products.head if self._products else None)
