@@ -8,15 +8,52 @@ heads, K key/value heads, F query heads for each of them, D width of a query or 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from isoloss.parallel.block_attention import union, weighted
 from isoloss.parallel.upload import upload
 
 GROWTH = 64  # tokens that a row is given room for at a time
+
+
+@dataclass
+class _PartialAttention:
+    """Attention to some keys, not yet divided by its total, so that what is seen of others can be added.
+
+    top: the largest score, [..., 1].
+    total: sum of exp(score - top), [..., 1].
+    values: sum of exp(score - top) * value, [..., U].
+    """
+
+    top: Tensor
+    total: Tensor
+    values: Tensor
+
+    @classmethod
+    def of(cls, scores: Tensor, values: Tensor) -> "_PartialAttention":
+        """Of scores [..., T] and values [..., T, U]. Uses up the scores."""
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top).exp_()
+        return cls(top, weights.sum(-1, keepdim=True), weights @ values)
+
+    @classmethod
+    def of_no_keys(cls, like: "_PartialAttention") -> "_PartialAttention":
+        return cls(torch.full_like(like.top, -torch.inf), torch.zeros_like(like.total), torch.zeros_like(like.values))
+
+    def put(self, rows: slice | list[int], seen: "_PartialAttention") -> None:
+        """Of these rows: [B, K, F, ...] from [K, M * F, ...]."""
+        for mine, theirs in ((self.top, seen.top), (self.total, seen.total), (self.values, seen.values)):
+            mine[rows] = theirs.unflatten(1, (-1, mine.shape[2])).transpose(0, 1)
+
+    def merged(self, other: "_PartialAttention") -> "_PartialAttention":
+        """Of the keys of both."""
+        top = torch.maximum(self.top, other.top)
+        share, other_share = (self.top - top).exp_(), (other.top - top).exp_()
+        total = self.total * share + other.total * other_share
+        return _PartialAttention(top, total, self.values * share + other.values * other_share)
 
 
 class _Layer:
@@ -117,25 +154,23 @@ class KeyValueCache:
             layer.keys, layer.values = (_roomy(t, self._most + GROWTH) for t in (layer.keys, layer.values))
         rows = torch.arange(len(query_BHD), device=query_BHD.device)
         layer.keys[rows, :, self._behind_B], layer.values[rows, :, self._behind_B] = key_BKD, value_BKU
-        query_BKFD = query_BHD.unflatten(1, (key_BKD.shape[1], -1)).to(dtype)
+        query_BKFD = query_BHD.to(dtype).mul(scale).unflatten(1, (key_BKD.shape[1], -1))
         key_BKTD, value_BKTU = (t[:, :, : self._most + 1].to(dtype) for t in (layer.keys, layer.values))
-        scores_BKFT = query_BKFD @ key_BKTD.transpose(2, 3) * scale
+        scores_BKFT = query_BKFD @ key_BKTD.transpose(2, 3)
         if min(self.behind) < self._most or window is not None:
             before_BT = self._behind_B[:, None] - torch.arange(self._most + 1, device=rows.device)
             hidden_BT = before_BT < 0 if window is None else (before_BT < 0) | (before_BT >= window)
             scores_BKFT = scores_BKFT.masked_fill(hidden_BT[:, None, None], -torch.inf)
-        lse_BKF = scores_BKFT.logsumexp(-1)
-        out_BKFU = (scores_BKFT - lse_BKF[..., None]).exp() @ value_BKTU
+        seen = _PartialAttention.of(scores_BKFT, value_BKTU)
+        of_prompts = _PartialAttention.of_no_keys(seen)
         for prompt, rows_M in self._rows_of_prompts(window):
             key_KPD, value_KPU = (t.to(dtype) for t in layer.prompts[prompt])
-            seen = self._prompt(query_BKFD[rows_M], key_KPD, value_KPU, scale, window, self._behind_B[rows_M])
-            of_both, share, more_share = union(lse_BKF[rows_M], seen[1])
-            out_BKFU[rows_M] = weighted(out_BKFU[rows_M], share, seen[0], more_share)
-            lse_BKF[rows_M] = of_both
-        out_BHU, lse_BH = out_BKFU.flatten(1, 2), lse_BKF.flatten(1, 2)
+            of_prompts.put(rows_M, self._prompt(query_BKFD[rows_M], key_KPD, value_KPU, window, self._behind_B[rows_M]))
+        seen = seen.merged(of_prompts)
         if sinks_H is not None:  # one more logit of each head, whose value is zero
-            out_BHU = out_BHU * (lse_BH - torch.logaddexp(lse_BH, sinks_H.to(dtype))).exp()[..., None]
-        return out_BHU.to(query_BHD.dtype)
+            sinks_KF1 = sinks_H.to(dtype).unflatten(0, query_BKFD.shape[1:3])[..., None]
+            seen = seen.merged(_PartialAttention(sinks_KF1, torch.ones_like(sinks_KF1), torch.zeros_like(sinks_KF1)))
+        return (seen.values / seen.total).flatten(1, 2).to(query_BHD.dtype)
 
     def _rows_of_prompts(self, window: int | None) -> Iterator[tuple[int, slice | list[int]]]:
         """Each prompt, and its rows that see some of it."""
@@ -149,26 +184,21 @@ class KeyValueCache:
 
     @staticmethod
     def _prompt(
-        query_MKFD: Tensor, key_KPD: Tensor, value_KPU: Tensor, scale: float, window: int | None, behind_M: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What rows see of their prompt, [M, K, F, U], and the log-sum-exp of its scores, [M, K, F]."""
-        rows, heads = query_MKFD.shape[0], query_MKFD.shape[2]
+        query_MKFD: Tensor, key_KPD: Tensor, value_KPU: Tensor, window: int | None, behind_M: Tensor
+    ) -> "_PartialAttention":
+        """What rows see of their prompt, [K, M * F, ...]."""
+        heads = query_MKFD.shape[2]
         first = 0
         if window is not None:  # tokens that none of them sees are left out
             first = max(0, key_KPD.shape[1] + int(behind_M.min()) - window + 1)
         key_KPD, value_KPU = key_KPD[:, first:], value_KPU[:, first:]
         query_KND = query_MKFD.transpose(0, 1).flatten(1, 2)
-        scores_KNP = query_KND @ key_KPD.transpose(1, 2) * scale
+        scores_KNP = query_KND @ key_KPD.transpose(1, 2)
         if window is not None:
             count = key_KPD.shape[1]
             before_MP = count + behind_M[:, None] - torch.arange(count, device=behind_M.device)
             scores_KNP = scores_KNP.masked_fill((before_MP >= window).repeat_interleave(heads, 0), -torch.inf)
-        lse_KN = scores_KNP.logsumexp(-1)
-        out_KNU = (scores_KNP - lse_KN[..., None]).exp() @ value_KPU
-        return (
-            out_KNU.unflatten(1, (rows, heads)).transpose(0, 1),
-            lse_KN.unflatten(1, (rows, heads)).transpose(0, 1),
-        )
+        return _PartialAttention.of(scores_KNP, value_KPU)
 
 
 def _roomy(x_BKTx: Tensor, room: int) -> Tensor:

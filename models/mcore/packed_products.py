@@ -1,11 +1,10 @@
 """The matrices of a model that generates on a CPU, laid out for products of few rows."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor
 
+from isoloss.models.mcore import patches
 from isoloss.models.mcore.gpt import PackedGPT
 from isoloss.parallel.packed_matrix import PackedMatrix
 
@@ -23,20 +22,6 @@ class PackedProducts:
     def serve(module: PackedGPT) -> bool:
         return PackedMatrix.serves(module.output_weight()) and module.pg_collection.tp.size() == 1
 
-    @contextmanager
-    def in_layers(self) -> Iterator[None]:
-        """What the layers multiply by."""
-        for linear, matrix in self._layers.items():
-            linear._forward_impl = _product_with(matrix)
-        try:
-            yield
-        finally:
-            for linear in self._layers:
-                del linear._forward_impl
-
-
-def _product_with(matrix: PackedMatrix):
-    def product(input: Tensor, bias: Tensor | None, **_: object) -> Tensor:
-        return matrix.product(input, bias)
-
-    return product
+    def in_layers(self) -> AbstractContextManager[None]:
+        """What the layers multiply by meanwhile."""
+        return patches.multiply_by(self._layers)

@@ -7,7 +7,8 @@ What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.
 # pyright: reportAttributeAccessIssue=false
 
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +34,7 @@ from isoloss.models.mcore import optimizer_shards
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotate
 from isoloss.parallel.embedding import embed
+from isoloss.parallel.packed_matrix import PackedMatrix
 from isoloss.parallel.products import add_product
 
 ParamGroup = dict[str, Any]
@@ -71,7 +73,7 @@ def rotate_by_table() -> None:
 
 
 def embed_into_main_grad() -> None:
-    """Let an embedding that is told to (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer itself."""
+    """Let an embedding that is told to (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer."""
     with_autograd = layers.VocabParallelEmbedding.forward
 
     def forward(self: Any, tokens_R: Tensor) -> Tensor:
@@ -81,6 +83,22 @@ def embed_into_main_grad() -> None:
         return embed(tokens_R, self.weight, main_grad, shared=self.is_output_matrix)
 
     layers.VocabParallelEmbedding.forward = forward
+
+
+@contextmanager
+def multiply_by(matrices: Mapping[Any, PackedMatrix]) -> Iterator[None]:
+    """Let linear layers of Megatron multiply by these matrices in place of their weights, without gradients."""
+
+    def product_with(matrix: PackedMatrix):
+        return lambda input, bias, **_: matrix.product(input, bias)
+
+    for layer, matrix in matrices.items():
+        layer._forward_impl = product_with(matrix)
+    try:
+        yield
+    finally:
+        for layer in matrices:
+            del layer._forward_impl
 
 
 def accumulate_without_apex() -> None:

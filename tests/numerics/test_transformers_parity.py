@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import transformers_fp64
+from support import embedding_gradients, transformers_fp64
 from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import (
@@ -234,6 +234,28 @@ def test_layouts_give_the_logits_and_gradients_of_one_rank(name, layout, referen
         for tensor, gradient in rank.gradients.items():
             assert relative_error(gradient, alone.gradients[tensor]) <= 1e-10, tensor
     assert {tensor for rank in ranks for tensor in rank.gradients} == alone.gradients.keys()
+
+
+@pytest.mark.parametrize(
+    ("family", "parallel", "asked"),
+    [
+        ("qwen2", {}, True),  # whose output matrix is its embedding
+        ("llama", {}, True),
+        ("qwen2", {"pp": 2}, True),  # on the first stage alone
+        ("qwen2", {"tp": 2}, False),
+    ],
+    ids=str,
+)
+def test_an_embedding_that_adds_its_gradient_in_place(family, parallel, asked, pool, tmp_path):
+    """On a CPU, where it is whole. What autograd brings then has no meaning: here it is NaN, and reaches nobody."""
+    world = 2 if parallel else 1
+    folder = write_folder(family, tmp_path)
+    ranks = pool.run(world, embedding_gradients.both_ways, folder, SHARDED_SAMPLES, parallel)
+    for by_autograd, in_place, _ in ranks:
+        assert in_place.grad_norm == pytest.approx(by_autograd.grad_norm, rel=1e-12)
+        for name, gradient in by_autograd.gradients.items():
+            assert relative_error(in_place.gradients[name], gradient) <= 1e-12, name
+    assert (ranks[0][2] > 0) == asked
 
 
 def test_more_tp_ranks_than_heads_of_keys(pool, tmp_path):

@@ -1,13 +1,19 @@
 """The model that is trained generates: what it says of its tokens is what training computes of them, on any layout, and
 the tokens are those of the transformers backend."""
 
+from unittest import mock
+
 import pytest
 import torch
 from support import rollouts
 from support.families import MODELS, VOCAB
+from support.transformers_parity import make_engine
 
+from isoloss.engine.rl.backends.generation import ActiveSequence
+from isoloss.engine.rl.backends.megatron_decoder import MegatronDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel.decoding import KeyValueCache
+from isoloss.parallel.packed_matrix import PackedMatrix
 
 SAMPLING = Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, VOCAB, 9)), seed=3)
 WITHOUT_STATES = [family for family in MODELS if not family.startswith("qwen3.5") and family != "qwen3-next"]
@@ -52,6 +58,35 @@ def test_any_layout_gives_the_same_tokens(family, world, parallel, tiny_hf, pool
         for here, there in zip(found, wanted, strict=True):
             assert [(c.id, c.tokens) for c in here.completions] == [(c.id, c.tokens) for c in there.completions]
             assert here.worst <= 2e-5
+
+
+def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):
+    """Each linear layer and the head multiply by a packed matrix in a decode of fp32 weights, and by their own weights
+    before and after, also where the decode fails."""
+    engine = make_engine(tiny_hf("qwen2"), "fp32")  # whose linear layers have biases
+    decoder = MegatronDecoder(engine.whole_model())
+    rows = [ActiveSequence.start(index, request) for index, request in enumerate(make_requests(4))]
+    batch, logits_BV = decoder.prefill(rows)
+    for row in rows:
+        row.tokens.append(5)
+    with mock.patch.object(PackedMatrix, "product", autospec=True, side_effect=PackedMatrix.product) as product:
+        found_BV = decoder.decode(batch)
+    layers = engine.arch.num_layers
+    assert product.call_count == 4 * layers + 1
+    _, wanted_BV = decoder.prefill(rows)  # by the weights
+    assert torch.allclose(found_BV, wanted_BV, rtol=0, atol=1e-5) and not torch.equal(logits_BV, wanted_BV)
+    with mock.patch.object(PackedMatrix, "product", side_effect=RuntimeError), pytest.raises(RuntimeError):
+        decoder.decode(batch)
+    assert not any("_forward_impl" in vars(module) for module in engine.model.modules[0].modules())
+
+
+def test_what_is_not_fp32_is_not_packed(tiny_hf, one_rank):
+    decoder = MegatronDecoder(make_engine(tiny_hf("qwen2"), "fp64").whole_model())
+    rows = [ActiveSequence.start(0, make_requests(1)[0])]
+    batch, _ = decoder.prefill(rows)
+    rows[0].tokens.append(5)
+    with mock.patch.object(PackedMatrix, "product", side_effect=AssertionError):
+        assert decoder.decode(batch).dtype == torch.float64
 
 
 def dense(query_HD, key_KTD, value_KTU, scale, window, sinks_H):

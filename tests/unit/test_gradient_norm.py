@@ -1,8 +1,9 @@
-"""The norm of the whole gradient, and clipping to it: what a loop over parameters gives, bit by bit on a CPU."""
+"""The norm of the whole gradient, and clipping to it: what a loop over parameters gives, to the rounding of fp64."""
 
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -29,7 +30,17 @@ def test_the_norm_is_that_of_a_loop(parts):
     total = torch.zeros((), dtype=torch.float64)
     for grad in parts.chained_optimizers[0].grads:
         total += torch.linalg.vector_norm(grad, dtype=torch.float64).square()
-    assert global_grad_norm(parts) == math.sqrt(total.item())
+    assert global_grad_norm(parts) == pytest.approx(math.sqrt(total.item()), rel=1e-15)
+
+
+@pytest.mark.parametrize("size", [optimizer.BLOCK - 1, optimizer.BLOCK, 3 * optimizer.BLOCK + 5])
+def test_every_block_counts_once(one_rank, monkeypatch, size):
+    """Of a gradient of two dimensions as well, whose squares of fp32 numbers numpy sums in fp64."""
+    grad = torch.randn(size, generator=torch.Generator().manual_seed(1)).repeat(2, 1) * 1e-3
+    monkeypatch.setattr(optimizer, "gradients_for_norm", lambda part: [grad])
+    part = SimpleNamespace(get_grad_stats_parallel_group=lambda: one_rank)
+    wanted = np.sqrt((grad.numpy().astype(np.float64) ** 2).sum())
+    assert global_grad_norm(SimpleNamespace(chained_optimizers=[part])) == pytest.approx(wanted, rel=1e-14)
 
 
 def test_the_host_waits_once(parts, monkeypatch):

@@ -37,8 +37,10 @@ class CachedRows:
 
 
 class MegatronDecoder:
-    """A `Decoder` by the model's weights as they are when it first decodes. Collective over tp, whose ranks pass the same
-    rows."""
+    """A `Decoder` by the model's weights as they are when it first decodes.
+
+    Collective over tp, whose ranks pass the same rows.
+    """
 
     def __init__(self, model: Model):
         self._model = model

@@ -90,30 +90,31 @@ def _choose_by_bounds(logits_BV: Tensor, keys_B: Sequence[int], temperature: flo
     num = logits_BV.shape[1]
     rows = min(len(keys_B), max(1, ROOM // num))
     bounds = _Bounds(rows, num, logits_BV.dtype)
-    tokens, logprobs = [], []
-    for part_BV, part_B in zip(logits_BV.split(rows), torch.tensor(keys_B, dtype=torch.int64).split(rows)):
-        top_B = part_BV.amax(1)
-        bounds_BV, total_B = bounds.of(part_BV, part_B, top_B, temperature)
-
-        def log_weights(rows_C: Tensor, tokens_C: Tensor) -> Tensor:
-            return part_BV[rows_C, tokens_C].double() / temperature - top_B[rows_C].double() / temperature
-
-        def ratios(rows_C: Tensor, tokens_C: Tensor) -> Tensor:
-            return log_weights(rows_C, tokens_C).exp() / _exponentials(part_B[rows_C], tokens_C)
-
-        all_B, chosen_B = torch.arange(len(part_B)), torch.from_numpy(bounds_BV.argmax(1))
-        best_B = ratios(all_B, chosen_B)
-        reach = np.flatnonzero(bounds_BV >= (best_B * (1 - SLACK)).float().numpy()[:, None])
-        rows_C, tokens_C = (torch.from_numpy(index) for index in np.divmod(reach, num))
-        # Of equal ratios the earlier in the vocabulary, as argmax has it.
-        found = zip(rows_C.tolist(), ratios(rows_C, tokens_C).tolist(), (-tokens_C).tolist())
-        best = list(zip(best_B.tolist(), (-chosen_B).tolist()))
-        for row, *ratio_and_token in found:
-            best[row] = max(best[row], tuple(ratio_and_token))
-        chosen_B = torch.tensor([-token for _, token in best])
-        tokens.append(chosen_B)
-        logprobs.append(log_weights(all_B, chosen_B) - total_B.log())
+    parts = zip(logits_BV.split(rows), torch.tensor(keys_B, dtype=torch.int64).split(rows))
+    tokens, logprobs = zip(*(_choose_in_room(bounds, logits, keys, temperature) for logits, keys in parts))
     return torch.cat(tokens), torch.cat(logprobs)
+
+
+def _choose_in_room(bounds: "_Bounds", logits_BV: Tensor, keys_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    top_B = logits_BV.amax(1)
+    bounds_BV, total_B = bounds.of(logits_BV, keys_B, top_B, temperature)
+
+    def log_weights(rows_C: Tensor, tokens_C: Tensor) -> Tensor:
+        return logits_BV[rows_C, tokens_C].double() / temperature - top_B[rows_C].double() / temperature
+
+    def ratios(rows_C: Tensor, tokens_C: Tensor) -> Tensor:
+        return log_weights(rows_C, tokens_C).exp() / _exponentials(keys_B[rows_C], tokens_C)
+
+    all_B, chosen_B = torch.arange(len(keys_B)), torch.from_numpy(bounds_BV.argmax(1))
+    best_B = ratios(all_B, chosen_B)
+    reach = np.flatnonzero(bounds_BV >= (best_B * (1 - SLACK)).float().numpy()[:, None])
+    rows_C, tokens_C = (torch.from_numpy(index) for index in np.divmod(reach, logits_BV.shape[1]))
+    # Of equal ratios the earlier in the vocabulary, as argmax has it.
+    best = list(zip(best_B.tolist(), (-chosen_B).tolist()))
+    for row, *of_token in zip(rows_C.tolist(), ratios(rows_C, tokens_C).tolist(), (-tokens_C).tolist()):
+        best[row] = max(best[row], tuple(of_token))
+    chosen_B = torch.tensor([-token for _, token in best])
+    return chosen_B, log_weights(all_B, chosen_B) - total_B.log()
 
 
 class _Bounds:
@@ -143,8 +144,8 @@ class _Bounds:
         for by, factor in ((30, FIRST), (27, SECOND)):
             np.bitwise_xor(bits, np.right_shift(bits, np.uint64(by), out=shifted), out=bits)
             np.multiply(bits, np.uint64(factor), out=bits)
-        # u, rounded down to the 24 bits that the last shift of SplitMix64 leaves alone and fp32 holds. Where they are 0,
-        # less than what any u has.
+        # u, rounded down to the 24 bits that fp32 holds and the last shift of SplitMix64 leaves alone. Where they are
+        # 0, less than any u.
         np.copyto(bounds, np.right_shift(bits, np.uint64(40), out=shifted).view(np.int64), casting="same_kind")
         np.multiply(bounds, np.float32(2.0**-24), out=bounds)
         np.add(bounds, np.float32(2.0**-54), out=bounds)
