@@ -7,6 +7,7 @@ between keys that need no model are in `__post_init__`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
@@ -336,12 +337,35 @@ class TrainConfig(Keys, group="train"):
         above=1,
     )
     skip_spikes: bool = key(False, "Such a step is not applied either.")
+    profile: str | None = key(
+        None,
+        "STEP:FOLDER writes a torch.profiler trace of that optimizer step and a table of its phases, of each rank, "
+        "into the folder (docs/performance.md); null: none.",
+    )
     check_replicas_every: int = key(
         100,
         "Optimizer steps between comparisons of the weights that several ranks hold, bit for bit; there is one before "
         "each checkpoint as well. 0: never.",
         at_least=0,
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.profiled(self.steps)
+
+    def profiled(self, total_steps: int | None) -> tuple[int, Path] | None:
+        """The step, from 1 on, and the folder of train.profile.
+
+        total_steps: of the run, where they are known. Raises UserError where the step is none of them.
+        """
+        if self.profile is None:
+            return None
+        step, _, folder = self.profile.partition(":")
+        named = step.isdecimal() and int(step) > 0 and folder
+        require(bool(named), "train.profile", self.profile, "must be STEP:FOLDER, such as 5:profile, with steps from 1")
+        within = total_steps is None or int(step) <= total_steps
+        require(within, "train.profile", self.profile, f"must name one of the run's {total_steps} optimizer steps")
+        return int(step), Path(folder)
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from isoloss.engine.optimizer import (
 )
 from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import CostModel, Plan
+from isoloss.engine.profiling import phase
 from isoloss.engine.residents import Residents
 from isoloss.engine.step import Head, StepBatch, StepMetrics, plan_step, prepare_step, run_step, run_targets
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
@@ -144,6 +145,7 @@ class Engine:
         """
         return self._forward_backward(samples, loss)
 
+    @phase("optimizer")
     def optim_step(self, lr: float | None = None, max_grad_norm: float = math.inf) -> OptimResult:
         """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
@@ -250,6 +252,7 @@ class Engine:
         self._reduced, self._finite, self._tokens = False, True, 0
         self._modes: list[str] = []  # of what was accumulated
 
+    @phase("reduce gradients")
     def reduce_gradients(self) -> None:
         """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
         if self._reduced:
@@ -381,6 +384,7 @@ class Engine:
             flat = run_targets(self.model, batch, head, shape)
         return list(flat.split([len(s) for s in samples]))
 
+    @phase("forward and backward")
     def _forward_backward(
         self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
     ) -> StepMetrics:

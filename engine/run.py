@@ -25,6 +25,7 @@ from isoloss.engine.garbage import Garbage
 from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.preemption import Preemption
+from isoloss.engine.profiling import StepProfile
 from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.engine.stragglers import Stragglers
@@ -94,6 +95,7 @@ class Run:
         self._preemption = Preemption(self._group)
         self._stragglers = Stragglers(self._group)
         self._watchdog = Watchdog(output_dir / "stacks", config.train.timeout, dist.get_rank(), dist.get_world_size())
+        self._profile = StepProfile(config.train.profiled(total_steps), dist.get_rank())
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
@@ -128,7 +130,8 @@ class Run:
         self._first_eval = self._evaluate(evaluate)
         while self.done < self.total_steps:
             self._started = time.perf_counter()
-            yield self.done
+            with self._profile.of(self.done + 1):
+                yield self.done
             self.done += 1
             watchdog.beat()
             self._garbage.after_step(self.done)

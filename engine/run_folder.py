@@ -53,6 +53,8 @@ def check_folder(config: Config, run_name: str, arch: Architecture) -> None:
     folder = run_folder(config, run_name)
     check_writable(folder, "output_dir")
     check_writable(cache_folder(config), "data.cache_dir")
+    if profiled := config.train.profiled(None):
+        check_writable(profiled[1], "train.profile")
     if config.checkpoint.resume:
         check_resume(config, folder / "checkpoints", arch)
     check_free(config, folder)

@@ -20,6 +20,7 @@ from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.plan import CostModel, Plan, make_plan
 from isoloss.engine.prefixes import Piece, fold, shared_beginnings, unfolded
+from isoloss.engine.profiling import phase
 from isoloss.engine.stopwatch import Stopwatch
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
@@ -205,6 +206,7 @@ def run_step(
     """
     modes = loss.aggregations
 
+    @phase("loss")
     def token_loss(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         inputs = _token_inputs(model, micro_batch, hidden, loss)
         weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
@@ -297,6 +299,7 @@ def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ..
     return flat
 
 
+@phase("forward")
 def _forward(
     model: Model,
     router_losses: RouterLosses | None,

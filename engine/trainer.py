@@ -55,6 +55,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     source = resolve(config)
     check_folder(config, run_name, source.arch)
     data = load_data(config, source.arch)
+    config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
     engine = Engine(config, source)

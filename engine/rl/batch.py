@@ -13,6 +13,7 @@ from torch import Tensor
 from isoloss.engine.batch import Sample
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import shape_or_type
+from isoloss.engine.profiling import phase
 from isoloss.engine.rl import advantages as estimators
 from isoloss.engine.rl.algorithms import advantage_of, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
@@ -63,6 +64,7 @@ class RolloutBatch:
         return cls(samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
 
 
+@phase("log-probabilities")
 def with_logprobs(
     groups: Sequence[Group], policy: Engine, reference: Reference | None, critic: Critic | None, config: RLConfig
 ) -> list[Sample]:

@@ -31,6 +31,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     source = resolve(config)
     check_folder(config, run_name, source.arch)
     data = load_data(config, source.arch)
+    config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
+from isoloss.engine.profiling import phase
 from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, unnoticed
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.ledger import Ledger, mean_and_max
@@ -84,6 +85,7 @@ class Rollout:
         """Go on from what `state` gave. Enters no collective."""
         self.ledger = Ledger.from_state(state["ledger"])
 
+    @phase("sync weights")
     def sync_weights(self, version: int) -> None:
         """Let the backend serve the engine's present weights under this number, if it does not do so already.
 
@@ -180,10 +182,12 @@ class Rollout:
                 scoring.add(completion)
             return scoring.take(awaited)
 
-        rewarded = self._rank0.run(rewards)
+        with phase("rewards"):
+            rewarded = self._rank0.run(rewards)
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return rewarded
 
+    @phase("generate")
     def _generate(
         self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
     ) -> list[Completion]:

@@ -30,6 +30,10 @@ def told(name: str, overrides: str | tuple[str, ...], *says: str, world: int = 1
 
 
 CONFIGURATION = (
+    told("profile without a folder", "train.profile=3", "train.profile='3'", "5:profile"),
+    told("profile of no step", "train.profile='0:here'", "train.profile='0:here'", "from 1"),
+    told("profile of a step too many", "train.profile=99:here", "train.profile='99:here'", "one of the run's"),
+    told("profile into a file", "train.profile=1:{inputs}/rows.jsonl", "train.profile={inputs}/rows", "is a file"),
     told("misspelt key", "optim.lrr=1e-3", "'optim.lrr'", "'optim.lr'"),
     told("misspelt key of another group", "train.lr=1e-3", "'train.lr'", "did you mean 'optim.lr'"),
     told("misspelt group", "optimizer.lr=1e-3", "'optimizer.lr'", "did you mean 'optim.lr'"),

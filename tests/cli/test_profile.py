@@ -1,0 +1,57 @@
+"""train.profile: a trace of one step, and a table of its phases that adds up."""
+
+import gzip
+import json
+from pathlib import Path
+
+from support.rl_runs import write_inputs
+
+from isoloss.engine.config import Config
+from isoloss.engine.rl.config import RLConfig
+from isoloss.recipes import grpo, launch, sft
+
+
+def phases(folder: Path, rank: int = 0) -> dict[str, tuple[int, float]]:
+    """Calls and seconds of each phase of the table."""
+    lines = (folder / f"rank{rank}.txt").read_text().split("\n\n")[0].splitlines()[1:]
+    return {line[:28].strip(): (int(line[28:35]), float(line[35:46])) for line in lines}
+
+
+def names_in(trace: Path) -> list[str]:
+    with gzip.open(trace) as file:
+        return [event.get("name") for event in json.load(file)["traceEvents"]]
+
+
+def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
+    """The second of three, and no other: of three micro-batches each."""
+    monkeypatch.chdir(tmp_path)
+    rows = [f"data.train={inputs}/rows.jsonl", f"data.eval={inputs}/rows.jsonl", "batch.global_size=3"]
+    few = ["train.steps=3", "batch.max_tokens=16", "train.profile=2:profile/here"]
+    assert launch.main("sft", Config, sft.run, [*rows, *few]) == 0
+    folder = tmp_path / "profile/here"
+    assert sorted(path.name for path in folder.iterdir()) == ["rank0.json.gz", "rank0.txt"]
+    found = phases(folder)
+    assert {name: calls for name, (calls, _) in found.items()} == {
+        "step": 1, "forward and backward": 1, "forward": 3, "loss": 3, "optimizer": 1, "reduce gradients": 1
+    }  # fmt: skip
+    seconds = {name: seconds for name, (_, seconds) in found.items()}
+    assert 0 < seconds["forward"] + seconds["loss"] < seconds["forward and backward"]
+    assert seconds["forward and backward"] + seconds["optimizer"] <= seconds["step"] + 2e-4  # rounded
+    trace = names_in(folder / "rank0.json.gz")
+    assert trace.count("forward") == 3 and "aten::mm" in trace
+
+
+def test_a_step_of_grpo(tmp_path, monkeypatch):
+    """Where a batch is generated, rewarded and learned from."""
+    monkeypatch.chdir(tmp_path)
+    inputs = write_inputs(tmp_path)
+    keys = [
+        f"model.path={inputs}/model", "model.from_scratch=true", f"data.train={inputs}/prompts.jsonl",
+        f"reward.function=[{inputs}/rewards.py:coin]", "data.max_length=64", "rollout.max_new_tokens=8",
+        "rollout.num_generations=4", "batch.global_size=2", "train.steps=2", "train.profile=1:profile",
+    ]  # fmt: skip
+    assert launch.main("grpo", RLConfig, grpo.run, keys) == 0
+    found = phases(tmp_path / "profile")
+    rl = {"sync weights", "generate", "rewards", "log-probabilities"}
+    assert found.keys() == rl | {"step", "forward and backward", "forward", "loss", "optimizer", "reduce gradients"}
+    assert sum(found[name][1] for name in rl) < found["step"][1] and found["generate"][1] > 0
