@@ -23,10 +23,10 @@ def names_in(trace: Path) -> list[str]:
 
 
 def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
-    """The second of three, and no other: of three micro-batches each."""
+    """The last of three, and no other."""
     monkeypatch.chdir(tmp_path)
     rows = [f"data.train={inputs}/rows.jsonl", f"data.eval={inputs}/rows.jsonl", "batch.global_size=3"]
-    few = ["train.steps=3", "batch.max_tokens=16", "train.profile=2:profile/here"]
+    few = ["train.steps=3", "batch.max_tokens=16", "train.profile=3:profile/here"]
     assert launch.main("sft", Config, sft.run, [*rows, *few]) == 0
     folder = tmp_path / "profile/here"
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json.gz", "rank0.txt"]

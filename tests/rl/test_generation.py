@@ -206,9 +206,9 @@ def test_the_tokens_of_a_cpu_are_those_of_all_ratios(dtype, spread, temperature,
 
 
 def test_a_number_whose_upper_bits_are_0_can_win():
-    """By a weight of e^-9, and not by one of e^-40."""
+    """By a weight of e^-25, and not by one of e^-40."""
     key = key_of_tiny_number(token=3)
-    for weight, winner in ((-9.0, 3), (-40.0, 1)):
+    for weight, winner in ((-25.0, 3), (-40.0, 1)):
         logits_BV = torch.tensor([[-torch.inf, 0.0, -torch.inf, weight]])
         assert choose(logits_BV, [key], Sampling(1))[0].item() == winner
         assert choose_directly(logits_BV, [key], Sampling(1))[0].item() == winner
