@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 from support.rl_runs import write_inputs
 
 from isoloss.engine.config import Config
@@ -17,9 +18,10 @@ def phases(folder: Path, rank: int = 0) -> dict[str, tuple[int, float]]:
     return {line[:28].strip(): (int(line[28:35]), float(line[35:46])) for line in lines}
 
 
-def names_in(trace: Path) -> list[str]:
+def events_of(trace: Path, name: str) -> list[float]:
+    """Seconds of each event of that name."""
     with gzip.open(trace) as file:
-        return [event.get("name") for event in json.load(file)["traceEvents"]]
+        return [event["dur"] / 1e6 for event in json.load(file)["traceEvents"] if event.get("name") == name]
 
 
 def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
@@ -37,8 +39,9 @@ def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
     seconds = {name: seconds for name, (_, seconds) in found.items()}
     assert 0 < seconds["forward"] + seconds["loss"] < seconds["forward and backward"]
     assert seconds["forward and backward"] + seconds["optimizer"] <= seconds["step"] + 2e-4  # rounded
-    trace = names_in(folder / "rank0.json.gz")
-    assert trace.count("forward") == 3 and "aten::mm" in trace
+    forwards = events_of(folder / "rank0.json.gz", "forward")
+    assert len(forwards) == 3 and sum(forwards) == pytest.approx(seconds["forward"], abs=1e-4)
+    assert len(events_of(folder / "rank0.json.gz", "aten::mm")) > 3
 
 
 def test_a_step_of_grpo(tmp_path, monkeypatch):
