@@ -17,7 +17,7 @@ from isoloss.parallel.chunks import CHUNK, Block, Chunks, blocks_of, chunks_on
 from isoloss.parallel.one_kernel import precise
 from isoloss.parallel.ragged import Uploads
 
-SLAB = 2**19
+SLAB = 2**18
 NORM_EPS = 1e-6  # of the norm of queries and keys: what every published model has
 
 
@@ -95,11 +95,9 @@ class _Within:
         self.rate = self.cut(rate_TH[..., None]).contiguous()
 
         total = self.cut(log_decay_TH[..., None]).contiguous().cumsum(2)
-        # A positive sum is of the future. MKL takes seven times as long for what underflows.
-        lowest = 0.9 * math.log(torch.finfo(self.dtype).tiny)
-        self.past = (total - total.transpose(2, 3)).clamp_(lowest, 0).exp_().tril_()
-        self.since, self.until = total.exp(), (total[:, :, -1:] - total).exp()
-        self.decay = total[:, :, -1:].exp()
+        self.past = _left(total - total.transpose(2, 3)).tril_()  # what is positive is of the future
+        self.since, self.until = _left(total.clone()), _left(total[:, :, -1:] - total)
+        self.decay = _left(total[:, :, -1:].clone())
         over = self.key.transpose(2, 3)
         self.similar, self.seen = self.key @ over, self.query @ over
 
@@ -117,6 +115,13 @@ class _Within:
 
     def of_keys(self, x_NH: Tensor) -> Tensor:
         return x_NH if x_NH.shape[1] == self.keys else x_NH.unflatten(1, (self.keys, -1)).sum(2)
+
+
+def _left(log_decay: Tensor) -> Tensor:
+    """exp, in the same memory; 0 where it is far below the rounding of what is added to it: a CPU is several times
+    slower on the numbers near underflow that products with it would be."""
+    least = torch.finfo(log_decay.dtype).eps ** 3
+    return torch.threshold_(log_decay.clamp_(math.log(least) - 1, 0).exp_(), least, 0)
 
 
 def _of_length(length: float, x: Tensor) -> tuple[Tensor, Tensor]:
