@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -101,7 +102,7 @@ def blocks_of(turns: tuple[int, ...], size: int) -> tuple[Block, ...]:
     for turn, chunks in enumerate(turns):
         stop, middle = start + chunks, start + before
         cuts = [start, *range((start // size + 1) * size, stop, size), stop]
-        for a, b in zip(cuts, cuts[1:]):
+        for a, b in pairwise(cuts):
             border, origin = min(max(middle, a), b), a // size * size
             parts[a // size].append(
                 Turn(

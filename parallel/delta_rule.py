@@ -46,8 +46,8 @@ def delta_rule(
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_decay, rate, chunks: Chunks):
-        given, heads, width, columns = (query, key, value, log_decay, rate), value.shape[1], *query.shape[2:], value.shape[2]
-        shapes, dtype = ((CHUNK, CHUNK), (width, columns), (CHUNK, columns)), precise(query).dtype
+        given, (heads, columns) = (query, key, value, log_decay, rate), value.shape[1:]
+        shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
         kept = tuple(value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
         out = value.new_empty(chunks.count * CHUNK, heads, columns)
         for block in _blocks(chunks, value):
@@ -97,7 +97,7 @@ class _Within:
         total = self.cut(log_decay_TH[..., None]).contiguous().cumsum(2)
         self.past = _left(total - total.transpose(2, 3)).tril_()  # what is positive is of the future
         self.since, self.until = _left(total.clone()), _left(total[:, :, -1:] - total)
-        self.decay = _left(total[:, :, -1:].clone())
+        self.decay = self.since[:, :, -1:]
         over = self.key.transpose(2, 3)
         self.similar, self.seen = self.key @ over, self.query @ over
 
