@@ -152,7 +152,9 @@ class Architecture:
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
     critic: the output projection has one row, which gives an expected return instead of logits (`as_critic`).
-    tensor_prefix: what Hugging Face files call the model without its output projection.
+    tensor_prefix, head_prefix: what Hugging Face files call the model without its output projection, and what they put
+        before that one's name.
+    text_class: of the text model of a multimodal one, how config.json calls it where it stands alone.
     left_out: beginnings of the names of other tensors that files may hold, such as those of a vision tower, which take
         no part in what the model computes and are not trained.
     mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
@@ -189,13 +191,15 @@ class Architecture:
     latent: Latent | None = None
     delta: GatedDelta | None = None
     tensor_prefix: str = "model."
-    left_out: tuple[str, ...] = ()
+    head_prefix: str = ""
+    text_class: str = field(default="", compare=False)
+    left_out: tuple[str, ...] = field(default=(), compare=False)
     mtp_layers: int = 0
     critic: bool = field(default=False, repr=False)
 
     def text_only(self) -> "Architecture":
         """The same model, called in files as a text model is that no multimodal one is around."""
-        return replace(self, tensor_prefix="model.")
+        return replace(self, tensor_prefix="model.", head_prefix="")
 
     def as_critic(self) -> "Architecture":
         return replace(self, critic=True, tie_embeddings=False)

@@ -1,7 +1,8 @@
 """Chunks of the documents of a packed row, for a scan from chunk to chunk of each, all documents side by side."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -17,12 +18,15 @@ class Chunks:
     """The chunks of a row's documents, those first that have the most chunks of their document behind them: so the
     chunks of one turn of the scan are neighbours, and so are all that hand a state on.
 
-    slots: of each token, its place in the chunks, one chunk after the other. No token is in the other places.
+    slots: of each token, its place in the chunks, one chunk after the other.
+    tokens: of each place, its token. empty: places without one, which have the last token of the chunk's document.
     turns: chunks of each turn of the scan, not decreasing. The first chunks of a turn follow those of the turn before,
         in their order; the others are the first of their document.
     """
 
     slots: Tensor
+    tokens: Tensor
+    empty: Tensor
     turns: tuple[int, ...]
 
     @property
@@ -50,7 +54,12 @@ def chunks_of(lengths: tuple[int, ...]) -> Chunks:
     document = np.arange(len(sizes)).repeat(sizes)
     place = np.arange(sizes.sum()) - (sizes.cumsum() - sizes)[document]
     turn = longest - chunks[document] + place // CHUNK
-    return Chunks(torch.from_numpy((first[turn] + rank[document]) * CHUNK + place % CHUNK), tuple(turns))
+    slots = (first[turn] + rank[document]) * CHUNK + place % CHUNK
+    tokens = np.full(first[-1] * CHUNK, -1)
+    tokens[slots] = np.arange(len(slots))
+    by_chunk = tokens.reshape(-1, CHUNK)
+    whole = np.where(by_chunk < 0, by_chunk.max(1, keepdims=True, initial=0), by_chunk).reshape(-1)
+    return Chunks(*map(torch.from_numpy, (slots, whole, tokens < 0)), tuple(turns))
 
 
 def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads | None) -> Chunks:
@@ -58,4 +67,53 @@ def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads |
     if device.type == "cpu":
         return chunks
     uploads = uploads or Uploads()
-    return Chunks(uploads.once(("slots", lengths), lambda: chunks.slots, device), chunks.turns)
+    names = ("slots", "tokens", "empty")
+    parts = (uploads.once((name, lengths), partial(getattr, chunks, name), device) for name in names)
+    return Chunks(*parts, chunks.turns)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """The chunks of a block in one turn of the scan, as slices of the block: those that begin a document, first, come
+    after those that do not, later. before: the chunks that the later ones follow, and followers: those that follow the
+    chunks, as slices of the row; None where there are none."""
+
+    chunks: slice
+    later: slice
+    first: slice
+    before: slice | None
+    followers: slice | None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of a row's chunks, from one to another."""
+
+    start: int
+    stop: int
+    turns: tuple[Turn, ...]
+
+
+@lru_cache(maxsize=64)
+def blocks_of(turns: tuple[int, ...], size: int) -> tuple[Block, ...]:
+    """Blocks of at most `size` chunks. What a chunk follows is in its block, or in one before."""
+    count, start, before = sum(turns), 0, 0
+    parts: list[list[Turn]] = [[] for _ in range(0, count, size)]
+    for turn, chunks in enumerate(turns):
+        stop, middle = start + chunks, start + before
+        cuts = [start, *range((start // size + 1) * size, stop, size), stop]
+        for a, b in pairwise(cuts):
+            border, origin = min(max(middle, a), b), a // size * size
+            parts[a // size].append(
+                Turn(
+                    slice(a - origin, b - origin),
+                    slice(a - origin, border - origin),
+                    slice(border - origin, b - origin),
+                    slice(a - before, border - before) if border > a else None,
+                    slice(a + chunks, b + chunks) if turn + 1 < len(turns) else None,
+                )
+            )
+        start, before = stop, chunks
+    return tuple(
+        Block(number * size, min((number + 1) * size, count), tuple(part)) for number, part in enumerate(parts)
+    )

@@ -18,7 +18,7 @@ from isoloss.engine.packing import PackedBatch
 from isoloss.engine.plan import Plan
 from isoloss.engine.step import prepare_step, run_targets
 from isoloss.models.architecture import Architecture
-from isoloss.models.families.registry import read_architecture
+from isoloss.models.families.registry import read_architecture, read_config
 from isoloss.models.mcore.router import Router
 from isoloss.models.model import Model
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, harmless
@@ -98,9 +98,11 @@ class TransformersModel:
     """
 
     def __init__(self, folder: Path, dtype: torch.dtype | None):
-        from transformers import AutoModelForCausalLM
+        import transformers
 
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        # By the name in the file, where transformers has it: AutoModelForCausalLM does not find every class of its own.
+        (name,) = read_config(folder)["architectures"]
+        loaded: Any = getattr(transformers, name, transformers.AutoModelForCausalLM).from_pretrained(
             folder,
             dtype=torch.float32,
             attn_implementation="eager",

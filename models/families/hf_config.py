@@ -165,17 +165,18 @@ def layer_kinds(config: ConfigJson, num_layers: int, default: Callable[[int], st
     return layer_types
 
 
-def text_config(config: ConfigJson, family: str) -> ConfigJson:
+def text_config(config: ConfigJson, family: str, *, irrelevant: Set[str] = frozenset()) -> ConfigJson:
     """What a multimodal model's config.json says of its text model.
 
-    family: the model_type of the multimodal model.
+    family: the model_type of the multimodal model. irrelevant: fields of it, beside text_config, that say nothing of
+        text.
     Raises UserError, as `read`, and where the two contradict each other.
     """
     inner = config["text_config"]
     if not isinstance(inner, Mapping):
         refuse("text_config", inner, "must be an object: the configuration of the text model")
     shared = ("tie_word_embeddings", "dtype", "torch_dtype")
-    _check_fields(config, family, _AROUND_TEXT | {*shared}, frozenset(), {})
+    _check_fields(config, family, _AROUND_TEXT | irrelevant | {*shared}, frozenset(), {})
     for name in shared:
         if inner.get(name) is not None and config.get(name) not in (None, inner[name]):
             refuse(name, config[name], f"contradicts text_config.{name}={inner[name]!r}; keep one of them")

@@ -16,7 +16,7 @@ from isoloss.models.families.qwen3_5_text import FIELDS, IRRELEVANT, LEFT_OUT, P
 def architecture(config: ConfigJson) -> Architecture:
     if "text_config" in config:
         text = architecture(text_config(config, "qwen3_5_moe"))
-        return replace(text, tensor_prefix=TEXT_MODEL)
+        return replace(text, tensor_prefix=TEXT_MODEL, text_class="Qwen3_5MoeForCausalLM")
     return read(
         {"intermediate_size": config.get("moe_intermediate_size")} | dict(config),  # no layer has a dense MLP
         "qwen3_5_moe_text",

@@ -28,7 +28,7 @@ LEFT_OUT = ("mtp.", "model.visual.")
 def architecture(config: ConfigJson) -> Architecture:
     if "text_config" in config:
         text = architecture(text_config(config, "qwen3_5"))
-        return replace(text, tensor_prefix=TEXT_MODEL)
+        return replace(text, tensor_prefix=TEXT_MODEL, text_class="Qwen3_5ForCausalLM")
     return read(
         config,
         "qwen3_5_text",

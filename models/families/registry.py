@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import TEXT_MODEL
 from isoloss.models.weights import run_config
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import tensor_names
@@ -21,6 +22,7 @@ FAMILIES: Mapping[str, str] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Ministral3ForCausalLM": "ministral3",
+    "Mistral3ForConditionalGeneration": "mistral3",
     "Mistral4ForCausalLM": "mistral4",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
@@ -102,8 +104,11 @@ def read_architecture(folder: str | Path) -> Architecture:
 
 
 def _as_filed(arch: Architecture, folder: Path) -> Architecture:
-    """The architecture, with experts one by one where the files of `folder` have them so: the hub holds those of a
-    layer together, as `stacked` says, and transformers may write them apart."""
+    """The architecture, by the names that the files of `folder` have where there are two spellings. Of a multimodal
+    model with a prefix of its own, transformers reads and has written the common one. Of experts whose layer the hub
+    holds together, as `stacked` says, it may write one by one."""
+    if arch.head_prefix and any(name.startswith(TEXT_MODEL) for name in tensor_names(folder)):
+        return replace(arch, tensor_prefix=TEXT_MODEL, head_prefix="")
     if arch.experts is None or arch.experts.names.stacked != "rows":
         return arch
     names = tensor_names(folder)

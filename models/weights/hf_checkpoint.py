@@ -19,7 +19,7 @@ from torch import Tensor
 from isoloss.models.architecture import MTP_LAYERS, Architecture
 from isoloss.models.weights.manifest import read_json
 from isoloss.models.weights.mapped import safetensors_views
-from isoloss.models.weights.weight_map import LM_HEAD, Part, Weight, embedding_name, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
 from isoloss.parallel.errors import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -286,8 +286,7 @@ def config_text(source: str | Path, arch: Architecture, *, whole: bool = False) 
     changed = dict(config)
     if "text_config" in config and arch.tensor_prefix == "model.":
         tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        names = [name.replace("ForConditionalGeneration", "ForCausalLM") for name in config["architectures"]]
-        changed = {"architectures": names} | tied | config["text_config"]
+        changed = {"architectures": [arch.text_class]} | tied | config["text_config"]
     if "text_config" in changed:
         changed["text_config"] = _of_written(changed["text_config"], arch, whole, new=not _dtype_keys(changed))
     changed = _of_written(changed, arch, whole, new="text_config" not in changed)
@@ -324,15 +323,15 @@ def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) ->
 def harmless(name: str, source: HFReader, arch: Architecture) -> bool:
     """Whether a tensor that is no weight of the model may be left out: a buffer that old exports kept, a layer for
     multi-token prediction, or the copy of a tied output projection. Raises UserError where that is not a copy."""
-    if name == LM_HEAD and arch.tie_embeddings:
+    if name == output_name(arch) and arch.tie_embeddings:
         # transformers leaves the two untied where a file holds different ones, whatever config.json says.
         shape, embedding = source.shape(name), embedding_name(arch)
         if shape != source.shape(embedding) or not torch.equal(
-            source.get(Part(LM_HEAD, shape)), source.get(Part(embedding, shape))
+            source.get(Part(name, shape)), source.get(Part(embedding, shape))
         ):
             raise UserError(
-                f"config.json: tie_word_embeddings=True contradicts the weights: {LM_HEAD} differs from "
-                f"{embedding}; set it to false in config.json, or delete {LM_HEAD}"
+                f"config.json: tie_word_embeddings=True contradicts the weights: {name} differs from "
+                f"{embedding}; set it to false in config.json, or delete {name}"
             )
         return True
     beyond = range(arch.num_layers, arch.num_layers + arch.mtp_layers)

@@ -84,13 +84,18 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
     if arch.critic:
         weights.append(_whole("output_layer.weight", VALUE_HEAD, (1, hidden), RowParallel()))
     elif not arch.tie_embeddings:
-        weights.append(_whole("output_layer.weight", LM_HEAD, table, vocabulary))
+        weights.append(_whole("output_layer.weight", output_name(arch), table, vocabulary))
     return tuple(weights)
 
 
 def embedding_name(arch: Architecture) -> str:
     """What Hugging Face files call the embedding."""
     return f"{arch.tensor_prefix}embed_tokens.weight"
+
+
+def output_name(arch: Architecture) -> str:
+    """What Hugging Face files call the output projection."""
+    return arch.head_prefix + LM_HEAD
 
 
 def hf_shapes(weights: tuple[Weight, ...]) -> dict[str, Shape]:

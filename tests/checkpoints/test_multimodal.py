@@ -1,15 +1,16 @@
 """A text model inside of a multimodal one: trained alone, and put back where it came from."""
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from support.families import VOCAB, write_folder
-from support.multimodal import export, train, write_multimodal
+from support.multimodal import export, train, write_mistral3, write_multimodal
 from support.transformers_parity import make_engine, make_samples
-from transformers import AutoModelForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from isoloss.engine.rl.backends import in_process
 from isoloss.models.conversion.mcore_to_hf import plan_export
@@ -18,6 +19,16 @@ from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.weight_map import Part, hf_shapes, weight_map
 from isoloss.parallel import UserError
 from isoloss.tools import convert
+
+# A text model's name, how its folder is written, and the class of the text model.
+WRITERS = {
+    "qwen3.5": (write_multimodal, "Qwen3_5ForCausalLM"),
+    "mistral": (partial(write_mistral3, text="mistral"), "MistralForCausalLM"),
+    "mistral by common names": (partial(write_mistral3, text="mistral", common=True), "MistralForCausalLM"),
+    "ministral-3": (partial(write_mistral3, text="ministral-3"), "Ministral3ForCausalLM"),
+    "ministral-3, tied": (partial(write_mistral3, text="ministral-3", tied=True), "Ministral3ForCausalLM"),
+}
+EACH = pytest.mark.parametrize(("write", "text_class"), WRITERS.values(), ids=WRITERS.keys())
 
 
 def converted(hf: Path, checkpoint: Path) -> Path:
@@ -30,11 +41,12 @@ def exported(checkpoint: Path, out: Path, *options: str) -> Path:
     return out
 
 
-def test_its_logits_are_those_of_the_multimodal_model(tmp_path, one_rank):
-    hf = write_multimodal(tmp_path / "hf")
+@EACH
+def test_its_logits_are_those_of_the_multimodal_model(tmp_path, one_rank, write, text_class):
+    hf = write(tmp_path / "hf")
     samples = make_samples((30, 3, 1, 70, 5), VOCAB)
     found = make_engine(hf, "fp32").logits(samples)
-    whole = Qwen3_5ForConditionalGeneration.from_pretrained(hf, attn_implementation="eager").eval()
+    whole = AutoModelForImageTextToText.from_pretrained(hf, attn_implementation="eager").eval()
     for logits, sample in zip(found, samples, strict=True):
         if not sample.mask_T.any():
             continue
@@ -52,6 +64,14 @@ def test_it_comes_back_byte_for_byte_with_all_beside_it(tmp_path, precise):
         assert (out / file).read_bytes() == (hf / file).read_bytes(), file
 
 
+@EACH
+def test_every_kind_comes_back_byte_for_byte(tmp_path, write, text_class):
+    hf = write(tmp_path / "hf")
+    out = exported(converted(hf, tmp_path / "checkpoint"), tmp_path / "out", "--hf", str(hf), "--keep-unused")
+    for file in ("model.safetensors", "config.json"):
+        assert (out / file).read_bytes() == (hf / file).read_bytes(), file
+
+
 def test_a_trained_one_keeps_its_tower_and_types(tmp_path, pool):
     hf = write_multimodal(tmp_path / "hf", dtype=torch.bfloat16, precise=True)
     pool.run(1, train, hf, tmp_path / "checkpoint")
@@ -63,25 +83,28 @@ def test_a_trained_one_keeps_its_tower_and_types(tmp_path, pool):
         assert torch.equal(before[name], after[name]) == beside, name
 
 
-def test_without_what_is_beside_it_a_text_model_is_written(tmp_path, pool):
-    hf = write_multimodal(tmp_path / "hf")
+@EACH
+def test_without_what_is_beside_it_a_text_model_is_written(tmp_path, pool, write, text_class):
+    hf = write(tmp_path / "hf")
     out = exported(converted(hf, tmp_path / "checkpoint"), tmp_path / "out")
     pool.run(1, export, hf, tmp_path / "trained")
     for folder in (out, tmp_path / "trained"):
         fields = json.loads((folder / "config.json").read_text())
-        assert fields["architectures"] == ["Qwen3_5ForCausalLM"] and fields["mtp_num_hidden_layers"] == 0
-        assert read_architecture(folder).tensor_prefix == "model."
+        assert fields["architectures"] == [text_class] and not fields.get("mtp_num_hidden_layers")
+        arch = read_architecture(folder)
+        assert arch.tensor_prefix == "model." and not arch.head_prefix
         text, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
         tokens = torch.arange(20)[None]
         with torch.no_grad():
-            wanted = Qwen3_5ForConditionalGeneration.from_pretrained(hf)(input_ids=tokens).logits
+            wanted = AutoModelForImageTextToText.from_pretrained(hf)(input_ids=tokens).logits
             torch.testing.assert_close(text(input_ids=tokens).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_it_generates_as_the_multimodal_model(tmp_path):
+@EACH
+def test_it_generates_as_the_multimodal_model(tmp_path, write, text_class):
     """In process, with weights by the names in its files."""
-    hf = write_multimodal(tmp_path / "hf")
+    hf = write(tmp_path / "hf")
     arch, reader = read_architecture(hf), HFReader(hf)
     text = in_process.build(hf, arch, torch.float32, torch.device("cpu"))
     slots = in_process.slots(text, arch)
@@ -90,7 +113,7 @@ def test_it_generates_as_the_multimodal_model(tmp_path):
         slot.copy_(reader.get(Part(name, reader.shape(name))))
     tokens = torch.arange(20)[None]
     with torch.no_grad():
-        wanted = Qwen3_5ForConditionalGeneration.from_pretrained(hf)(input_ids=tokens).logits
+        wanted = AutoModelForImageTextToText.from_pretrained(hf)(input_ids=tokens).logits
         assert torch.equal(text(input_ids=tokens).logits, wanted)
 
 

@@ -1,12 +1,17 @@
-"""Qwen3.5 as the hub has it: a text model inside of a multimodal one, with a vision tower and a layer for multi-token
-prediction beside it."""
+"""Text models inside of multimodal ones as the hub has them, with a vision tower beside them, and for Qwen3.5 a layer
+for multi-token prediction."""
 
 import json
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from support.families import VOCAB, config, fill
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
@@ -15,6 +20,31 @@ VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 2, "spatial_merge_size": 1,
     "temporal_patch_size": 1, "out_hidden_size": 48, "num_position_embeddings": 16,
 }  # fmt: skip
+
+
+PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 8, "image_size": 8, "patch_size": 2,
+}  # fmt: skip
+
+
+def write_mistral3(folder: Path, text: str, *, tied: bool = False, common: bool = False) -> Path:
+    """text: a row of `families`. common: by the names that most multimodal models have."""
+    inner = config(text, tie_word_embeddings=tied).to_dict()
+    whole = Mistral3Config(text_config=inner, vision_config=PIXTRAL, image_token_index=1, tie_word_embeddings=tied)
+    torch.manual_seed(1)
+    fill(Mistral3ForConditionalGeneration(whole)).save_pretrained(folder)
+    if common:
+        file = folder / "model.safetensors"
+        save_file({_common(n): t for n, t in load_file(file).items()}, file, metadata={"format": "pt"})
+    return folder
+
+
+def _common(name: str) -> str:
+    text = name.removeprefix("language_model.")
+    if text == name:
+        return f"model.{name}"
+    return text if text == "lm_head.weight" else f"model.language_model.{text.removeprefix('model.')}"
 
 
 def write_multimodal(folder: Path, *, dtype: torch.dtype = torch.float32, precise: bool = False) -> Path:

@@ -84,11 +84,13 @@ def test_any_documents(lengths):
     same(with_gradients(delta_rule, given, lengths), with_gradients(token_by_token, given, lengths))
 
 
-def test_some_heads_after_the_other(monkeypatch):
-    """As in a row that is too long for a CPU's cache; each slab has one key head."""
-    given, lengths = inputs(ROWS[-1], 2), ROWS[-1]
+@pytest.mark.parametrize("chunks", [1, 3, 5])
+@pytest.mark.parametrize("lengths", [*ROWS[-2:], (700, 3)], ids=str)
+def test_some_chunks_after_the_other(lengths, chunks, monkeypatch):
+    """As in a row that is too long for a CPU's cache."""
+    given = inputs(lengths)
     together = with_gradients(delta_rule, given, lengths)
-    monkeypatch.setattr(isoloss.parallel.delta_rule, "SLAB", 1)
+    monkeypatch.setattr(isoloss.parallel.delta_rule, "SLAB", chunks * 4 * CHUNK**2)
     same(with_gradients(delta_rule, given, lengths), together, 1e-14)
 
 

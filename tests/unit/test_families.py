@@ -288,6 +288,35 @@ def test_layers_of_gated_delta_net_as_published(tmp_path):
     assert round(num_parameters(woven) / 1e9, 1) == 79.7
 
 
+MISTRAL_SMALL_31 = {
+    "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
+    "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
+    "spatial_merge_size": 2, "vision_feature_layer": -1, "vision_config": {"model_type": "pixtral"},
+    "text_config": {
+        "attention_dropout": 0.0, "dtype": "bfloat16", "head_dim": 128, "hidden_act": "silu", "hidden_size": 5120,
+        "initializer_range": 0.02, "intermediate_size": 32768, "max_position_embeddings": 131072,
+        "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 1000000000.0, "sliding_window": None, "use_cache": True,
+        "vocab_size": 131072,
+    },
+}  # fmt: skip
+
+
+def test_mistral_within_a_multimodal_model():
+    family = family_of("Mistral3ForConditionalGeneration")
+    arch = family.architecture(MISTRAL_SMALL_31)
+    text = mistral.architecture(MISTRAL_SMALL_31["text_config"])
+    assert (arch.tensor_prefix, arch.head_prefix) == ("language_model.model.", "language_model.")
+    assert arch.text_only() == text and arch.text_class == "MistralForCausalLM"
+    assert not arch.tie_embeddings and arch.windows == () and round(num_parameters(arch) / 1e9, 2) == 23.57
+    inner = Ministral3Config(tie_word_embeddings=True).to_dict()
+    tied = family.architecture({**MISTRAL_SMALL_31, "text_config": inner, "dtype": None})
+    assert tied.rope == ministral3.architecture(inner).rope and tied.tie_embeddings
+    assert tied.text_class == "Ministral3ForCausalLM"
+    with pytest.raises(UserError, match=r"text_config\.model_type='llama'"):
+        family.architecture({**MISTRAL_SMALL_31, "text_config": {**inner, "model_type": "llama"}})
+
+
 @pytest.mark.parametrize(("change", "field"), [
     ({"tie_word_embeddings": True}, "tie_word_embeddings"),
     ({"dtype": "float16"}, "dtype"),

@@ -21,7 +21,7 @@ from isoloss.engine.rl.backends.protocol import Bucket, Receives
 from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture, read_config
-from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, output_name, weight_map
 
 
 class InProcessBackend(LocalBackend):
@@ -81,7 +81,8 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
     grouped = dtype != torch.float64 and all(size * dtype.itemsize % 16 == 0 for size in sizes)
     options = {} if grouped else {"experts_implementation": "eager"}
     with no_init_weights(), torch.device(device):
-        config = _config(folder, arch)
+        config = _config(folder, arch).get_text_config()
+        config.tie_word_embeddings = arch.tie_embeddings  # of a multimodal model it may stand beside the text model's
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:  # transformers 5.23 has Mistral 4's class and not its entry
             name = read_config(folder)["architectures"][0]
             AutoModelForCausalLM.register(type(config), getattr(transformers, name), exist_ok=True)
@@ -132,6 +133,8 @@ def slots(model: PreTrainedModel, arch: Architecture) -> dict[str, Tensor]:
 
 def _transformers_name(tensor: str, arch: Architecture) -> str:
     """What transformers calls in memory what the files of some families call otherwise."""
+    if tensor == output_name(arch):
+        return LM_HEAD
     if tensor.startswith(arch.tensor_prefix):
         tensor = "model." + tensor.removeprefix(arch.tensor_prefix)
     tensor = tensor.replace(f".self_attn.{arch.sinks_name}", ".self_attn.sinks")
