@@ -274,7 +274,7 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     return math.sqrt(total.item())
 
 
-def _squares(grads: Sequence[Tensor]) -> Tensor:
+def _squares(grads: list[Tensor]) -> Tensor:
     """Sums of squares that add up to that of the gradients, in fp64."""
     if all(grad.is_cpu for grad in grads):  # whose norm of fp32 numbers in fp64 takes three times as long
         room, squares = torch.empty(BLOCK, dtype=torch.float64), []

@@ -59,7 +59,7 @@ def chunks_of(lengths: tuple[int, ...]) -> Chunks:
     tokens[slots] = np.arange(len(slots))
     by_chunk = tokens.reshape(-1, CHUNK)
     whole = np.where(by_chunk < 0, by_chunk.max(1, keepdims=True, initial=0), by_chunk).reshape(-1)
-    return Chunks(*map(torch.from_numpy, (slots, whole, tokens < 0)), tuple(turns))
+    return Chunks(torch.from_numpy(slots), torch.from_numpy(whole), torch.from_numpy(tokens < 0), tuple(turns))
 
 
 def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads | None) -> Chunks:
@@ -67,9 +67,11 @@ def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads |
     if device.type == "cpu":
         return chunks
     uploads = uploads or Uploads()
-    names = ("slots", "tokens", "empty")
-    parts = (uploads.once((name, lengths), partial(getattr, chunks, name), device) for name in names)
-    return Chunks(*parts, chunks.turns)
+
+    def there(name: str) -> Tensor:
+        return uploads.once((name, lengths), partial(getattr, chunks, name), device)
+
+    return Chunks(there("slots"), there("tokens"), there("empty"), chunks.turns)
 
 
 @dataclass(frozen=True)

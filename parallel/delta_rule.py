@@ -48,23 +48,25 @@ class _DeltaRule(torch.autograd.Function):
     def forward(ctx, query, key, value, log_decay, rate, chunks: Chunks):
         given, (heads, columns) = (query, key, value, log_decay, rate), value.shape[1:]
         shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
-        kept = tuple(value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
+        inverse, state, written = (value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
         out = value.new_empty(chunks.count * CHUNK, heads, columns)
         for block in _blocks(chunks, value):
-            _forward(_Within(chunks, block, query, key, log_decay, rate), value, *kept, out)
+            within = _Within(chunks, block, query, key, log_decay, rate)
+            _forward(within, value, inverse, state, written, out)
         ctx.chunks = chunks
-        ctx.save_for_backward(*given, *kept)
+        ctx.save_for_backward(*given, inverse, state, written)
         return out.index_select(0, chunks.slots)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        chunks, (query, key, value, log_decay, rate, *kept) = ctx.chunks, ctx.saved_tensors
+        chunks, (query, key, value, log_decay, rate, inverse, state, written) = ctx.chunks, ctx.saved_tensors
         grads = [t.new_empty(chunks.count * CHUNK, *t.shape[1:]) for t in (query, key, value, log_decay, rate)]
-        left = torch.empty_like(kept[1])
+        left = torch.empty_like(state)
         left[chunks.with_successor :].zero_()
         for block in reversed(_blocks(chunks, value)):
-            _backward(_Within(chunks, block, query, key, log_decay, rate), grad, value, *kept, left, grads)
+            within = _Within(chunks, block, query, key, log_decay, rate)
+            _backward(within, grad, value, inverse, state, written, left, grads)
         return *(t.index_select(0, chunks.slots) for t in grads), None
 
 

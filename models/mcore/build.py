@@ -320,7 +320,7 @@ def accumulate_in_embedding(chunks: Sequence[nn.Module]) -> None:
     for chunk in chunks:
         model = unwrap(chunk)
         if model.pre_process and model.pg_collection.tp.size() == 1:
-            embedding = model.embedding.word_embeddings
+            embedding: Any = model.embedding.word_embeddings
             embedding.is_output_matrix = model.post_process and model.share_embeddings_and_output_weights
             embedding.gradient_accumulation_fusion = True
             embedding.weight.zero_out_wgrad = False  # what autograd brings is not to be added, though two may bring it

@@ -14,8 +14,11 @@ class PackedProducts:
 
     def __init__(self, module: PackedGPT, rows: int):
         """rows: that decode together."""
-        linears = (m for m in module.decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear))
-        self._layers = {linear: PackedMatrix(linear.weight, rows) for linear in linears}
+        self._layers = {
+            layer: PackedMatrix(layer.weight, rows)
+            for layer in module.decoder.modules()
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.weight is not None
+        }
         self.head = PackedMatrix(module.output_weight(), rows)
 
     @staticmethod
