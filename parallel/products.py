@@ -1,7 +1,16 @@
-"""Matrix products that add to what is there."""
+"""Matrix products that add to what is there, and the buffers that they add to."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def main_grad_to_add_to(module: nn.Module) -> Tensor | None:
+    """Megatron's buffer for the gradient of a module's weight, where the module is told to add to it itself. Not a
+    buffer of 16 bits, which would be rounded by each chunk of a row, and not once."""
+    if not getattr(module, "gradient_accumulation_fusion", False):
+        return None
+    main_grad = getattr(module.weight, "main_grad", None)
+    return main_grad if main_grad is not None and main_grad.dtype in (torch.float32, torch.float64) else None
 
 
 def add_product(sum_xy: Tensor, left_xz: Tensor, right_zy: Tensor, *, keep: bool = True) -> None:

@@ -16,6 +16,7 @@ from isoloss.models.mcore.rotary import rotary_table
 from isoloss.models.mcore.router_losses import RoutedTokens
 from isoloss.models.rope import QueryScaling
 from isoloss.parallel.decoding import KeyValueCache
+from isoloss.parallel.products import main_grad_to_add_to
 from isoloss.parallel.ragged import Uploads
 
 
@@ -55,15 +56,10 @@ class PackedGPT(GPTModel):
     def output_gradient(self) -> Tensor | None:
         """Megatron's buffer for the gradient of the output matrix, where the loss head adds to it itself
         (`build.accumulate_in_products`). Where the matrix is the embedding of the same stage only if that adds to it
-        too (`build.accumulate_in_embedding`): else autograd adds the gradients of the two. Nor in a buffer of 16 bits,
-        which every chunk would round.
+        too (`build.accumulate_in_embedding`): else autograd adds the gradients of the two.
         """
         tied = self.share_embeddings_and_output_weights and self.pre_process
-        module = self.embedding.word_embeddings if tied else self.output_layer
-        if not getattr(module, "gradient_accumulation_fusion", False):
-            return None
-        main_grad = getattr(module.weight, "main_grad", None)
-        return main_grad if main_grad is not None and main_grad.dtype in (torch.float32, torch.float64) else None
+        return main_grad_to_add_to(self.embedding.word_embeddings if tied else self.output_layer)
 
 
 def forward_row(

@@ -35,7 +35,7 @@ from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotate
 from isoloss.parallel.embedding import embed
 from isoloss.parallel.packed_matrix import PackedMatrix
-from isoloss.parallel.products import add_product
+from isoloss.parallel.products import add_product, main_grad_to_add_to
 
 ParamGroup = dict[str, Any]
 
@@ -77,8 +77,8 @@ def embed_into_main_grad() -> None:
     with_autograd = layers.VocabParallelEmbedding.forward
 
     def forward(self: Any, tokens_R: Tensor) -> Tensor:
-        main_grad = getattr(self.weight, "main_grad", None)
-        if main_grad is None or not getattr(self, "gradient_accumulation_fusion", False):
+        main_grad = main_grad_to_add_to(self)
+        if main_grad is None:
             return with_autograd(self, tokens_R)
         return embed(tokens_R, self.weight, main_grad, shared=self.is_output_matrix)
 
