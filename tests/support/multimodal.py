@@ -16,6 +16,8 @@ from transformers import (
 from support.families import VOCAB, config, fill
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 
+# Families that are the text model of another one inside: tests/checkpoints/test_multimodal.py compares their logits.
+WRAPPERS = {Mistral3Config.model_type}
 VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 20, "patch_size": 2, "spatial_merge_size": 1,
     "temporal_patch_size": 1, "out_hidden_size": 48, "num_position_embeddings": 16,

@@ -147,7 +147,8 @@ def test_garbage_goes_after_every_so_many_steps():
 def test_garbage_is_left_to_python():
     garbage, frozen = Garbage(0), gc.get_freeze_count()
     garbage.begin()
-    assert gc.isenabled() and gc.get_freeze_count() == frozen
+    # What earlier tests froze may still be let go of.
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen
     garbage.after_step(10)
     garbage.end()
     assert gc.isenabled()
