@@ -229,18 +229,17 @@ def tune(row: Row, args: argparse.Namespace) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]], out: Path) -> None:
-    """A panel a row: the phases of each side, one on top of the other."""
+    """A panel a row: what each side takes to generate and to train, one on top of the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(2.4 * len(rows) + 1, 3.6), layout="constrained")
     panels = figure.subplots(1, len(rows), squeeze=False)[0]
     for panel, found in zip(panels, rows):
         names, bottom = list(found["sides"]), np.zeros(len(found["sides"]))
-        for number, phase in enumerate(PHASES):
-            heights = np.array([side["phases"].get(phase, 0.0) for side in found["sides"].values()])
-            if phase in ("generate", "train"):
-                panel.bar(names, heights, bottom=bottom, color=f"C{number}", label=phase)
-                bottom += heights
+        for phase, color in (("generate", "C1"), ("train", "C3")):
+            heights = np.array([side["phases"][phase] for side in found["sides"].values()])
+            panel.bar(names, heights, bottom=bottom, color=color, label=phase)
+            bottom += heights
         panel.set_title(Row(**found["row"]).name, fontsize=10)
         panel.set_xticks(range(len(names)), [name.replace(" ", "\n") for name in names], fontsize=7)
         panel.grid(axis="y", alpha=0.3)

@@ -1,7 +1,7 @@
 """Attention of sequences that grow by a token at a time, to keys and values that are kept from token to token.
 
 Rows that go on from the same prompt read one copy of its keys and values. What a row sees of its prompt and of the
-tokens behind it is merged by the log-sum-exp of the scores, as a ring merges what it sees of each rank.
+tokens behind it is merged before either is divided by its total.
 
 Shape suffixes: B rows, M those of one prompt, P tokens of a prompt, T of the longest row behind its prompt, H query
 heads, K key/value heads, F query heads for each of them, D width of a query or a key, U of a value.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from isoloss.parallel.vocab import HOOK_SKIPS
+from isoloss.parallel.products import added_to_main_grad
 
 
 def embed(tokens_R: Tensor, weight_VD: Tensor, main_grad_VD: Tensor, *, shared: bool) -> Tensor:
@@ -31,5 +31,5 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx, grad_RD):
         (tokens_R,) = ctx.saved_tensors
         ctx.main_grad_VD.index_add_(0, tokens_R.flatten(), grad_RD.flatten(0, -2).to(ctx.main_grad_VD.dtype))
-        setattr(ctx.weight_VD, HOOK_SKIPS, True)
-        return None, None if ctx.shared else torch.empty_like(ctx.weight_VD), None, None
+        given = added_to_main_grad(ctx.weight_VD)
+        return None, None if ctx.shared else given, None, None

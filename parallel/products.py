@@ -1,5 +1,7 @@
 """Matrix products that add to what is there, and the buffers that they add to."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +13,13 @@ def main_grad_to_add_to(module: nn.Module) -> Tensor | None:
         return None
     main_grad = getattr(module.weight, "main_grad", None)
     return main_grad if main_grad is not None and main_grad.dtype in (torch.float32, torch.float64) else None
+
+
+def added_to_main_grad(weight: Any) -> Tensor:
+    """What autograd is given for a gradient that was added to Megatron's buffer already: memory without meaning, which
+    wakes Megatron's hook. The hook is told to pass over it."""
+    weight.grad_added_to_main_grad = True
+    return torch.empty_like(weight)
 
 
 def add_product(sum_xy: Tensor, left_xz: Tensor, right_zy: Tensor, *, keep: bool = True) -> None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel import logits as kernels
-from isoloss.parallel.products import add_product
+from isoloss.parallel.products import add_product, added_to_main_grad
 
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
@@ -29,7 +29,6 @@ FUSED_CHUNK_ELEMENTS = 1 << 27
 CACHED_ELEMENTS = 1 << 18
 # Elements of a 16-bit output matrix that a CPU has in fp32 at a time: 16 MiB.
 CONVERTED_ELEMENTS = 1 << 22
-HOOK_SKIPS = "grad_added_to_main_grad"  # of a parameter: Megatron's hook then takes what autograd brings for nothing
 
 
 def vocab_parallel_logprobs(
@@ -261,7 +260,6 @@ class _WeightGradient:
 
     def of_autograd(self) -> Tensor:
         if self._direct:
-            setattr(self._weight_VD, HOOK_SKIPS, True)
-            return torch.empty_like(self._weight_VD)
+            return added_to_main_grad(self._weight_VD)
         self._sum_VD[self._columns if self._written else 0 :] = 0
         return self._sum_VD.to(self._weight_VD.dtype)

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import megatron.core
 import torch
-import torch.distributed as dist
 import transformers
 from reward import score
 from torch.profiler import ProfilerActivity, profile
@@ -133,7 +132,8 @@ def main() -> None:
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         python = platform.python_version()
         turns.loaded({**versions, "megatron-core": megatron.core.__version__, "python": python})
-        while (order := turns.begin())["do"] != "stop":
+        while True:
+            order = turns.begin()
             if order["do"] == "compare":
                 turns.end("train", **side.on_rows_of(order["path"]))
             elif order["do"] == "profile":
@@ -141,7 +141,6 @@ def main() -> None:
                 turns.end("profile")
             else:
                 turns.end("rest", **side.step(turns.phase))
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

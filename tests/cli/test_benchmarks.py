@@ -116,6 +116,20 @@ def test_rl_step_beside_trl(rl_step):
     assert row["sides"]["trl"]["phases"].keys() == {"generate", "train"}
 
 
+def test_generation(script, monkeypatch, tmp_path):
+    """All sides choose the same tokens at temperature 0, or it stops."""
+    out = tmp_path / "figures.json"
+    module = script("generation", "--passes", 1, "--out", out)
+    small = module.M27 | SMALL
+    monkeypatch.setattr(module, "M27", small)
+    monkeypatch.setattr(sys.modules[module.write_model.__module__], "M27", small)
+    monkeypatch.setattr(module, "ROWS", [(2, 3, 9, 5)])
+    module.main()
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["cpu_seconds"].keys() == {"megatron", "transformers", "generate", "generate static", "products"}
+    assert all(seconds > 0 for seconds in row["cpu_seconds"].values())
+
+
 def test_loss_head(script, one_rank):
     module = script("loss_head")
     assert module.measure_memory(64, 96, 16, 0.25)["labelled"] == 16
