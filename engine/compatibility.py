@@ -114,15 +114,12 @@ def shares_prefixes(config: Config, arch: Architecture) -> bool:
 
 def generation(setup: Setup) -> Refusals:
     """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
-    rollout, layout = getattr(setup.config, "rollout", None), setup.layout
+    rollout = getattr(setup.config, "rollout", None)
     if rollout is None or rollout.backend != "megatron":
         return
     remedy = "use rollout.backend=transformers or sglang"
     if setup.arch.delta is not None:
         yield "rollout.backend", "is not built for layers of linear attention", remedy
-    for name in ("pp", "ep"):
-        if getattr(layout, name) > 1:
-            yield "rollout.backend", f"is not built for parallel.{name}={getattr(layout, name)}", remedy
     if setup.config.parallel.cp_kernel != "isoloss":
         yield "rollout.backend", f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}", remedy
 

@@ -5,10 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config
+from megatron.core.utils import get_attr_wrapped_model, get_model_config
 from torch import Tensor, nn
 
 from isoloss.parallel.mesh import Mesh
@@ -71,6 +72,34 @@ def run_schedule(
         p2p_communicator=messages,
         pg_collection=mesh.megatron,
     )
+
+
+def through_stages(
+    mesh: Mesh, chunks: Sequence[nn.Module], rows: int, forward: Callable[[nn.Module], Tensor]
+) -> Tensor | None:
+    """Forward of one row through all stages, without gradients: what the last one gives, there; None elsewhere.
+
+    rows: of the hidden states that stages send each other.
+    forward(chunk): a model chunk's output.
+    Collectives: those of the model, and point-to-point messages between pipeline stages.
+    """
+    pp, config = mesh.pp, get_model_config(chunks[0])
+    stages = range(pp.size() * len(chunks))
+    for number in stages:
+        if number % pp.size() != pp.rank():
+            continue
+        chunk = chunks[number // pp.size()]
+        if number > 0:
+            shape, device = (rows, 1, config.hidden_size), torch.cuda.current_device()
+            received = torch.empty(shape, dtype=config.pipeline_dtype, device=device)
+            dist.recv(received, group=pp, group_src=(number - 1) % pp.size())
+            unwrapped: Any = get_attr_wrapped_model(chunk, "set_input_tensor", return_model_obj=True)
+            unwrapped.set_input_tensor(received)
+        output = forward(chunk)
+        if number == stages[-1]:
+            return output
+        dist.send(output, group=pp, group_dst=(number + 1) % pp.size())
+    return None
 
 
 class OneAhead(Generic[Item]):

@@ -81,11 +81,20 @@ def test_completions_are_the_same_on_any_number_of_ranks(count, tiny_hf, pool):
             np.testing.assert_allclose(here.logprobs, there.logprobs, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_pause_resume_and_abort_reach_every_rank(world, tiny_hf, pool):
+@pytest.mark.parametrize(
+    ("family", "world", "parallel", "kind"),
+    [
+        ("llama", 1, {}, "transformers"),
+        ("llama", 2, {}, "transformers"),
+        ("llama", 2, {"pp": 2}, "megatron"),
+        ("qwen3-moe", 2, {"ep": 2}, "megatron"),
+    ],
+    ids=str,
+)
+def test_pause_resume_and_abort_reach_every_rank(family, world, parallel, kind, tiny_hf, pool):
     requests = make_requests()
-    wanted = pool.run(1, rollouts.completions, tiny_hf("llama"), requests, SAMPLING, "fp64")[0]
-    for found in pool.run(world, rollouts.interrupted, tiny_hf("llama"), requests, SAMPLING):
+    wanted = pool.run(1, rollouts.completions, tiny_hf(family), requests, SAMPLING, "fp64")[0]
+    for found in pool.run(world, rollouts.interrupted, tiny_hf(family), requests, SAMPLING, parallel, kind):
         assert [c.tokens for c in found.resumed] == [c.tokens for c in wanted]
         assert all(c.tokens == () and c.finish == "abort" for c in found.aborted)
         assert found.afterwards == found.resumed

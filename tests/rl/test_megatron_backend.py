@@ -48,13 +48,18 @@ def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
         ("mistral", 2, {"ulysses": 2}),
         ("qwen3-moe", 2, {"ring": 2}),
         ("llama", 4, {"tp": 2}),
+        ("qwen2", 2, {"pp": 2}),  # with tied embeddings
+        ("mistral", 2, {"pp": 2, "vpp": 2}),
+        ("qwen3-moe", 2, {"ep": 2}),
+        ("deepseek-v3", 4, {"pp": 2, "ep": 2}),
+        ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}),
     ],
     ids=str,
 )
 def test_any_layout_gives_the_same_tokens(family, world, parallel, tiny_hf, pool):
-    requests = make_requests()
-    (wanted,) = pool.run(1, rollouts.rounds, tiny_hf(family), requests, SAMPLING, {}, 2, "megatron")
-    for found in pool.run(world, rollouts.rounds, tiny_hf(family), requests, SAMPLING, parallel, 2, "megatron"):
+    requests, folder = make_requests(), tiny_hf(family, num_hidden_layers=4)
+    (wanted,) = pool.run(1, rollouts.rounds, folder, requests, SAMPLING, {}, 2, "megatron")
+    for found in pool.run(world, rollouts.rounds, folder, requests, SAMPLING, parallel, 2, "megatron"):
         for here, there in zip(found, wanted, strict=True):
             assert [(c.id, c.tokens) for c in here.completions] == [(c.id, c.tokens) for c in there.completions]
             assert here.worst <= 2e-5

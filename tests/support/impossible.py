@@ -215,8 +215,6 @@ PREFIXES = (
 
 GENERATION = (
     no("delta", "rollout.backend=megatron", "linear attention", "rollout.backend=transformers", recipe="grpo"),
-    no("dense", "rollout.backend=megatron parallel.pp=2", "parallel.pp=2", "transformers", world=2, recipe="grpo"),
-    no("moe", "rollout.backend=megatron parallel.ep=2", "parallel.ep=2", "transformers", world=2, recipe="grpo"),
     no(
         "dense",
         "rollout.backend=megatron parallel.cp_kernel=p2p",

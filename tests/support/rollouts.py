@@ -126,9 +126,11 @@ class Interrupted:
     afterwards: list[Completion]
 
 
-def interrupted(folder: Path, requests: Sequence[Request], sampling: Sampling) -> Interrupted:
-    engine = make_engine(folder, "fp64")
-    backend = make_backend(engine, folder)
+def interrupted(
+    folder: Path, requests: Sequence[Request], sampling: Sampling, parallel: dict, kind: str
+) -> Interrupted:
+    engine = make_engine(folder, "fp64", **parallel)
+    backend = make_backend(engine, folder, kind=kind)
     backend.update_weights(stream(engine), 4)
 
     def generate_and(act: Callable[[], None]) -> list[Completion]:

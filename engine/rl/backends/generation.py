@@ -73,18 +73,28 @@ class Batch(Protocol):
 
 
 class Decoder(Protocol):
-    """A model that reads tokens and gives the logits of the next ones."""
+    """A model that reads tokens and gives the logits of the next ones.
 
-    def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[Batch, Tensor]:
+    Logits may be None on a rank that has them not; it then has its own `choose`.
+    """
+
+    def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[Batch, Tensor | None]:
         """Read prompts (and what partial completions have); the logits of each row's next token, [B, V].
 
         Rows with the same tokens, such as the completions of one prompt, are read once.
         """
         ...
 
-    def decode(self, batch: Any) -> Tensor:
+    def decode(self, batch: Any) -> Tensor | None:
         """Read the newest token of every row; the logits of the next one, [B, V]."""
         ...
+
+    def idle(self) -> None:
+        """A forward for the sake of other ranks, which have rows left: where their experts are on this one too."""
+
+    def choose(self, logits_BV: Any, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """See `sampling.choose`."""
+        return choose(logits_BV, keys_B, sampling)
 
 
 def generate(
@@ -93,29 +103,33 @@ def generate(
     sampling: Sampling,
     concurrency: int,
     version: int,
-    proceed: Callable[[], bool] = lambda: True,
+    proceed: Callable[[bool], bool] = lambda working: working,
     arrived: Arrived = unnoticed,
 ) -> list[Completion]:
     """One completion a request, in the order of the requests. At most `concurrency` of them decode together.
 
     version: of the weights, noted with every new token.
-    proceed: asked before every forward; False ends all requests with what they have (finish="abort").
+    proceed: asked before every forward, and told whether rows are left; False ends all requests with what they have
+        (finish="abort").
     arrived: told of each completion when it ends by itself.
     """
     rows = [ActiveSequence.start(index, request) for index, request in enumerate(requests)]
     waiting = deque(row for row in rows if row.finish(sampling) is None)
     running: Batch | None = None
     with torch.inference_mode():
-        while (waiting or running) and proceed():
+        while proceed(bool(waiting or running)):
             watchdog.beat()
+            if not waiting and running is None:
+                decoder.idle()
+                continue
             free = concurrency - (len(running.rows) if running else 0)
             # Reading prompts stops the others, so several are let in at a time.
             if running is None or (waiting and 4 * free >= concurrency):
                 batch, logits_BV = decoder.prefill(admit(waiting, free))
-                new = advance(batch, logits_BV, sampling, version, arrived)
+                new = advance(decoder, batch, logits_BV, sampling, version, arrived)
                 running = running.join(new) if running and new else running or new
             else:
-                running = advance(running, decoder.decode(running), sampling, version, arrived)
+                running = advance(decoder, running, decoder.decode(running), sampling, version, arrived)
     return [row.completion(sampling) for row in rows]
 
 
@@ -132,11 +146,16 @@ def admit(waiting: deque[ActiveSequence], free: int) -> list[ActiveSequence]:
 
 
 def advance(
-    batch: Batch, logits_BV: Tensor, sampling: Sampling, version: int, arrived: Arrived = unnoticed
+    decoder: Decoder,
+    batch: Batch,
+    logits_BV: Tensor | None,
+    sampling: Sampling,
+    version: int,
+    arrived: Arrived = unnoticed,
 ) -> Batch | None:
     """Give every row its next token; the rows that go on, None where there are none."""
     keys_B = [noise_key(sampling.seed, row.request.id, len(row.tokens)) for row in batch.rows]
-    tokens_B, logprobs_B = choose(logits_BV, keys_B, sampling)
+    tokens_B, logprobs_B = decoder.choose(logits_BV, keys_B, sampling)
     for row, token, logprob in zip(batch.rows, tokens_B.tolist(), logprobs_B.tolist(), strict=True):
         row.tokens.append(token)
         row.logprobs.append(logprob)

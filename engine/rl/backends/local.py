@@ -33,9 +33,9 @@ class LocalBackend:
         """Which of how many models this rank has, or a part of."""
         return dist.get_rank(), dist.get_world_size()
 
-    def proceed(self) -> bool:
-        """Asked before every token: whether to go on."""
-        return self._gate.open()
+    def proceed(self, working: bool) -> bool:
+        """Asked before every token: whether to go on. working: whether this model has rows left."""
+        return working and self._gate.open()
 
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed

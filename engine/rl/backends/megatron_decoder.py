@@ -8,15 +8,19 @@ V the vocabulary, R tokens of the packed row.
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.rl.backends.generation import ActiveSequence
+from isoloss.engine.rl.backends.generation import ActiveSequence, Decoder
+from isoloss.engine.rl.trajectory import Sampling
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.packed_products import PackedProducts
 from isoloss.models.model import Model
 from isoloss.parallel.decoding import KeyValueCache
+from isoloss.parallel.schedule import through_stages
 from isoloss.parallel.upload import upload
 
 
@@ -36,10 +40,11 @@ class CachedRows:
         return CachedRows([*self.rows, *other.rows], self.cache)
 
 
-class MegatronDecoder:
-    """A `Decoder` by the model's weights as they are when it first decodes.
+class MegatronDecoder(Decoder):
+    """By the model's weights as they are when it first decodes.
 
-    Collective over tp, whose ranks pass the same rows.
+    Every method is collective over tp x pp, whose ranks pass the same rows, and one for one over the ranks that share
+    experts. Logits are on the last stage.
     """
 
     def __init__(self, model: Model):
@@ -48,7 +53,7 @@ class MegatronDecoder:
         self._multiple = layout.tp if layout.sequence_parallel else 1
         self._products: PackedProducts | None = None
 
-    def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[CachedRows, Tensor]:
+    def prefill(self, rows: Sequence[ActiveSequence]) -> tuple[CachedRows, Tensor | None]:
         """See `Decoder`."""
         place: dict[tuple[int, ...], int] = {}
         source = [place.setdefault(row.context, len(place)) for row in rows]
@@ -59,27 +64,46 @@ class MegatronDecoder:
         ends = torch.tensor(lengths).cumsum(0) - 1
         logits_BV = self._forward(tokens, positions, lengths, ends, cache)
         cache.begin(source)
-        return CachedRows(list(rows), cache), logits_BV[torch.tensor(source, device=logits_BV.device)]
+        if logits_BV is not None:
+            logits_BV = logits_BV[torch.tensor(source, device=logits_BV.device)]
+        return CachedRows(list(rows), cache), logits_BV
 
-    def decode(self, batch: CachedRows) -> Tensor:
+    def decode(self, batch: CachedRows) -> Tensor | None:
         """See `Decoder`."""
         tokens, positions = [row.tokens[-1] for row in batch.rows], [row.length - 1 for row in batch.rows]
         count = len(tokens)
-        (module,) = self._model.modules
-        if self._products is None and PackedProducts.serve(module):
-            self._products = PackedProducts(module, count)
+        if self._products is None and PackedProducts.serve(self._model):
+            self._products = PackedProducts(self._model, count)
         with self._products.in_layers() if self._products else nullcontext():
             logits_BV = self._forward(tokens, positions, [1] * count, torch.arange(count), batch.cache)
         batch.cache.grown()
         return logits_BV
 
+    def idle(self) -> None:
+        """See `Decoder`."""
+        self._forward([0], [0], [1], torch.zeros(1, dtype=torch.int64), KeyValueCache([1], self._model.device))
+
+    def choose(self, logits_BV: Tensor | None, keys_B: Sequence[int], sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """See `Decoder`. One broadcast over pp."""
+        pp = self._model.mesh.pp
+        if pp.size() == 1:
+            return super().choose(logits_BV, keys_B, sampling)
+        chosen_2B = torch.empty(2, len(keys_B), dtype=torch.float64, device=self._model.device)
+        if logits_BV is not None:
+            chosen_2B.copy_(torch.stack([each.double() for each in super().choose(logits_BV, keys_B, sampling)]))
+        dist.broadcast(chosen_2B, group=pp, group_src=pp.size() - 1)
+        return chosen_2B[0].long(), chosen_2B[1]
+
     def _forward(
         self, tokens: list[int], positions: list[int], lengths: list[int], at: Tensor, cache: KeyValueCache
-    ) -> Tensor:
-        """The logits at these places of a row of documents of these lengths."""
-        (chunk,), device = self._model.chunks, self._model.device
+    ) -> Tensor | None:
+        """The logits at these places of a row of documents of these lengths, on the last stage."""
+        model, device = self._model, self._model.device
         rest = -len(tokens) % self._multiple
         both = upload(torch.tensor([tokens + [0] * rest, positions + list(range(rest))]), device)
         lengths = lengths + [rest] * (rest > 0)
-        hidden = forward_row(chunk, both[0], both[1], tuple(lengths), cache=cache)
-        return self._model.logits(hidden, upload(at, device), self._products.head if self._products else None)
+        forward = partial(forward_row, tokens_R=both[0], positions_R=both[1], lengths=tuple(lengths), cache=cache)
+        hidden = through_stages(model.mesh, model.chunks, both.shape[1] // self._multiple, forward)
+        if hidden is None:
+            return None
+        return model.logits(hidden, upload(at, device), self._products.head if self._products else None)

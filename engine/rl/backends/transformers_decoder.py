@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
-from isoloss.engine.rl.backends.generation import ActiveSequence
+from isoloss.engine.rl.backends.generation import ActiveSequence, Decoder
 from isoloss.parallel.vocab import unrounded_logits
 
 
@@ -50,8 +50,8 @@ class Batch:
         return Batch(self.rows + other.rows, self.cache)
 
 
-class TransformersDecoder:
-    """A `Decoder`."""
+class TransformersDecoder(Decoder):
+    """Of a transformers model."""
 
     def __init__(self, model: PreTrainedModel):
         self._model = model
