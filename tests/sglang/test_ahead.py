@@ -7,7 +7,7 @@ import pytest
 from support import rl_runs, server_runs
 from support.rl_runs import PROMPTS
 from support.runs import resumed, rows_of
-from support.server_commands import DOUBLE
+from support.server_commands import DOUBLE, SGLANG
 
 BATCH, GENERATIONS = 2, 4
 CORRECTED = "algorithm.importance=token"
@@ -23,6 +23,17 @@ def server(start: Callable[..., str], inputs) -> str:
     """Slow enough for the trainer to be done first."""
     command = DOUBLE.replace("{model}", str(inputs / "model"))
     return start(f"{command} --seconds-per-token 0.02 --deterministic")
+
+
+@pytest.fixture(params=["double", pytest.param("sglang", marks=pytest.mark.sglang)])
+def either(request) -> str:
+    """That one, and a real one."""
+    return request.getfixturevalue("server" if request.param == "double" else "real_server")
+
+
+@pytest.fixture(scope="module")
+def real_server(start: Callable[..., str], inputs) -> str:
+    return start(SGLANG.replace("{model}", str(inputs / "model")))
 
 
 def run(inputs: Path, out: Path, server: str, *overrides: str) -> list[dict]:
@@ -44,10 +55,10 @@ def check_prompts(out: Path, staleness: int) -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_ahead_of_the_trainer(inputs, server, tmp_path, staleness):
+def test_ahead_of_the_trainer(inputs, either, tmp_path, staleness):
     """Every batch but the first was begun before the trainer came to it; evaluations come in between."""
     more = ("train.steps=6", f"data.eval={inputs}/prompts.jsonl", "train.eval_every=3")
-    metrics = run(inputs, tmp_path / "run", server, f"rollout.max_staleness={staleness}", CORRECTED, *more)
+    metrics = run(inputs, tmp_path / "run", either, f"rollout.max_staleness={staleness}", CORRECTED, *more)
     check_prompts(tmp_path / "run", staleness)
     assert [row["prompts_in_flight"] for row in metrics] == [staleness * BATCH] * 6
     assert metrics[0]["staleness_max"] == 0
@@ -69,11 +80,11 @@ def test_on_policy_in_waves_nothing_changes_but_rounding(inputs, server, tmp_pat
     assert all(row["staleness_max"] == 0 and row["prompts_in_flight"] == 0 for row in waves)
 
 
-def test_it_goes_on_where_it_was(inputs, server, tmp_path):
+def test_it_goes_on_where_it_was(inputs, either, tmp_path):
     """The second start takes what the first had in flight, in part as tokens of the weights before."""
     keys = ("rollout.max_staleness=1", CORRECTED, "checkpoint.every=1")
-    run(inputs, tmp_path / "run", server, *keys, "train.steps=3")
-    metrics = run(inputs, tmp_path / "run", server, *keys, "train.steps=6", "checkpoint.resume=true")
+    run(inputs, tmp_path / "run", either, *keys, "train.steps=3")
+    metrics = run(inputs, tmp_path / "run", either, *keys, "train.steps=6", "checkpoint.resume=true")
     assert [row["step"] for row in metrics] == [1, 2, 3, 4, 5, 6]
     assert metrics[3]["staleness_max"] == 1
     check_prompts(tmp_path / "run", 1)
@@ -91,9 +102,9 @@ def test_every_rank_has_the_ledger(pool, inputs, server, tmp_path, layout):
     check_prompts(tmp_path / "run", 1)
 
 
-def test_groups_that_finish_first(inputs, server, tmp_path):
+def test_groups_that_finish_first(inputs, either, tmp_path):
     keys = ("rollout.max_staleness=1", "rollout.over_sample=1.5", CORRECTED, "train.steps=6")
-    metrics = run(inputs, tmp_path / "run", server, *keys)
+    metrics = run(inputs, tmp_path / "run", either, *keys)
     rows = rows_of(tmp_path / "run/rollouts.jsonl")
     ids = [row["id"] for row in rows]
     assert len(set(ids)) == len(ids) == 6 * BATCH * GENERATIONS
