@@ -117,11 +117,9 @@ def generation(setup: Setup) -> Refusals:
     rollout = getattr(setup.config, "rollout", None)
     if rollout is None or rollout.backend != "megatron":
         return
-    remedy = "use rollout.backend=transformers or sglang"
-    if setup.arch.delta is not None:
-        yield "rollout.backend", "is not built for layers of linear attention", remedy
     if setup.config.parallel.cp_kernel != "isoloss":
-        yield "rollout.backend", f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}", remedy
+        why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}"
+        yield "rollout.backend", why, "use rollout.backend=transformers or sglang"
 
 
 def stages(setup: Setup) -> Refusals:

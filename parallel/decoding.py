@@ -1,4 +1,5 @@
-"""Attention of sequences that grow by a token at a time, to keys and values that are kept from token to token.
+"""Attention of sequences that grow by a token at a time, to keys and values that are kept from token to token; and what
+layers without attention keep.
 
 Rows that go on from the same prompt read one copy of its keys and values. What a row sees of its prompt and of the
 tokens behind it is merged before either is divided by its total.
@@ -77,6 +78,7 @@ class KeyValueCache:
         self.prompts, self.prompt_of, self.behind = list(prompts), list[int](), list[int]()
         self._device, self._behind_B = device, torch.zeros(0, dtype=torch.int64, device=device)
         self._layers: dict[int, _Layer] = {}
+        self._states: dict[int, list[Tensor]] = {}  # of layers without attention: [B, ...] each
 
     @property
     def _most(self) -> int:
@@ -95,6 +97,7 @@ class KeyValueCache:
         self._upload()
         for layer in self._layers.values():
             layer.keys, layer.values = (t.new_zeros((len(prompt_of), *t.shape[1:])) for t in (layer.keys, layer.values))
+        self._take_states(prompt_of)
 
     def grown(self) -> None:
         """Every layer has seen the newest token of every row."""
@@ -115,6 +118,11 @@ class KeyValueCache:
         for layer in self._layers.values():
             layer.prompts = [layer.prompts[p] for p in used]
             layer.keys, layer.values = (t[rows, :, : self._most] for t in (layer.keys, layer.values))
+        self._take_states(keep)
+
+    def _take_states(self, of: Sequence[int]) -> None:
+        rows = torch.tensor(of, dtype=torch.int64, device=self._device)
+        self._states = {number: [t[rows] for t in kept] for number, kept in self._states.items()}
 
     def join(self, other: "KeyValueCache") -> None:
         """Take the rows of another, behind its own."""
@@ -128,6 +136,18 @@ class KeyValueCache:
             room = max(layer.keys.shape[2], theirs.keys.shape[2])
             layer.keys = torch.cat([_roomy(layer.keys, room), _roomy(theirs.keys, room)])
             layer.values = torch.cat([_roomy(layer.values, room), _roomy(theirs.values, room)])
+        for number, kept in self._states.items():
+            self._states[number] = [torch.cat(both) for both in zip(kept, other._states[number])]
+
+    # ---- layers without attention ------------------------------------------------------------------------------------
+
+    def keep_states(self, number: int, *of_prompts: Tensor) -> None:
+        """What layer `number` needs to go on behind each prompt, [P, ...] each."""
+        self._states[number] = list(of_prompts)
+
+    def states(self, number: int) -> list[Tensor]:
+        """The same of each row, [B, ...] each; the layer puts into the list what it needs for the next token."""
+        return self._states[number]
 
     # ---- attention --------------------------------------------------------------------------------------------------
 

@@ -43,19 +43,74 @@ def delta_rule(
     return _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, chunks)
 
 
+@torch.no_grad()
+def delta_rule_and_states(
+    query_TKD: Tensor,
+    key_TKD: Tensor,
+    value_THU: Tensor,
+    log_decay_TH: Tensor,
+    rate_TH: Tensor,
+    lengths: tuple[int, ...],
+    uploads: Uploads | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`delta_rule`, and the state that each document leaves, [S, H, D, U]; no document is empty. Not differentiable."""
+    given = query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH
+    chunks = chunks_on(lengths, query_TKD.device, uploads)
+    out, _, state, written = _computed(chunks, *given)
+    # The last chunks of all documents are those of the last turn, and those that are not full.
+    last = Block(chunks.count - chunks.turns[-1], chunks.count, ())
+    within = _Within(chunks, last, query_TKD, key_TKD, log_decay_TH, rate_TH)
+    empty = chunks.empty[within.places].view(-1, 1, CHUNK, 1)
+    total = within.cut(log_decay_TH[..., None]).masked_fill(empty, 0).cumsum(2)
+    write = within.by_head(within.key, (total[:, :, -1:] - total).exp().masked_fill(empty, 0))
+    left = state[within.block] * total[:, :, -1:].exp()
+    _add_product(left, write.transpose(2, 3), written[within.block])
+    ends = torch.tensor(lengths, device=out.device).cumsum(0) - 1
+    return out, left[chunks.slots[ends] // CHUNK - last.start]
+
+
+@torch.no_grad()
+def delta_rule_next(
+    query_BKD: Tensor,
+    key_BKD: Tensor,
+    value_BHU: Tensor,
+    log_decay_BH: Tensor,
+    rate_BH: Tensor,
+    state_BHDU: Tensor,
+) -> Tensor:
+    """What `delta_rule` gives for the next token of each of B documents, [B, H, U], by the recurrence. state: what the
+    documents have left, which becomes what they leave. Not differentiable."""
+    group, dtype = value_BHU.shape[1] // key_BKD.shape[1], state_BHDU.dtype
+    query, key = (
+        _of_length(length, x.to(dtype))[0].repeat_interleave(group, 1)[:, :, None]
+        for length, x in ((key_BKD.shape[2] ** -0.5, query_BKD), (1, key_BKD))
+    )
+    state_BHDU *= log_decay_BH.to(dtype).exp()[..., None, None]
+    errors = value_BHU.to(dtype)[:, :, None] - key @ state_BHDU
+    state_BHDU += key.transpose(2, 3) * (rate_BH.to(dtype)[..., None, None] * errors)
+    return (query @ state_BHDU).squeeze(2).to(value_BHU.dtype)
+
+
+def _computed(chunks: Chunks, query, key, value, log_decay, rate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result; of each chunk the inverse of its system, the state that it finds, and what it writes."""
+    heads, columns = value.shape[1:]
+    shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
+    inverse, state, written = (value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
+    out = value.new_empty(chunks.count * CHUNK, heads, columns)
+    for block in _blocks(chunks, value):
+        within = _Within(chunks, block, query, key, log_decay, rate)
+        _forward(within, value, inverse, state, written, out)
+    return out.index_select(0, chunks.slots), inverse, state, written
+
+
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query, key, value, log_decay, rate, chunks: Chunks):
-        given, (heads, columns) = (query, key, value, log_decay, rate), value.shape[1:]
-        shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
-        inverse, state, written = (value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
-        out = value.new_empty(chunks.count * CHUNK, heads, columns)
-        for block in _blocks(chunks, value):
-            within = _Within(chunks, block, query, key, log_decay, rate)
-            _forward(within, value, inverse, state, written, out)
+        given = query, key, value, log_decay, rate
+        out, *kept = _computed(chunks, *given)
         ctx.chunks = chunks
-        ctx.save_for_backward(*given, inverse, state, written)
-        return out.index_select(0, chunks.slots)
+        ctx.save_for_backward(*given, *kept)
+        return out
 
     @staticmethod
     @once_differentiable

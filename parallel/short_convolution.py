@@ -4,13 +4,13 @@ document.
 Shape suffixes: T tokens of the row, X channels, K tokens that an output sees.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import silu
+from torch.nn.functional import pad, silu
 
 from isoloss.parallel.one_kernel import precise
 from isoloss.parallel.ragged import Uploads
@@ -26,6 +26,22 @@ def short_convolution(
         on_host, uploads = borders, uploads or Uploads()
         borders = uploads.once(("borders", lengths, weight_XK.shape[1]), lambda: on_host, x_TX.device)
     return _ShortConvolution.apply(x_TX, weight_XK, borders)
+
+
+@torch.no_grad()
+def convolution_next(x_BX: Tensor, before_BKX: Tensor, weight_XK: Tensor) -> tuple[Tensor, Tensor]:
+    """What `short_convolution` gives for the next token of each of B documents, [B, X], and what the one after it will
+    need. before: the last K - 1 tokens of each (`last_tokens`). Not differentiable."""
+    window_BKX = torch.cat([before_BKX, x_BX[:, None]], 1)
+    taps_KX = _taps(x_BX, weight_XK).flip(0)
+    sums_BX = (window_BKX.to(taps_KX.dtype) * taps_KX).sum(1)
+    return silu(sums_BX, inplace=True).to(x_BX.dtype), window_BKX[:, 1:]
+
+
+def last_tokens(x_TX: Tensor, lengths: Sequence[int], count: int) -> Tensor:
+    """[S, count, X]: the last ones of each document, zeros before its first."""
+    documents = x_TX[: sum(lengths)].split(list(lengths))
+    return torch.stack([pad(document[-count:], (0, 0, max(0, count - len(document)), 0)) for document in documents])
 
 
 @lru_cache(maxsize=64)

@@ -20,7 +20,7 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm, silu, softplus
+from torch.nn.functional import pad, rms_norm, silu, softplus
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.layer_config import LayerConfig
@@ -28,10 +28,11 @@ from isoloss.models.weights.weight_map import DELTA_SECTIONS
 from isoloss.parallel import flash_linear_attention
 from isoloss.parallel.attention import PackedRow, kv_repeats
 from isoloss.parallel.collectives import sum_gradient
-from isoloss.parallel.delta_rule import delta_rule
+from isoloss.parallel.decoding import KeyValueCache
+from isoloss.parallel.delta_rule import delta_rule, delta_rule_and_states, delta_rule_next
 from isoloss.parallel.head_exchange import HeadExchange
 from isoloss.parallel.one_kernel import precise
-from isoloss.parallel.short_convolution import short_convolution
+from isoloss.parallel.short_convolution import convolution_next, last_tokens, short_convolution
 
 CONV = DELTA_SECTIONS[:3]
 TWIN = short_convolution, delta_rule
@@ -57,9 +58,9 @@ class GatedDeltaNet(MegatronModule):
         **unused,
     ):
         super().__init__(config)
-        del layer_number, unused
+        del unused
         assert arch.delta is not None
-        self.delta, self.exchange, self.tp = arch.delta, exchange, pg_collection.tp
+        self.layer_number, self.delta, self.exchange, self.tp = layer_number, arch.delta, exchange, pg_collection.tp
         delta, ranks = arch.delta, self.tp.size()
         self.key_heads, self.value_heads = delta.key_heads // ranks, delta.value_heads // ranks
         self.with_kernels = config.kernels.delta_rule
@@ -99,7 +100,8 @@ class GatedDeltaNet(MegatronModule):
         parts = mixed_R.split([sum(self.sections[:3]), *self.sections[3:]], 1)
         qkv_R, gate_R, rate_RH, decay_RH = parts
 
-        core = partial(self._core, packed_seq_params)
+        row = packed_seq_params
+        core = partial(self._core, row) if row.cache is None else partial(self._with_cache, row, row.cache)
         attend = partial(checkpoint, core, False) if self.recomputes_core else core
         out_RHU = attend(qkv_R, rate_RH, decay_RH).unflatten(1, (self.value_heads, -1))
 
@@ -109,7 +111,7 @@ class GatedDeltaNet(MegatronModule):
 
     def _core(self, row: PackedRow, qkv_R: Tensor, rate_RH: Tensor, decay_RH: Tensor) -> Tensor:
         """[R, H * U]: convolution and rule of the projections, whole documents at a time."""
-        delta, exchange, ranks = self.delta, self.exchange, self.exchange.ranks
+        exchange, ranks = self.exchange, self.exchange.ranks
         conv_XK = self.conv1d.weight.squeeze(1)
         A_log, dt_bias = exchange.own(self.A_log), exchange.own(self.dt_bias)
         heads, keys = self.value_heads // ranks, self.key_heads
@@ -125,15 +127,37 @@ class GatedDeltaNet(MegatronModule):
 
         fast = self.with_kernels and flash_linear_attention.takes(qkv_T)
         convolution, rule = FAST if fast else TWIN
-        query, key, value = convolution(qkv_T, conv_XK, row.lengths, row.uploads).split(
-            [keys * delta.key_dim, keys * delta.key_dim, heads * delta.value_dim], 1
-        )
-        log_decay_TH = -precise(A_log).exp() * softplus(precise(decay_TH) + precise(dt_bias))
-        out_THU = rule(
-            query.unflatten(1, (keys, -1)), key.unflatten(1, (keys, -1)), value.unflatten(1, (heads, -1)),
-            log_decay_TH, precise(rate_TH).sigmoid(), row.lengths, row.uploads,
-        )  # fmt: skip
-        return exchange.to_tokens(out_THU.flatten(1), row)
+        convolved_T = convolution(qkv_T, conv_XK, row.lengths, row.uploads)
+        given = self._given(convolved_T, rate_TH, decay_TH, A_log, dt_bias, keys)
+        return exchange.to_tokens(rule(*given, row.lengths, row.uploads).flatten(1), row)
+
+    def _with_cache(
+        self, row: PackedRow, cache: KeyValueCache, qkv_R: Tensor, rate_RH: Tensor, decay_RH: Tensor
+    ) -> Tensor:
+        """`_core` where rows are generated, and every rank has a row of its own."""
+        conv_XK, given = self.conv1d.weight.squeeze(1), partial(self._given, A_log=self.A_log, dt_bias=self.dt_bias)
+        if cache.reads_prompts:
+            prompts = cache.prompts
+            convolved_R = short_convolution(qkv_R, conv_XK, row.lengths, row.uploads)
+            of_rule = given(convolved_R, rate_RH, decay_RH, keys=self.key_heads)
+            out_RHU, state_SHDU = delta_rule_and_states(*of_rule, row.lengths, row.uploads)
+            inputs_SKX = last_tokens(qkv_R, prompts, self.delta.conv_width - 1)
+            cache.keep_states(self.layer_number, inputs_SKX, state_SHDU[: len(prompts)])
+            return out_RHU.flatten(1)
+        rows, kept = len(cache.behind), cache.states(self.layer_number)  # the others are padding
+        convolved_B, kept[0] = convolution_next(qkv_R[:rows], kept[0], conv_XK)
+        of_rule = given(convolved_B, rate_RH[:rows], decay_RH[:rows], keys=self.key_heads)
+        return pad(delta_rule_next(*of_rule, kept[1]).flatten(1), (0, 0, 0, len(qkv_R) - rows))
+
+    def _given(
+        self, convolved: Tensor, rate: Tensor, decay: Tensor, A_log: Tensor, dt_bias: Tensor, keys: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """What the rule is given for tokens: queries, keys, values, log decays and rates. keys: heads of keys."""
+        widths = keys * self.delta.key_dim, keys * self.delta.key_dim
+        query, key, value = convolved.split([*widths, convolved.shape[1] - sum(widths)], 1)
+        log_decay = -precise(A_log).exp() * softplus(precise(decay) + precise(dt_bias))
+        query, key, value = (t.unflatten(1, (n, -1)) for t, n in ((query, keys), (key, keys), (value, len(A_log))))
+        return query, key, value, log_decay, precise(rate).sigmoid()
 
     def _by_head(self, qkv: Tensor, repeats: int) -> list[Tensor]:
         """Queries, keys and values of [rows, channels], each key head as often as ranks need it."""

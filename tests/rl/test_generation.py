@@ -262,8 +262,8 @@ def test_an_aborted_completion_goes_on_as_if_never_stopped(model):
     requests = make_requests()
     whole = generate(model("mistral"), requests, SAMPLING, 64, version=1)
     for forwards in (0, 1, 7):
-        countdown = iter([True] * forwards + [False]).__next__
-        stopped = generate(model("mistral"), requests, SAMPLING, 5, version=1, proceed=countdown)
+        countdown = iter([True] * forwards + [False])
+        stopped = generate(model("mistral"), requests, SAMPLING, 5, version=1, proceed=lambda _, c=countdown: next(c))
         assert {c.finish for c in stopped} == {"abort"}
         assert [len(c.tokens) for c in stopped] == [forwards] * 5 + [0] * (len(requests) - 5)
         again = [Request(r.id, r.prompt_tokens, partial) for r, partial in zip(requests, stopped)]
@@ -354,9 +354,9 @@ def test_each_completion_is_told_of_when_it_ends(model):
     told: list[Completion] = []
     steps: list[int] = []
 
-    def going() -> bool:
+    def going(working: bool) -> bool:
         steps.append(len(told))
-        return len(told) < 9
+        return working and len(told) < 9
 
     requests = make_requests()
     found = generate(model("qwen3"), requests, SAMPLING, 5, 7, going, told.append)

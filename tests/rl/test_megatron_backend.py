@@ -16,7 +16,6 @@ from isoloss.parallel.decoding import KeyValueCache
 from isoloss.parallel.packed_matrix import PackedMatrix
 
 SAMPLING = Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, VOCAB, 9)), seed=3)
-WITHOUT_STATES = [family for family in MODELS if not family.startswith("qwen3.5") and family != "qwen3-next"]
 
 
 def make_requests(count: int = 11) -> list[Request]:
@@ -26,7 +25,7 @@ def make_requests(count: int = 11) -> list[Request]:
     return [Request(f"{k // 3}/{k}", tuple(prompts[k // 3])) for k in range(count)]
 
 
-@pytest.mark.parametrize("family", WITHOUT_STATES)
+@pytest.mark.parametrize("family", MODELS)
 def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
     """After each of three steps, and log-probabilities as the trainer computes them."""
     requests = make_requests()
@@ -53,6 +52,8 @@ def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
         ("qwen3-moe", 2, {"ep": 2}),
         ("deepseek-v3", 4, {"pp": 2, "ep": 2}),
         ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}),
+        ("qwen3.5", 2, {"tp": 2}),
+        ("qwen3.5-moe", 2, {"ulysses": 2}),
     ],
     ids=str,
 )

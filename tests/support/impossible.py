@@ -214,7 +214,6 @@ PREFIXES = (
 )  # fmt: skip
 
 GENERATION = (
-    no("delta", "rollout.backend=megatron", "linear attention", "rollout.backend=transformers", recipe="grpo"),
     no(
         "dense",
         "rollout.backend=megatron parallel.cp_kernel=p2p",

@@ -16,8 +16,8 @@ import isoloss.parallel.delta_rule
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow
 from isoloss.parallel.chunks import CHUNK, chunks_of
-from isoloss.parallel.delta_rule import delta_rule
-from isoloss.parallel.short_convolution import short_convolution
+from isoloss.parallel.delta_rule import delta_rule, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.short_convolution import convolution_next, last_tokens, short_convolution
 
 TRANSFORMERS = "transformers.models.qwen3_5.modeling_qwen3_5"
 ROWS = [(97,), (64,), (1,), (2, 3, 1, 1), (37, 1, 51, 3, 140, 8, 2, 66), (64, 128, 65, 1, 63, 192)]
@@ -241,3 +241,33 @@ def test_the_layer_is_that_of_transformers(one_rank):
     pairs = [(ours, wanted), *((one.grad, named_theirs[name].grad) for name, one in grads.items())]
     for a, b in pairs:
         assert a is not None and (a - b).norm() < 4e-6 * b.norm()
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("lengths", ROWS, ids=str)
+def test_a_document_goes_on_token_by_token(lengths, key_heads):
+    """From the state that its beginning left: each further token, of all documents at once, is that of the whole."""
+    more = 3
+    longer = tuple(length + more for length in lengths)
+    given = inputs(longer, key_heads)
+    documents = [t.split(longer) for t in given]
+    wanted = delta_rule(*given, longer).split(longer)
+    begun = [torch.cat([d[:-more] for d in each]) for each in documents]
+    out, state = delta_rule_and_states(*begun, lengths)
+    same([out], [torch.cat([each[:-more] for each in wanted])])
+    for token in range(-more, 0):
+        out = delta_rule_next(*(torch.stack([d[token] for d in each]) for each in documents), state)
+        same([out], [torch.stack([each[token] for each in wanted])])
+
+
+@pytest.mark.parametrize("lengths", ROWS, ids=str)
+def test_a_convolution_goes_on_token_by_token(lengths):
+    more, random = 5, torch.Generator().manual_seed(4)
+    longer = tuple(length + more for length in lengths)
+    x_TX, weight_XK = (torch.randn(n, m, generator=random, dtype=torch.float64) for n, m in ((sum(longer), 7), (7, 4)))
+    documents = x_TX.split(longer)
+    wanted = short_convolution(x_TX, weight_XK, longer).split(longer)
+    before = last_tokens(torch.cat([d[:-more] for d in documents]), lengths, 3)
+    for token in range(-more, 0):
+        out, before = convolution_next(torch.stack([d[token] for d in documents]), before, weight_XK)
+        same([out], [torch.stack([each[token] for each in wanted])])
