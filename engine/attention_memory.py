@@ -22,6 +22,7 @@ def kept_by_attention(
         channels, core = _differing(arch, layer, heads, q, k, exchanged)
     else:
         channels, core = _alike(arch, q, k, exchanged)
+        channels += _gathered(arch, layout, q, k)
     kept = width * tokens * channels
     return kept if "core_attn" in modules else kept + width * tokens * core + 4 * tokens * heads
 
@@ -33,6 +34,15 @@ def _alike(arch: Architecture, q: int, k: int, exchanged: bool) -> tuple[int, in
     gates = q if arch.output_gate else 0
     copied = q + gates if arch.qk_norm and k > arch.head_dim else 0
     return (q + 2 * k) + copied + (q + k) + q + 2 * gates, q + k if exchanged else 0
+
+
+def _gathered(arch: Architecture, layout: Layout, q: int, k: int) -> int:
+    """Channels that are kept besides this rank's where TP ranks are more than key/value heads: Megatron gathers the
+    projections of all ranks, and what each takes of them is a view."""
+    if arch.num_kv_heads >= layout.tp:
+        return 0
+    queries = 2 if arch.output_gate else 1
+    return (queries * arch.num_heads + 2 * arch.num_kv_heads) * arch.head_dim - (queries * q + 2 * k)
 
 
 def _differing(arch: Architecture, layer: int, heads: int, q: int, k: int, exchanged: bool) -> tuple[int, int]:

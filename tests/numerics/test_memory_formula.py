@@ -30,12 +30,10 @@ MIMO = {"hidden_size": 4096, "intermediate_size": 16384, "moe_intermediate_size"
         "n_routed_experts": 32, "n_group": 1, "num_experts_per_tok": 8, "vocab_size": 152576,
         "max_position_embeddings": 262144, "rope_parameters": None}  # fmt: skip
 # Of Qwen3.5, with 8 of 64 and of 40 layers. What transformers has as defaults is written out: vocabulary, widths of
-# heads, and all of 35B-A3B; the sizes of 27B are from memory.
+# heads, and all of 35B-A3B.
 DELTA = {"num_hidden_layers": 8, "full_attention_interval": 4, "head_dim": 256, "linear_num_key_heads": 16,
          "linear_key_head_dim": 128, "linear_value_head_dim": 128, "vocab_size": 248320,
          "max_position_embeddings": 262144}  # fmt: skip
-QWEN_27B = {"hidden_size": 5120, "intermediate_size": 17408, "num_attention_heads": 24, "num_key_value_heads": 4,
-            "linear_num_value_heads": 48}  # fmt: skip
 QWEN_35B_A3B = {"hidden_size": 2048, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
                 "num_experts": 256, "num_experts_per_tok": 8, "num_attention_heads": 16, "num_key_value_heads": 2,
                 "linear_num_value_heads": 32}  # fmt: skip
@@ -65,7 +63,7 @@ MODELS = {
     "gpt-oss": families.published("gpt-oss", **GPT_OSS),
     "minimax-m2": families.published("minimax-m2", **MINIMAX_M2),
     "mimo-v2-flash": families.published("mimo-v2-flash", **MIMO),
-    "qwen3.5-27b": families.published("qwen3.5", **DELTA, **QWEN_27B),
+    "qwen3.5-27b": published.QWEN35_27B | FEWER,
     "qwen3.5-35b-a3b": families.published("qwen3.5-moe", **DELTA, **QWEN_35B_A3B),
     "ministral-3": families.published(
         "ministral-3",
@@ -111,6 +109,7 @@ ROWS = (
     ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", FULL),
     ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.ring=2", "memory.recompute=selective"),
     ("qwen3.5-27b", 8, 0, "parallel.tp=4", "memory.recompute=selective"),
+    ("qwen3.5-27b", 16, 0, "parallel.tp=8", KEEP),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", FULL),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", "parallel.pp=2", KEEP),
     ("qwen3.5-27b", 16, 0, "parallel.tp=2", "parallel.ulysses=2", "parallel.ring=2", "batch.max_tokens=16384", KEEP),

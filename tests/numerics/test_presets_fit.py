@@ -24,7 +24,7 @@ GROUPS = {
     "experts": EXPERTS,
     "70b": tuple(str(preset) for preset in PLANNED if preset.size == "70b"),
     "others": tuple(
-        str(preset) for preset in PLANNED if preset.size in ("8b", "32b") and str(preset) not in QUICK
+        str(preset) for preset in PLANNED if preset.size in ("8b", "27b", "32b") and str(preset) not in QUICK
     ),
 }  # fmt: skip
 

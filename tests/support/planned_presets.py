@@ -32,6 +32,7 @@ MODELS = {
     "32b": published.QWEN3_32B | LONG,
     "70b": published.LLAMA_70B,
     "30b_a3b": published.QWEN3_30B_A3B | LONG,
+    "27b": published.QWEN35_27B,
 }
 SERVERS = ["reward.function=[exact_match]", "rollout.servers=[http://node1:30000]"]
 CLAIM = re.compile(r"^# (\d+) GPUs, ([a-z0-9+]+): (\d+\.\d) GiB, (\d+\.\d) s a step$", re.MULTILINE)
@@ -121,8 +122,9 @@ def depths(again: int, kept: int) -> Sequence[tuple[int, int]]:
 class Plan:
     """Dry runs of a preset on the fewest GPUs that it claims, one rank of every pipeline stage.
 
-    Of models with few layers: all layers of a model are alike, so each adds the same. With the whole optimizer on the
-    device, for a copy to CPU memory needs values: the share that is kept there is taken off after.
+    Of models with few layers: all layers of a model are alike, or every `unit` of them, so each adds the same. With the
+    whole optimizer on the device, for a copy to CPU memory needs values: the share that is kept there is taken off
+    after.
     """
 
     preset: Preset
@@ -140,17 +142,27 @@ class Plan:
     def arch(self) -> Architecture:
         return architecture(self.folder)
 
+    @property
+    def unit(self) -> int:
+        return MODELS[self.preset.size].get("full_attention_interval", 1)
+
+    def _units(self, stage: int) -> tuple[int, int]:
+        again, kept = layers_of_stage(self.config, self.arch, self.layout, stage)
+        assert again % self.unit == kept % self.unit == 0
+        return again // self.unit, kept // self.unit
+
     def depths(self) -> Iterator[tuple[int, tuple[int, int]]]:
         for stage in range(self.layout.pp):
-            for depth in depths(*layers_of_stage(self.config, self.arch, self.layout, stage)):
+            for depth in depths(*self._units(stage)):
                 yield stage, depth
 
     def rows(self) -> Iterator[dry_runs.Row]:
         layout = self.layout
         for stage, (again, kept) in self.depths():
-            model = MODELS[self.preset.size] | {"num_hidden_layers": layout.pp * (again + kept)}
-            keys = [f"parallel.stage_layers={[again + kept] * layout.pp}".replace(" ", "")] if layout.pp > 1 else []
-            keys += [f"memory.recompute_layers={again}"] if again else []
+            layers = (again + kept) * self.unit
+            model = MODELS[self.preset.size] | {"num_hidden_layers": layout.pp * layers}
+            keys = [f"parallel.stage_layers={[layers] * layout.pp}".replace(" ", "")] if layout.pp > 1 else []
+            keys += [f"memory.recompute_layers={again * self.unit}"] if again else []
             keys += ["memory.offload_optimizer=0"]
             folder = self.folder.with_name(f"{self.folder.name}-{again}-{kept}-{layout.pp}")
             given = self.preset.overrides(folder, *keys, model=model)
@@ -169,12 +181,12 @@ class Plan:
         ]
 
     def _stages(self, reports: Sequence[RankReport]) -> Iterator[tuple[tuple[int, int], dict]]:
-        """The layers of every stage, and its reports by depth."""
+        """The units of every stage, and its reports by depth."""
         found: dict[int, dict[tuple[int, int], RankReport]] = {}
         for (stage, depth), report in zip(self.depths(), reports, strict=True):
             found.setdefault(stage, {})[depth] = report
         for stage, of_stage in found.items():
-            yield layers_of_stage(self.config, self.arch, self.layout, stage), of_stage
+            yield self._units(stage), of_stage
 
     def on(self, gpus: int, peaks: Sequence[float]) -> list[float]:
         """GiB of each stage on so many GPUs: data-parallel ranks share the optimizer, and nothing else changes."""

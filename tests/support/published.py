@@ -40,3 +40,14 @@ LLAMA_70B = {
 LLAMA_8B = LLAMA_70B | {
     "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
 }  # fmt: skip
+# As slime writes it down (scripts/models/qwen3.5-27B.sh), and what transformers has as defaults.
+QWEN35_27B = {
+    "architectures": ["Qwen3_5ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu", "hidden_size": 5120,
+    "initializer_range": 0.02, "intermediate_size": 17408, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_value_head_dim": 128,
+    "max_position_embeddings": 262144, "model_type": "qwen3_5_text", "num_attention_heads": 24,
+    "num_hidden_layers": 64, "num_key_value_heads": 4, "rms_norm_eps": 1e-06,
+    "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 10000000, "rope_type": "default"},
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 248320,
+}  # fmt: skip

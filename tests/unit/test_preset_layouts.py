@@ -9,7 +9,8 @@ from support.planned_presets import CLAIM, architecture, cluster_presets
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.weights.weight_map import num_parameters
 
-NAMES = {"8b": "Qwen3-8B", "32b": "Qwen3-32B", "70b": "Llama-3.1-70B", "30b_a3b": "Qwen3-30B-A3B"}
+NAMES = {"8b": "Qwen3-8B", "32b": "Qwen3-32B", "70b": "Llama-3.1-70B", "30b_a3b": "Qwen3-30B-A3B",
+         "27b": "Qwen3.5-27B"}  # fmt: skip
 
 
 @pytest.mark.parametrize("preset", cluster_presets(), ids=str)
