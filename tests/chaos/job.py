@@ -23,6 +23,7 @@ from isoloss.engine.rl.backends.servers.incidents import NAMES as COUNTS
 
 TESTS = Path(__file__).parents[1]
 MARK = "ISOLOSS_TEST_MARK"
+SECONDS_A_STEP = 3  # at most, of a long run on two cores with others beside it
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max_restarts", "1000", "--nproc_per_node")
 
 
@@ -95,7 +96,7 @@ class Job:
     def wait_long(self) -> int:
         """The same, of all its steps."""
         assert self._process is not None
-        return self._process.wait(LONG + self.steps)
+        return self._process.wait(LONG + SECONDS_A_STEP * self.steps)
 
     @staticmethod
     def kill(processes: Sequence[psutil.Process]) -> None:
