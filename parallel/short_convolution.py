@@ -29,10 +29,10 @@ def short_convolution(
 
 
 @torch.no_grad()
-def convolution_next(x_BX: Tensor, before_BKX: Tensor, weight_XK: Tensor) -> tuple[Tensor, Tensor]:
+def convolution_next(x_BX: Tensor, before_BPX: Tensor, weight_XK: Tensor) -> tuple[Tensor, Tensor]:
     """What `short_convolution` gives for the next token of each of B documents, [B, X], and what the one after it will
-    need. before: the last K - 1 tokens of each (`last_tokens`). Not differentiable."""
-    window_BKX = torch.cat([before_BKX, x_BX[:, None]], 1)
+    need. before: the last P = K - 1 tokens of each (`last_tokens`). Not differentiable."""
+    window_BKX = torch.cat([before_BPX, x_BX[:, None]], 1)
     taps_KX = _taps(x_BX, weight_XK).flip(0)
     sums_BX = (window_BKX.to(taps_KX.dtype) * taps_KX).sum(1)
     return silu(sums_BX, inplace=True).to(x_BX.dtype), window_BKX[:, 1:]

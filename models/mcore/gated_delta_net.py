@@ -95,12 +95,12 @@ class GatedDeltaNet(MegatronModule):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden: [R (/tp if sequence-parallel), 1, hidden]."""
         del attention_mask, rotary_pos_emb, unused
-        assert isinstance(packed_seq_params, PackedRow)
+        row = packed_seq_params
+        assert isinstance(row, PackedRow)
         mixed_R = self.in_proj(hidden)[0].squeeze(1)
         parts = mixed_R.split([sum(self.sections[:3]), *self.sections[3:]], 1)
         qkv_R, gate_R, rate_RH, decay_RH = parts
 
-        row = packed_seq_params
         core = partial(self._core, row) if row.cache is None else partial(self._with_cache, row, row.cache)
         attend = partial(checkpoint, core, False) if self.recomputes_core else core
         out_RHU = attend(qkv_R, rate_RH, decay_RH).unflatten(1, (self.value_heads, -1))

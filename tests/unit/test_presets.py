@@ -59,7 +59,7 @@ def test_servers_on_the_same_gpus_get_the_weights_by_handles(preset, tmp_path):
 
 # ---- every size on every number of GPUs ------------------------------------------------------------------------------
 
-SIZES = ("8b", "32b", "70b", "30b_a3b")
+SIZES = ("8b", "32b", "70b", "30b_a3b")  # 27b is for fine-tuning alone
 NODES = (8, 16, 32, 64)
 
 
