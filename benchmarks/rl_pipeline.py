@@ -1,13 +1,15 @@
 """How long do trainer and servers wait for each other, and what does it cost in reward not to wait?
 
     python benchmarks/rl_pipeline.py [--out rl_pipeline.json] [--staleness 0 1 2] [--over-sample 1.25] [--steps 16]
+        [--sglang]
     python benchmarks/rl_pipeline.py --curves [--seeds 0 1 2] [--out rl_pipeline_curves.json] [key=value ...]
 
-The first runs the grpo recipe on a stand-in for a server (tests/doubles/sglang_server.py) that only sleeps: the pace of
-a completion is log-normal, and one in twenty takes ten times as long. The trainer sleeps as well, so that two cores are
-enough and no model matters. The server has room for the completions of one batch. Told are, from the first optimizer
-step to the last: the share of time in which the trainer waited for completions, in which the server had none to make,
-and how much of its room was used.
+The first runs the grpo recipe on a stand-in for a server (tests/doubles/sglang_server.py) that sleeps for each token,
+or with --sglang on a real SGLang server on this CPU (`make test-sglang` installs it). The lengths of completions are
+log-normal, and one in twenty is ten times as long. The trainer sleeps as well, so that two cores are enough and no
+model matters. The server has room for the completions of one batch. Told are, from the first optimizer step to the
+last: the share of time in which the trainer waited for completions, in which the server had none to make, and how much
+of its room was used.
 
 --curves: the task of `make grpo` (sorting letters) from the same start, once for each rollout.max_staleness and seed,
 all with algorithm.importance=token; rewards of the recipe's evaluations, on 512 held-out prompts (standard error about
@@ -16,45 +18,83 @@ all with algorithm.importance=token; rewards of the recipe's evaluations, on 512
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
+import random
 import shutil
 import socket
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from unittest import mock
 
-import httpx2
 from rl_controls import rows_of, run, train_grpo, versions
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from isoloss.engine.config import Config
 from isoloss.engine.engine import Engine
+from isoloss.engine.rl.backends.servers import generate
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, sft
 
-DOUBLE = Path(__file__).parents[1] / "tests/doubles/sglang_server.py"
+TESTS = Path(__file__).parents[1] / "tests"
+sys.path.append(str(TESTS))
+from support import server_commands  # noqa: E402
+
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
-PROMPTS, GENERATIONS, TOKENS = 8, 4, 24  # a batch
+PROMPTS, GENERATIONS = 8, 4  # a batch
 ROOM = PROMPTS * GENERATIONS
-SECONDS_PER_TOKEN, SIGMA, SLOW_SHARE = 0.02, 0.5, 0.05
+MEDIAN_TOKENS, MAX_TOKENS, SIGMA, LONG_SHARE = 24, 600, 0.5, 0.05
+SECONDS_PER_TOKEN = 0.02  # of the stand-in
 TRAIN_SECONDS = 1.0
 
 
-def on_servers(staleness: int, over_sample: float, server_options: str) -> tuple[str, list[str]]:
-    """The URL of a stand-in that the run starts, and the keys for it."""
+class Clock:
+    """How long requests were under way: with at least one (seconds), and the sum over all (request_seconds)."""
+
+    def __init__(self) -> None:
+        self._lock, self._running, self._since = threading.Lock(), 0, time.perf_counter()
+        self._seconds = self._request_seconds = 0.0
+
+    def read(self, change: int = 0) -> tuple[float, float, float]:
+        """The time now, seconds, request_seconds; so many requests more, or fewer, are under way from now on."""
+        with self._lock:
+            now = time.perf_counter()
+            passed, self._since = now - self._since, now
+            self._seconds += passed * (self._running > 0)
+            self._request_seconds += passed * self._running
+            self._running += change
+            return now, self._seconds, self._request_seconds
+
+    @contextlib.contextmanager
+    def request(self) -> Iterator[None]:
+        self.read(+1)
+        try:
+            yield
+        finally:
+            self.read(-1)
+
+
+def tokens_of(request_id: str) -> int:
+    """How long a completion becomes: the same whenever it is asked for."""
+    chance = random.Random(request_id)
+    longer = 10 if chance.random() < LONG_SHARE else 1
+    return max(1, min(MAX_TOKENS, round(MEDIAN_TOKENS * longer * chance.lognormvariate(0, SIGMA))))
+
+
+def on_servers(staleness: int, over_sample: float, command: str) -> list[str]:
+    """The keys for a server that the run starts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = f"{sys.executable} {DOUBLE} --model {{model}} --port {{port}} {server_options}"
-    url = f"http://127.0.0.1:{port}"
-    return url, [
+    return [
         "rollout.backend=sglang",
-        f"rollout.servers=[{url}]",
+        f"rollout.servers=[http://127.0.0.1:{port}]",
         f"rollout.server_command='{command}'",
         "rollout.weight_sync=tensor",
         "rollout.timeout=300",
@@ -75,33 +115,40 @@ def write_inputs(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: int) -> dict[str, float]:
+def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: int, command: str) -> dict[str, float]:
     """Shares of the time from the first optimizer step to the last."""
-    pace = f"--seconds-per-token {SECONDS_PER_TOKEN} --pace-sigma {SIGMA} --slow-share {SLOW_SHARE}"
-    url, keys = on_servers(staleness, over_sample, pace)
-    told: list[tuple[float, dict[str, float]]] = []
-    train_step = Engine.train_step
+    clock, told = Clock(), list[tuple[float, float, float]]()
+    train_step, complete = Engine.train_step, generate.complete
 
     def slow_step(engine: Engine, *rest):
-        told.append((time.perf_counter(), httpx2.get(f"{url}/busy", trust_env=False).json()))
+        told.append(clock.read())
         time.sleep(TRAIN_SECONDS)
         return train_step(engine, *rest)
 
-    with mock.patch.object(Engine, "train_step", slow_step), contextlib.redirect_stdout(sys.stderr):
+    def timed(fleet, request, sampling, *rest):
+        with clock.request():
+            own = dataclasses.replace(sampling, max_new_tokens=tokens_of(request.id))
+            return complete(fleet, request, own, *rest)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(Engine, "train_step", slow_step))
+        stack.enter_context(mock.patch.object(generate, "complete", timed))
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         run(
             "grpo", RLConfig, grpo.run, f"model.path={inputs}/model", f"data.train={inputs}/prompts.jsonl",
-            f"output_dir={folder}", "data.max_length=128", f"batch.global_size={PROMPTS}", "batch.max_tokens=8192",
-            f"train.steps={steps}", f"rollout.num_generations={GENERATIONS}", f"rollout.max_new_tokens={TOKENS}",
-            f"rollout.concurrency={ROOM}", "reward.function=exact_match", "checkpoint.export_hf=false", *keys,
+            f"output_dir={folder}", "data.max_length=1024", f"batch.global_size={PROMPTS}", "batch.max_tokens=8192",
+            f"train.steps={steps}", f"rollout.num_generations={GENERATIONS}", f"rollout.max_new_tokens={MAX_TOKENS}",
+            f"rollout.concurrency={ROOM}", "reward.function=exact_match", "checkpoint.export_hf=false",
+            *on_servers(staleness, over_sample, command),
         )  # fmt: skip
-    (began, before), (ended, after) = told[0], told[-1]
-    seconds, rows = ended - began, rows_of(folder / "metrics.jsonl")
+    seconds, busy, request_seconds = (after - before for before, after in zip(told[0], told[-1], strict=True))
+    rows = rows_of(folder / "metrics.jsonl")
     return {
         "seconds_per_step": seconds / (steps - 1),
         "trainer_idle": sum(row["generate_seconds"] for row in rows[1:]) / seconds,
         "sync": sum(row["sync_seconds"] for row in rows[1:]) / seconds,
-        "server_idle": 1 - (after["seconds"] - before["seconds"]) / seconds,
-        "room_used": (after["requests"] - before["requests"]) / (seconds * ROOM),
+        "server_idle": 1 - busy / seconds,
+        "room_used": request_seconds / (seconds * ROOM),
         "staleness_mean": sum(row["staleness_mean"] for row in rows[1:]) / (steps - 1),
         "staleness_max": max(row["staleness_max"] for row in rows),
     }
@@ -109,6 +156,8 @@ def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: 
 
 def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     write_inputs(folder)
+    slept = f"{server_commands.DOUBLE} --seconds-per-token {SECONDS_PER_TOKEN}"
+    command = server_commands.SGLANG if args.sglang else slept
     cases = [(staleness, 1.0) for staleness in args.staleness]
     cases += [(staleness, args.over_sample) for staleness in args.staleness if staleness > 0 and args.over_sample > 1]
     found = {}
@@ -116,7 +165,7 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     print("|" + "---|" * 7)
     for staleness, over_sample in cases:
         name = f"staleness {staleness}, over-sampling {over_sample:g}"
-        found[name] = each = idle(folder, folder / f"run-{len(found)}", staleness, over_sample, args.steps)
+        found[name] = each = idle(folder, folder / f"run-{len(found)}", staleness, over_sample, args.steps, command)
         print(
             f"| {staleness} | {over_sample:g} | {each['seconds_per_step']:.2f} | {each['trainer_idle']:.0%} | "
             f"{each['server_idle']:.0%} | {each['room_used']:.0%} | {each['staleness_mean']:.2f} |",
@@ -124,8 +173,9 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         )
     steps = [each["seconds_per_step"] for each in found.values()]
     print(f"steps of the last case take {steps[-1] / steps[0]:.2f} of the time of the first")
-    latency = {"seconds_per_token": SECONDS_PER_TOKEN, "tokens": TOKENS, "sigma": SIGMA, "slow_share": SLOW_SHARE}
-    return {"latency": latency, "train_seconds": TRAIN_SECONDS, "room": ROOM, "steps": args.steps, "cases": found}
+    lengths = {"median": MEDIAN_TOKENS, "most": MAX_TOKENS, "sigma": SIGMA, "long_share": LONG_SHARE}
+    about = {"server": command, "lengths": lengths, "train_seconds": TRAIN_SECONDS, "room": ROOM, "steps": args.steps}
+    return about | {"cases": found}
 
 
 def measure_curves(args: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -135,7 +185,7 @@ def measure_curves(args: argparse.Namespace, folder: Path) -> dict[str, object]:
         run("sft", Config, sft.run, "preset=sort", f"train.seed={seed}", f"output_dir={start}")
         of_seed = curves[f"seed {seed}"] = {}
         for staleness in args.staleness:
-            _, keys = on_servers(staleness, 1.0, "--seconds-per-token 0.001")
+            keys = on_servers(staleness, 1.0, server_commands.DOUBLE)
             name = f"staleness {staleness}"
             with contextlib.redirect_stdout(sys.stderr):
                 of_seed[name] = train_grpo(start, folder / f"{seed}-{staleness}", seed, [*keys, *args.overrides])
@@ -149,6 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="where the figures go (rl_pipeline.json, rl_pipeline_curves.json)")
     parser.add_argument("--staleness", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--over-sample", type=float, default=1.25, help="also with this one, where it may be; 1: not")
+    parser.add_argument("--sglang", action="store_true", help="a real server instead of a stand-in")
     parser.add_argument("--steps", type=int, default=16, help="optimizer steps of each run, one a batch")
     parser.add_argument("--curves", action="store_true", help="rewards instead of idle time")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

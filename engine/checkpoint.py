@@ -193,14 +193,15 @@ def prune(checkpoints: Path, keep: int) -> None:
         shutil.rmtree(doomed)
 
 
-def export_hf(folder: Path, model: Model) -> None:
+def export_hf(folder: Path, model: Model, own_dtypes: Mapping[str, torch.dtype]) -> None:
     """Write safetensors with the Hugging Face names of a text model; each rank that holds weights that no other does
     writes its own.
 
+    own_dtypes: of tensors that are not written in config.json's type, by name.
     Collective over the world.
     """
     arch = model.arch.text_only()
-    tensors = model.hf_tensors(arch.torch_dtype, arch)
+    tensors = model.hf_tensors(arch.torch_dtype, arch, own_dtypes)
     mine = ((name, tensor.cpu()) for name, tensor, write in tensors if write)
     entries = hf_checkpoint.write_shards(folder, f"stage{model.mesh.pp.rank():03d}-rank{dist.get_rank():05d}", mine)
     entries_of_ranks = gather_objects(entries)

@@ -317,7 +317,7 @@ class Engine:
         """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
         Collective over the world."""
         self._whole_weights()
-        checkpoint.export_hf(Path(folder), self.model)
+        checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
         if dist.get_rank() == 0:
             copy_sidecars(self.source.folder, folder, self.arch.text_only())
         dist.barrier()

@@ -1,8 +1,12 @@
 """The model that a configuration names, read and checked once a run, before any process group exists."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from isoloss.engine import compatibility, device_memory
@@ -14,7 +18,9 @@ from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check
 from isoloss.models.weights.iterations import checkpoint_folder
+from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.random_weights import RandomWeights
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, device, environment
 
 
@@ -26,6 +32,8 @@ class ModelSource:
     layout: in this world.
     weights: where they are read from.
     folder: of config.json and tokenizer.
+    own_dtypes: of the tensors that are stored in another type than most of the model, such as a few in fp32 beside
+        bf16, by their names in an exported folder.
     """
 
     path: Path
@@ -33,6 +41,7 @@ class ModelSource:
     layout: Layout
     weights: WeightSource
     folder: Path
+    own_dtypes: Mapping[str, torch.dtype]
 
 
 def resolve(config: Config) -> ModelSource:
@@ -50,7 +59,7 @@ def resolve(config: Config) -> ModelSource:
         device_memory.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
-    return ModelSource(path, arch, layout, weights, folder)
+    return ModelSource(path, arch, layout, weights, folder, _own_dtypes(weights, arch))
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
@@ -60,6 +69,22 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
     source = HFReader(path)
     check(source, arch)
     return source
+
+
+def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dtype]:
+    """See `ModelSource`. "Most" are the most numbers, not the most tensors."""
+    dtypes, numbers = dict[str, torch.dtype](), Counter[torch.dtype]()
+    for stored, exported in zip(weight_map(arch), weight_map(arch.text_only()), strict=True):
+        for part, name in zip(stored.parts, (part.tensor for part in exported.parts), strict=True):
+            if isinstance(weights, CheckpointWeights):
+                dtypes[name] = weights.dtype(stored)
+            elif isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES:
+                dtypes[name] = DTYPES[kind]
+            else:
+                continue
+            numbers[dtypes[name]] += prod(part.shape)
+    usual = [dtype for dtype, _ in numbers.most_common(1)]
+    return {name: dtype for name, dtype in dtypes.items() if dtype not in usual}
 
 
 def _world_size() -> int:

@@ -1,6 +1,6 @@
 """The model of a run, as one noun: what training, generation and files ask of it."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -217,10 +217,13 @@ class Model:
         for owned, whole in self.whole_tensors():
             yield owned.weight.name, whole
 
-    def hf_tensors(self, dtype: torch.dtype, arch: Architecture | None = None) -> Iterator[tuple[str, Tensor, bool]]:
+    def hf_tensors(
+        self, dtype: torch.dtype, arch: Architecture | None = None, own_dtypes: Mapping[str, torch.dtype] = {}
+    ) -> Iterator[tuple[str, Tensor, bool]]:
         """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
 
         arch: whose names; default those in the files that the model came from.
+        own_dtypes: of tensors that have another, by name.
 
         Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
         where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.
@@ -231,7 +234,7 @@ class Model:
         for owned, whole in self.whole_tensors():
             weight = named[owned.weight.name]
             for part, tensor in zip(weight.parts, weight.mapping.split(whole)):
-                tensor = tensor.to(dtype if weight.trained else torch.float32)
+                tensor = tensor.to(own_dtypes.get(part.tensor, dtype if weight.trained else torch.float32))
                 mine = owned.first and owned.tp.rank() == 0
                 if part.rows is None:
                     yield part.tensor, tensor, mine

@@ -44,7 +44,7 @@ FAULTS = (
 )  # fmt: skip
 # But for those of `test_resume` that go from layout to layout, of which nothing is disturbed.
 PYTEST = (
-    "-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow and not sglang",
+    "-m", "pytest", "-n", "2", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not sglang",
     "-k", "not resume_is_exact and not another_layout",
 )  # fmt: skip
 ALL = [name for name in (*KINDS, "tests") if name != "sglang" or SGLANG_PYTHON.exists()]
@@ -126,10 +126,13 @@ def disturb(
         return not outcomes[-1].failed and not running.over.is_set()
 
     def undisturbed() -> None:
-        whole.start()
-        status = whole.wait_long()
-        assert status == 0, f"status {status}: {whole.said()[-2000:]}"
-        whole.gone()
+        try:
+            whole.start()
+            status = whole.wait_long()
+            assert status == 0, f"status {status}: {whole.said()[-2000:]}"
+            whole.gone()
+        finally:
+            whole.end()  # the next run serves at the same ports
 
     def one(row: Row) -> str | None:
         job.leash(4)
@@ -149,7 +152,6 @@ def disturb(
     with contextlib.ExitStack() as stack:
         if any(row.do is disturbances.full for row in planned):
             stack.enter_context(small_disk(job.out / "checkpoints"))
-        stack.callback(whole.end)
         stack.callback(job.end)
         note("undisturbed", "", undisturbed, lambda: f"done: weights {checks.weights(whole.out)}")
         for done, row in enumerate(planned):

@@ -101,6 +101,19 @@ def test_without_what_is_beside_it_a_text_model_is_written(tmp_path, pool, write
             torch.testing.assert_close(text(input_ids=tokens).logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("start", ("published", "converted"))
+def test_what_a_run_exports_is_of_the_published_types(tmp_path, pool, start):
+    """Tensors that the hub's files hold in fp32 beside bf16 are exact in both."""
+    hf = write_multimodal(tmp_path / "hf", dtype=torch.bfloat16, precise=True)
+    pool.run(1, export, hf if start == "published" else converted(hf, tmp_path / "checkpoint"), tmp_path / "out")
+    before, after = (load_file(folder / "model.safetensors") for folder in (hf, tmp_path / "out"))
+    text = {n.replace("model.language_model.", "model."): t for n, t in before.items() if "language" in n}
+    assert len({tensor.dtype for tensor in text.values()}) == 2 and after.keys() >= text.keys()
+    for name, tensor in after.items():
+        wanted = text.get(name, before.get(name))
+        assert wanted is not None and tensor.dtype == wanted.dtype and torch.equal(tensor, wanted), name
+
+
 @EACH
 def test_it_generates_as_the_multimodal_model(tmp_path, write, text_class):
     """In process, with weights by the names in its files."""

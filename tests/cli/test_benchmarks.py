@@ -249,6 +249,7 @@ def test_rl_pipeline(script, monkeypatch, tmp_path):
     module = script("rl_pipeline", "--steps", 3, "--staleness", 0, 1, "--over-sample", 1.25, "--out", out)
     monkeypatch.setattr(module, "TRAIN_SECONDS", 0.1)
     monkeypatch.setattr(module, "SECONDS_PER_TOKEN", 0.002)
+    monkeypatch.setattr(module, "MEDIAN_TOKENS", 4)
     module.main()
     cases = json.loads(out.read_text())["cases"]
     names = "staleness 0, over-sampling 1", "staleness 1, over-sampling 1", "staleness 1, over-sampling 1.25"

@@ -3,8 +3,7 @@
     python tests/doubles/sglang_server.py --model DIR --host 127.0.0.1 --port 30000
 
 It answers as SGLang 0.5.23 was seen to, refusals included: tests/sglang/test_backend.py runs against both. Beyond the
-protocol it counts calls (GET /calls) and the time in which it had requests (GET /busy), tells which weights an update
-brought and which groups it is in (GET /received),
+protocol it counts calls (GET /calls), tells which weights an update brought and which groups it is in (GET /received),
 takes faults to inject (POST /faults, a list of {"kind", "path", "count"}: `Handler.serve` and LIES have the kinds; GET
 /faults tells those that are left) and lets its options be changed (POST /options).
 """
@@ -18,7 +17,6 @@ import io
 import json
 import os
 import pickle
-import random
 import socket
 import socketserver
 import threading
@@ -131,8 +129,6 @@ class Job:
     versions: list[str] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     done: threading.Event = field(default_factory=threading.Event)
-    seconds: float = 0.0  # between two of its tokens
-    due: float = 0.0
 
     def end(self, **finish: Any) -> None:
         self.finish = finish
@@ -183,7 +179,6 @@ class Engine:
         self.asleep: set[str] = set()
         self.received: list[tuple[str, str, list[int], str]] = []  # name, checksum, shape and type
         self.random = torch.Generator().manual_seed(0)
-        self.busy = {"seconds": 0.0, "requests": 0.0}  # with a request running, and the sum of that over requests
         self.changed = threading.Condition(threading.RLock())
         threading.Thread(target=self.run, daemon=True).start()
 
@@ -194,30 +189,21 @@ class Engine:
             with self.changed:
                 while self.paused is not None or not self.jobs:
                     self.changed.wait()
-                running, began = len(self.jobs), time.monotonic()
-                self.turn(began)
+                self.turn()
             time.sleep(self.options.seconds_per_token)
-            seconds = time.monotonic() - began
-            self.busy["seconds"] += seconds
-            self.busy["requests"] += seconds * running
 
     @torch.no_grad()
-    def turn(self, now: float) -> None:
-        """One token for every request that is due, in one batch; padding on the right does not reach what lies before
-        it."""
+    def turn(self) -> None:
+        """One token for every request, in one batch; padding on the right does not reach what lies before it."""
         if self.asleep:
             os._exit(1)
-        jobs = [job for job in self.jobs if job.due <= now]
-        contexts = [job.prompt + job.output for job in jobs]
-        if not jobs:
-            return
+        contexts = [job.prompt + job.output for job in self.jobs]
         if self.options.deterministic:
             logits = [self.model(torch.tensor([context])).logits[0] for context in contexts]
         else:
             width = max(map(len, contexts))
             logits = self.model(torch.tensor([c + [0] * (width - len(c)) for c in contexts])).logits
-        for job, context, row in zip(jobs, contexts, logits):
-            job.due = now + job.seconds
+        for job, context, row in zip(list(self.jobs), contexts, logits):
             if self.options.deterministic:
                 self.random.manual_seed(1_000_003 * job.params["sampling_seed"] + len(context))
             token, logprob = self.choose(row[len(context) - 1].float(), job.params)
@@ -252,7 +238,6 @@ class Engine:
         for job in jobs:
             job.params = {"max_new_tokens": 128, **job.params}
             self.check(job)
-            job.seconds = self.pace(job)
         with self.changed:
             while self.paused is not None:  # the door is closed: an abort does not reach who waits outside
                 self.changed.wait()
@@ -263,13 +248,6 @@ class Engine:
             job.done.wait()
         replies = [self.reply(job, body.get("return_logprob", False)) for job in jobs]
         return replies if isinstance(body["input_ids"][0], list) else replies[0]
-
-    def pace(self, job: Job) -> float:
-        """Seconds for each of its tokens: log-normal, and for a share of requests ten times that; the same whenever it
-        is asked for again."""
-        chance, options = random.Random(job.params.get("sampling_seed")), self.options
-        slow = 10 if chance.random() < options.slow_share else 1
-        return options.seconds_per_token * slow * chance.lognormvariate(0, options.pace_sigma)
 
     def check(self, job: Job) -> None:
         limit, prompt, new = self.model.config.max_position_embeddings, len(job.prompt), job.params["max_new_tokens"]
@@ -495,8 +473,6 @@ class Server(ThreadingHTTPServer):
                 "tp_size": 1, "device": self.options.device, "enable_memory_saver": saver,
                 "enable_weights_cpu_backup": backup, "version": "0.5.23",
             }  # fmt: skip
-        if path == "/busy":
-            return engine.busy
         if path == "/v1/loads":
             return {"loads": [{"num_running_reqs": sum(1 for job in engine.jobs if job.output)}]}
         if path == "/health":
@@ -589,8 +565,6 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--seconds-per-token", type=float, default=0.001, help="so that a test can interrupt")
-    parser.add_argument("--pace-sigma", type=float, default=0.0, help="of the log-normal factor of a request's pace")
-    parser.add_argument("--slow-share", type=float, default=0.0, help="of requests, which take ten times as long")
     parser.add_argument("--device", default="cpu", help="what it says it runs on, whatever that is")
     parser.add_argument("--memory-saver", action="store_true", help="as SGLang's --enable-memory-saver")
     parser.add_argument("--keeps-weights", action="store_true", help="as SGLang's --enable-weights-cpu-backup")

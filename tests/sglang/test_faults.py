@@ -272,7 +272,7 @@ def test_colocated_needs_servers_that_give_memory_back(backend, second):
         (
             "bash -c 'echo no model; exit 3'",
             20.0,
-            r"ended: fix .*no model \| the command ended with status 3",
+            r"ended twice: fix .*no model \| the command ended with status 3",
         ),
         ("bash -c 'echo loading; sleep 60'", 1.0, r"rollout.timeout=1 seconds: fix .*server-\d+\.log.*loading"),
         (

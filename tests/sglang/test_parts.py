@@ -220,6 +220,23 @@ def test_starting_again_ends_what_ran(tmp_path):
     server.stop()  # twice does no harm
 
 
+def test_one_that_is_killed_while_it_starts_is_started_once_more(tmp_path, capsys):
+    """And no more than once."""
+    serves_at_last = f"test -e {tmp_path}/killed && touch {tmp_path}/serves && sleep 1005"
+    command = f"bash -c '{serves_at_last}; touch {tmp_path}/killed; kill -9 $$'"
+    server = ServerProcess(command, "http://127.0.0.1:5", tmp_path, tmp_path)
+    server.start()
+    server.wait_ready((tmp_path / "serves").exists, LONG)
+    assert server.running and capsys.readouterr().out.count("started once more") == 1
+    server.stop()
+
+    server = ServerProcess("bash -c 'kill -9 $$'", "http://127.0.0.1:6", tmp_path, tmp_path)
+    server.start()
+    with pytest.raises(UserError, match="ended twice"):
+        server.wait_ready(lambda: False, LONG)
+    assert server.log.read_text().count("$ bash") == 2 and capsys.readouterr().out.count("started once more") == 1
+
+
 def test_a_server_needs_a_port(tmp_path):
     with pytest.raises(UserError, match=r"http://somewhere.*must name a port"):
         ServerProcess("serve", "http://somewhere", tmp_path, tmp_path)

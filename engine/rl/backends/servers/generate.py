@@ -83,7 +83,7 @@ def generate(
 
     def one(request: Request) -> Completion | None:
         try:
-            completion = _complete(fleet, request, sampling, timeout, aborted)
+            completion = complete(fleet, request, sampling, timeout, aborted)
             if completion is not None and completion.finish != "abort":
                 arrived(completion)
             return completion
@@ -107,7 +107,7 @@ def try_abort(server: Server) -> None:
         server.abort()
 
 
-def _complete(
+def complete(
     fleet: Fleet, request: Request, sampling: Sampling, timeout: float, aborted: threading.Event
 ) -> Completion | None:
     """One request to its end, over as many calls and servers as it takes."""

@@ -56,11 +56,19 @@ class ServerProcess:
             self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
     def wait_ready(self, ready: Callable[[], bool], timeout: float) -> None:
-        """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long."""
-        deadline = time.monotonic() + timeout
+        """Until ready(). Raises UserError with the end of the log if the command ends first, or takes too long.
+
+        It may end once, and is then started again: a server that is killed while it starts is nobody's mistake. No
+        status tells that from one: SGLang kills itself whatever is wrong.
+        """
+        deadline, again = time.monotonic() + timeout, True
         while not ready():
             if not self.running:
-                raise UserError(f"rollout.server_command: the server for {self.url} ended: {self._told()}")
+                if not again:
+                    raise UserError(f"rollout.server_command: the server for {self.url} ended twice: {self._told()}")
+                print(f"the server for {self.url} ended before it served: started once more", flush=True)
+                self.start()
+                again = False
             if time.monotonic() > deadline:
                 raise UserError(
                     f"rollout.server_command: the server for {self.url} does not answer after "
