@@ -33,7 +33,7 @@ help:
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
 	@echo "make test       the quick CPU tests: every claim once, ten minutes at most on two cores"
-	@echo "make test-all   those and the others, thirty minutes at most;  make slowest: the slowest tests of the last run"
+	@echo "make test-all   those and the others, about forty minutes;  make slowest: the slowest tests of the last run"
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
 	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes);  make soak: an hour"

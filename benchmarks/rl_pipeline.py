@@ -6,10 +6,10 @@
 
 The first runs the grpo recipe on a stand-in for a server (tests/doubles/sglang_server.py) that sleeps for each token,
 or with --sglang on a real SGLang server on this CPU (`make test-sglang` installs it). The lengths of completions are
-log-normal, and one in twenty is ten times as long. The trainer sleeps as well, so that two cores are enough and no
-model matters. The server has room for the completions of one batch. Told are, from the first optimizer step to the
-last: the share of time in which the trainer waited for completions, in which the server had none to make, and how much
-of its room was used.
+log-normal, and one in twenty is ten times as long. Beside the stand-in the trainer sleeps as well, so that no model
+matters; beside a real server it trains the model of `make grpo` from scratch, each on a core of its own. The server
+has room for the completions of one batch. Told are, from the first optimizer step to the last: the share of time in
+which the trainer waited for completions, in which the server had none to make, and how much of its room was used.
 
 --curves: the task of `make grpo` (sorting letters) from the same start, once for each rollout.max_staleness and seed,
 all with algorithm.importance=token; rewards of the recipe's evaluations, on 512 held-out prompts (standard error about
@@ -104,25 +104,27 @@ def on_servers(staleness: int, over_sample: float, command: str) -> list[str]:
     ]
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, real: bool) -> None:
     shutil.copytree(TINY, folder / "model")
     config = json.loads((TINY / "config.json").read_text())
     small = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}
-    config |= small | {"intermediate_size": 48, "num_hidden_layers": 1}
+    config |= {} if real else small | {"intermediate_size": 48, "num_hidden_layers": 1}
     (folder / "model" / "config.json").write_text(json.dumps(config))
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "model")
     rows = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(64)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: int, command: str) -> dict[str, float]:
+def idle(
+    inputs: Path, folder: Path, staleness: int, over_sample: float, steps: int, command: str, sleeps: float
+) -> dict[str, float]:
     """Shares of the time from the first optimizer step to the last."""
     clock, told = Clock(), list[tuple[float, float, float]]()
     train_step, complete = Engine.train_step, generate.complete
 
     def slow_step(engine: Engine, *rest):
         told.append(clock.read())
-        time.sleep(TRAIN_SECONDS)
+        time.sleep(sleeps)
         return train_step(engine, *rest)
 
     def timed(fleet, request, sampling, *rest):
@@ -155,9 +157,9 @@ def idle(inputs: Path, folder: Path, staleness: int, over_sample: float, steps: 
 
 
 def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
-    write_inputs(folder)
+    write_inputs(folder, args.sglang)
     slept = f"{server_commands.DOUBLE} --seconds-per-token {SECONDS_PER_TOKEN}"
-    command = server_commands.SGLANG if args.sglang else slept
+    command, sleeps = (server_commands.SGLANG, 0.0) if args.sglang else (slept, TRAIN_SECONDS)
     cases = [(staleness, 1.0) for staleness in args.staleness]
     cases += [(staleness, args.over_sample) for staleness in args.staleness if staleness > 0 and args.over_sample > 1]
     found = {}
@@ -165,7 +167,8 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     print("|" + "---|" * 7)
     for staleness, over_sample in cases:
         name = f"staleness {staleness}, over-sampling {over_sample:g}"
-        found[name] = each = idle(folder, folder / f"run-{len(found)}", staleness, over_sample, args.steps, command)
+        run_folder = folder / f"run-{len(found)}"
+        found[name] = each = idle(folder, run_folder, staleness, over_sample, args.steps, command, sleeps)
         print(
             f"| {staleness} | {over_sample:g} | {each['seconds_per_step']:.2f} | {each['trainer_idle']:.0%} | "
             f"{each['server_idle']:.0%} | {each['room_used']:.0%} | {each['staleness_mean']:.2f} |",
@@ -174,8 +177,10 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     steps = [each["seconds_per_step"] for each in found.values()]
     print(f"steps of the last case take {steps[-1] / steps[0]:.2f} of the time of the first")
     lengths = {"median": MEDIAN_TOKENS, "most": MAX_TOKENS, "sigma": SIGMA, "long_share": LONG_SHARE}
-    about = {"server": command, "lengths": lengths, "train_seconds": TRAIN_SECONDS, "room": ROOM, "steps": args.steps}
-    return about | {"cases": found}
+    return {
+        "server": command, "lengths": lengths, "train_sleeps": sleeps, "room": ROOM, "steps": args.steps,
+        "cases": found,
+    }  # fmt: skip
 
 
 def measure_curves(args: argparse.Namespace, folder: Path) -> dict[str, object]:

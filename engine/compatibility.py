@@ -98,18 +98,16 @@ def gated_delta(setup: Setup) -> Refusals:
 def shared_prefixes(setup: Setup) -> Refusals:
     if not setup.config.batch.share_prefixes:
         return
-    if setup.arch.delta is not None:
-        yield "batch.share_prefixes", "is not built for layers of linear attention", "leave it at null"
     if setup.config.parallel.cp_kernel != "isoloss":
         why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}, which takes whole documents"
         yield "batch.share_prefixes", why, "leave it at null, or set parallel.cp_kernel=isoloss"
 
 
-def shares_prefixes(config: Config, arch: Architecture) -> bool:
+def shares_prefixes(config: Config) -> bool:
     """What batch.share_prefixes is, where it is null as well."""
     if config.batch.share_prefixes is not None:
         return config.batch.share_prefixes
-    return config.samples_begin_alike and arch.delta is None and config.parallel.cp_kernel == "isoloss"
+    return config.samples_begin_alike and config.parallel.cp_kernel == "isoloss"
 
 
 def generation(setup: Setup) -> Refusals:

@@ -86,8 +86,8 @@ class BatchConfig(Keys, group="batch"):
     share_prefixes: bool | None = key(
         None,
         "Compute once what several samples of a micro-batch begin with alike, such as the prompt of a group. Nothing "
-        "but time and memory depends on it. null: in reinforcement learning, where model and parallel.cp_kernel allow "
-        "it.",
+        "but time and memory depends on it. null: in reinforcement learning, but not with kernels of "
+        "parallel.cp_kernel that take whole documents.",
     )
 
 

@@ -349,7 +349,7 @@ class Engine:
 
     @property
     def shares_prefixes(self) -> bool:
-        return compatibility.shares_prefixes(self.config, self.arch)
+        return compatibility.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Which dp rank runs which samples in which micro-batch; the same on every rank."""

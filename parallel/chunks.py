@@ -20,13 +20,17 @@ class Chunks:
 
     slots: of each token, its place in the chunks, one chunk after the other.
     tokens: of each place, its token. empty: places without one, which have the last token of the chunk's document.
+    order: the documents that have tokens, those with the most chunks first: a document's place among them, which is
+        where its chunk is in every turn. ranks: of each document, that place.
     turns: chunks of each turn of the scan, not decreasing. The first chunks of a turn follow those of the turn before,
-        in their order; the others are the first of their document.
+        in their order; the others are the first of their document. The last turn has the last of every document.
     """
 
     slots: Tensor
     tokens: Tensor
     empty: Tensor
+    order: Tensor
+    ranks: Tensor
     turns: tuple[int, ...]
 
     @property
@@ -59,7 +63,8 @@ def chunks_of(lengths: tuple[int, ...]) -> Chunks:
     tokens[slots] = np.arange(len(slots))
     by_chunk = tokens.reshape(-1, CHUNK)
     whole = np.where(by_chunk < 0, by_chunk.max(1, keepdims=True, initial=0), by_chunk).reshape(-1)
-    return Chunks(torch.from_numpy(slots), torch.from_numpy(whole), torch.from_numpy(tokens < 0), tuple(turns))
+    slots, whole, empty, order, rank = map(torch.from_numpy, (slots, whole, tokens < 0, order, rank))
+    return Chunks(slots, whole, empty, order, rank, tuple(turns))
 
 
 def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads | None) -> Chunks:
@@ -71,20 +76,22 @@ def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads |
     def there(name: str) -> Tensor:
         return uploads.once((name, lengths), partial(getattr, chunks, name), device)
 
-    return Chunks(there("slots"), there("tokens"), there("empty"), chunks.turns)
+    return Chunks(there("slots"), there("tokens"), there("empty"), there("order"), there("ranks"), chunks.turns)
 
 
 @dataclass(frozen=True)
 class Turn:
     """The chunks of a block in one turn of the scan, as slices of the block: those that begin a document, first, come
-    after those that do not, later. before: the chunks that the later ones follow, and followers: those that follow the
-    chunks, as slices of the row; None where there are none."""
+    after those that do not, later. before: the chunks that the later ones follow, as a slice of the row; None where
+    there are none. begun: the documents that begin, in `Chunks.order`. followers: the chunks that follow, as a slice of
+    the row; behind its end, in the order of the documents, where these are the last."""
 
     chunks: slice
     later: slice
     first: slice
     before: slice | None
-    followers: slice | None
+    begun: slice
+    followers: slice
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,7 @@ def blocks_of(turns: tuple[int, ...], size: int) -> tuple[Block, ...]:
     """Blocks of at most `size` chunks. What a chunk follows is in its block, or in one before."""
     count, start, before = sum(turns), 0, 0
     parts: list[list[Turn]] = [[] for _ in range(0, count, size)]
-    for turn, chunks in enumerate(turns):
+    for chunks in turns:
         stop, middle = start + chunks, start + before
         cuts = [start, *range((start // size + 1) * size, stop, size), stop]
         for a, b in pairwise(cuts):
@@ -112,7 +119,8 @@ def blocks_of(turns: tuple[int, ...], size: int) -> tuple[Block, ...]:
                     slice(a - origin, border - origin),
                     slice(border - origin, b - origin),
                     slice(a - before, border - before) if border > a else None,
-                    slice(a + chunks, b + chunks) if turn + 1 < len(turns) else None,
+                    slice(border - start, b - start),
+                    slice(a + chunks, b + chunks),
                 )
             )
         start, before = stop, chunks

@@ -1,10 +1,11 @@
-"""The gated delta rule (arXiv:2412.06464) of a whole packed row, which starts anew at every document.
+"""The gated delta rule (arXiv:2412.06464) of a whole packed row, which starts anew at every document, or from a state
+that is given for each.
 
 It is computed in chunks of tokens, some chunks after the other (`Block`): what needs no state for all chunks of a block
 at once, and between them a scan over the chunks of each document, the documents side by side.
 
-Shape suffixes: T tokens of a row, N chunks, C tokens of a chunk, H value heads, K key heads (value head h reads key
-head h // (H / K)), D width of a key, U of a value.
+Shape suffixes: T tokens of a row, S documents, N chunks, C tokens of a chunk, H value heads, K key heads (value head h
+reads key head h // (H / K)), D width of a key, U of a value.
 """
 
 import math
@@ -29,21 +30,22 @@ def delta_rule(
     rate_TH: Tensor,
     lengths: tuple[int, ...],
     uploads: Uploads | None = None,
+    begun_SHDU: Tensor | None = None,
 ) -> Tensor:
     """[T, H, U]: of each document and head, with q = query / |query| / sqrt(D), k = key / |key|, a = exp(log_decay),
 
-        S_t = a_t S_(t-1) + k_t (rate_t (v_t - k_t^T a_t S_(t-1)))^T,   out_t = q_t^T S_t,   S_0 = 0.
+        S_t = a_t S_(t-1) + k_t (rate_t (v_t - k_t^T a_t S_(t-1)))^T,   out_t = q_t^T S_t,   S_0 = begun, or 0.
 
-    log_decay: at most 0. rate: how much of what the key reads is replaced. lengths: of the documents. Computes in at
-    least fp32; what the backward needs grows with T.
+    log_decay: at most 0. rate: how much of what the key reads is replaced. lengths: of the documents. begun: then none
+    is empty. Computes in at least fp32; what the backward needs grows with T.
     """
     if not query_TKD.shape[0]:
         return value_THU
     chunks = chunks_on(lengths, query_TKD.device, uploads)
-    return _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, chunks)
+    out, _ = _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, False)
+    return out
 
 
-@torch.no_grad()
 def delta_rule_and_states(
     query_TKD: Tensor,
     key_TKD: Tensor,
@@ -52,21 +54,11 @@ def delta_rule_and_states(
     rate_TH: Tensor,
     lengths: tuple[int, ...],
     uploads: Uploads | None = None,
+    begun_SHDU: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`delta_rule`, and the state that each document leaves, [S, H, D, U]; no document is empty. Not differentiable."""
-    given = query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH
+    """`delta_rule`, and the state that each document leaves, [S, H, D, U], in at least fp32; no document is empty."""
     chunks = chunks_on(lengths, query_TKD.device, uploads)
-    out, _, state, written = _computed(chunks, *given)
-    # The last chunks of all documents are those of the last turn, and those that are not full.
-    last = Block(chunks.count - chunks.turns[-1], chunks.count, ())
-    within = _Within(chunks, last, query_TKD, key_TKD, log_decay_TH, rate_TH)
-    empty = chunks.empty[within.places].view(-1, 1, CHUNK, 1)
-    total = within.cut(log_decay_TH[..., None]).masked_fill(empty, 0).cumsum(2)
-    write = within.by_head(within.key, (total[:, :, -1:] - total).exp().masked_fill(empty, 0))
-    left = state[within.block] * total[:, :, -1:].exp()
-    _add_product(left, write.transpose(2, 3), written[within.block])
-    ends = torch.tensor(lengths, device=out.device).cumsum(0) - 1
-    return out, left[chunks.slots[ends] // CHUNK - last.start]
+    return _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, True)
 
 
 @torch.no_grad()
@@ -91,38 +83,40 @@ def delta_rule_next(
     return (query @ state_BHDU).squeeze(2).to(value_BHU.dtype)
 
 
-def _computed(chunks: Chunks, query, key, value, log_decay, rate) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result; of each chunk the inverse of its system, the state that it finds, and what it writes."""
-    heads, columns = value.shape[1:]
-    shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
-    inverse, state, written = (value.new_empty(chunks.count, heads, *shape, dtype=dtype) for shape in shapes)
-    out = value.new_empty(chunks.count * CHUNK, heads, columns)
-    for block in _blocks(chunks, value):
-        within = _Within(chunks, block, query, key, log_decay, rate)
-        _forward(within, value, inverse, state, written, out)
-    return out.index_select(0, chunks.slots), inverse, state, written
-
-
 class _DeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query, key, value, log_decay, rate, chunks: Chunks):
-        given = query, key, value, log_decay, rate
-        out, *kept = _computed(chunks, *given)
-        ctx.chunks = chunks
-        ctx.save_for_backward(*given, *kept)
-        return out
+    def forward(ctx, query, key, value, log_decay, rate, begun, chunks: Chunks, leaves: bool):
+        """Keeps of each chunk the inverse of its system, the state that it finds, and what it writes."""
+        heads, columns = value.shape[1:]
+        counts = chunks.count, chunks.count + leaves * len(chunks.order), chunks.count
+        shapes, dtype = ((CHUNK, CHUNK), (query.shape[2], columns), (CHUNK, columns)), precise(query).dtype
+        inverse, state, written = (value.new_empty(n, heads, *shape, dtype=dtype) for n, shape in zip(counts, shapes))
+        out = value.new_empty(chunks.count * CHUNK, heads, columns)
+        in_order = None if begun is None else begun.index_select(0, chunks.order)
+        for block in _blocks(chunks, value):
+            within = _Within(chunks, block, query, key, log_decay, rate, leaves)
+            _forward(within, value, in_order, inverse, state, written, out)
+        ctx.chunks, ctx.leaves, ctx.begun = chunks, leaves, begun is not None
+        found, left = state[: chunks.count], state[chunks.count :]
+        ctx.save_for_backward(query, key, value, log_decay, rate, inverse, found, written)
+        return out.index_select(0, chunks.slots), left.index_select(0, chunks.ranks) if leaves else None
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx, grad, of_states):
         chunks, (query, key, value, log_decay, rate, inverse, state, written) = ctx.chunks, ctx.saved_tensors
         grads = [t.new_empty(chunks.count * CHUNK, *t.shape[1:]) for t in (query, key, value, log_decay, rate)]
         left = torch.empty_like(state)
-        left[chunks.with_successor :].zero_()
+        if ctx.leaves:
+            torch.index_select(of_states, 0, chunks.order, out=left[chunks.with_successor :])
+        else:
+            left[chunks.with_successor :].zero_()
+        of_begun = state.new_empty(len(chunks.order), *state.shape[1:]) if ctx.begun else None
         for block in reversed(_blocks(chunks, value)):
-            within = _Within(chunks, block, query, key, log_decay, rate)
-            _backward(within, grad, value, inverse, state, written, left, grads)
-        return *(t.index_select(0, chunks.slots) for t in grads), None
+            within = _Within(chunks, block, query, key, log_decay, rate, ctx.leaves)
+            _backward(within, grad, value, inverse, state, written, left, of_begun, grads)
+        of_begun = None if of_begun is None else of_begun.index_select(0, chunks.ranks)
+        return *(t.index_select(0, chunks.slots) for t in grads), of_begun, None, None
 
 
 def _blocks(chunks: Chunks, value_THU: Tensor) -> tuple[Block, ...]:
@@ -141,17 +135,23 @@ class _Within:
     past: of tokens i >= j, what is left at i of what j wrote, exp(G_i - G_j), G the sums of log decays.
     similar, seen: key_i . key_j and query_i . key_j, of each key head.
     since, until: what is left at i of what the chunk finds, and at its end of what i wrote. decay: of the whole chunk.
+    leaves: what documents leave is asked for, so that places without a token must write and forget nothing.
     """
 
-    def __init__(self, chunks: Chunks, block: Block, query_TKD, key_TKD, log_decay_TH, rate_TH):
-        self.chunks, self.turns, self.block = chunks, block.turns, slice(block.start, block.stop)
+    def __init__(self, chunks: Chunks, block: Block, query_TKD, key_TKD, log_decay_TH, rate_TH, leaves: bool):
+        self.leaves, self.chunks, self.turns = leaves, chunks, block.turns
+        self.block = slice(block.start, block.stop)
         self.places = slice(block.start * CHUNK, block.stop * CHUNK)
         self.dtype, self.keys, self.length = precise(query_TKD).dtype, key_TKD.shape[1], key_TKD.shape[2] ** -0.5
         self.query, self.query_factor = _of_length(self.length, self.cut(query_TKD))
         self.key, self.key_factor = _of_length(1, self.cut(key_TKD))
-        self.rate = self.cut(rate_TH[..., None]).contiguous()
+        self.empty = chunks.empty[self.places].view(-1, 1, CHUNK, 1)
+        self.rate, log_decay = (self.cut(x[..., None]).contiguous() for x in (rate_TH, log_decay_TH))
+        if leaves:
+            self.rate.masked_fill_(self.empty, 0)
+            log_decay.masked_fill_(self.empty, 0)
 
-        total = self.cut(log_decay_TH[..., None]).contiguous().cumsum(2)
+        total = log_decay.cumsum(2)
         self.past = _left(total - total.transpose(2, 3)).tril_()  # what is positive is of the future
         self.since, self.until = _left(total.clone()), _left(total[:, :, -1:] - total)
         self.decay = self.since[:, :, -1:]
@@ -212,10 +212,10 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor, factor: float = 1) -> None:
         torch.baddbmm(flat, a.flatten(0, 1), b.flatten(0, 1), alpha=factor, out=flat)
 
 
-def _forward(within: _Within, value_THU, inverse, state, written, out) -> None:
-    """A chunk finds the state S, of a document's first 0. It writes V' = rate (v - read S) - rate (similar past, below
-    the diagonal) V', solved by the inverse of that matrix, and leaves decay S + write^T V'; out = query S + (seen past)
-    V'. Fills inverse, V' and out of a block, and the states that follow its chunks."""
+def _forward(within: _Within, value_THU, begun, inverse, state, written, out) -> None:
+    """A chunk finds the state S, of a document's first what is `begun`, or 0. It writes V' = rate (v - read S) - rate
+    (similar past, below the diagonal) V', solved by the inverse of that matrix, and leaves decay S + write^T V'; out =
+    query S + (seen past) V'. Fills inverse, V' and out of a block, and the states that follow its chunks."""
     rate, key = within.rate, within.key
     inverse, found, written = inverse[within.block], state[within.block], written[within.block]
     system = within.by_head(within.similar, within.past).mul_(rate)
@@ -226,10 +226,13 @@ def _forward(within: _Within, value_THU, inverse, state, written, out) -> None:
     read, write = within.by_head(key, within.since * rate), within.by_head(key, within.until)
     for turn in within.turns:
         mine, later = turn.chunks, turn.later
-        found[turn.first].zero_()
+        if begun is None:
+            found[turn.first].zero_()
+        else:
+            found[turn.first], later = begun[turn.begun], mine
         _add_product(errors[later], read[later], found[later], -1)
         _product(written[mine], inverse[mine], errors[mine])
-        if turn.followers:
+        if within.leaves or turn.followers.stop <= within.chunks.count:
             torch.mul(found[mine], within.decay[mine], out=state[turn.followers])
             _add_product(state[turn.followers], write[mine].transpose(2, 3), written[mine])
 
@@ -238,27 +241,30 @@ def _forward(within: _Within, value_THU, inverse, state, written, out) -> None:
     within.put(result, out)
 
 
-def _backward(within: _Within, grad_THU, value_THU, inverse, state, written, left, grads) -> None:
+def _backward(within: _Within, grad_THU, value_THU, inverse, state, written, left, of_begun, grads) -> None:
     """left: [N, H, D, U], the gradient of what each chunk leaves; zero where none follows. Fills the gradients of a
-    block, and of what the chunks leave that its chunks follow."""
+    block, of what the chunks leave that its chunks follow, and of what its documents begin with where that is given."""
     query, key, rate, past, since, until = (
         within.query, within.key, within.rate, within.past, within.since, within.until
     )  # fmt: skip
     inverse, state, written, of_left = (t[within.block] for t in (inverse, state, written, left))
-    empty = within.chunks.empty[within.places].view(-1, 1, CHUNK, 1)
-    grad = within.cut(grad_THU).masked_fill(empty, 0).contiguous()
+    grad = within.cut(grad_THU).masked_fill(within.empty, 0).contiguous()
     read, write = within.by_head(key, since * rate), within.by_head(key, until)
     of_written = within.by_head(within.seen, past).transpose(2, 3) @ grad
     of_state = within.by_head(query, since).transpose(2, 3) @ grad
     of_errors = torch.empty_like(of_written)  # of rate (v - read S)
     for turn in reversed(within.turns):
         mine, later = turn.chunks, turn.later
-        if turn.followers:
+        if within.leaves or turn.followers.stop <= within.chunks.count:
             _add_product(of_written[mine], write[mine], of_left[mine])
         _product(of_errors[mine], inverse[mine].transpose(2, 3), of_written[mine])
         if turn.before:
             torch.addcmul(of_state[later], of_left[later], within.decay[later], out=left[turn.before])
             _add_product(left[turn.before], read[later].transpose(2, 3), of_errors[later], -1)
+        if of_begun is not None:
+            first = turn.first
+            torch.addcmul(of_state[first], of_left[first], within.decay[first], out=of_begun[turn.begun])
+            _add_product(of_begun[turn.begun], read[first].transpose(2, 3), of_errors[first], -1)
 
     of_similar = (of_errors @ written.transpose(2, 3)).mul_(past)
     of_similar.diagonal(dim1=2, dim2=3).zero_()

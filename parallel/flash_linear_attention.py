@@ -43,13 +43,33 @@ def delta_rule(
     rate_TH: Tensor,
     lengths: tuple[int, ...],
     uploads: Uploads,
+    begun_SHDU: Tensor | None = None,
 ) -> Tensor:
     """The kernels read log_decay and rate in fp32."""
-    out, _ = import_module(RULE).chunk_gated_delta_rule(
-        query_TKD[None], key_TKD[None], value_THU[None], g=log_decay_TH[None].float(), beta=rate_TH[None].float(),
-        use_qk_l2norm_in_kernel=True, **_documents(lengths, uploads, query_TKD.device),
+    given = query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH
+    return _rule(*given, lengths, uploads, begun_SHDU, leaves=False)[0]
+
+
+def delta_rule_and_states(
+    query_TKD: Tensor,
+    key_TKD: Tensor,
+    value_THU: Tensor,
+    log_decay_TH: Tensor,
+    rate_TH: Tensor,
+    lengths: tuple[int, ...],
+    uploads: Uploads,
+    begun_SHDU: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    return _rule(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, lengths, uploads, begun_SHDU, leaves=True)
+
+
+def _rule(query, key, value, log_decay, rate, lengths, uploads, begun, leaves: bool) -> tuple[Tensor, Tensor]:
+    out, left = import_module(RULE).chunk_gated_delta_rule(
+        query[None], key[None], value[None], g=log_decay[None].float(), beta=rate[None].float(),
+        initial_state=begun, output_final_state=leaves, use_qk_l2norm_in_kernel=True,
+        **_documents(lengths, uploads, query.device),
     )  # fmt: skip
-    return out[0]
+    return out[0], left
 
 
 def _documents(lengths: tuple[int, ...], uploads: Uploads, device: torch.device) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from isoloss.parallel.attention import PackedRow
 from isoloss.parallel.collectives import all_to_all
 from isoloss.parallel.mesh import Mesh
-from isoloss.parallel.sequence import tokens_of
+from isoloss.parallel.sequence import reordered, tokens_of
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class HeadExchange:
         if self.ring == 1:
             return arrived_TX
         held, place = self._order(row, arrived_TX.device)
-        return _Reorder.apply(arrived_TX, place, held)
+        return reordered(arrived_TX, place, held)
 
     def to_tokens(self, x_TX: Tensor, row: PackedRow) -> Tensor:
         """The way back of one part: [R, channels] of all heads. One all-to-all each way."""
@@ -61,15 +61,13 @@ class HeadExchange:
             return x_TX
         if self.ring > 1:
             held, place = self._order(row, x_TX.device)
-            x_TX = _Reorder.apply(x_TX, held, place)
+            x_TX = reordered(x_TX, held, place)
         back = all_to_all(x_TX.unflatten(0, (self.ranks, -1)), self.context)  # [ranks, R, X]
         return back.transpose(0, 1).flatten(1)
 
     def _order(self, row: PackedRow, device: torch.device) -> Tensor:
         """[2, T]: the tokens that the ranks hold, one rank after the other; and where each token is among them."""
         grid = (row.lengths, self.ring, self.ulysses)
-        if device.type == "cpu":
-            return _order(*grid)
         return row.uploads.once(("order", *grid), lambda: _order(*grid), device)
 
 
@@ -78,17 +76,3 @@ def _order(lengths: tuple[int, ...], ring: int, ulysses: int) -> Tensor:
     ranks = [(ring_rank, ulysses_rank) for ring_rank in range(ring) for ulysses_rank in range(ulysses)]
     held = torch.cat([tokens_of(lengths, ring, ring_rank, ulysses, own) for ring_rank, own in ranks])
     return torch.stack([held, held.argsort()])
-
-
-class _Reorder(torch.autograd.Function):
-    """Rows in another order. The gradient of an index adds up, in an order of its own; a permutation has no need to."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None

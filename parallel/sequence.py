@@ -139,3 +139,20 @@ def sum_over_documents(values_N: Tensor, document_N: Tensor, num_documents: int,
     """
     totals = values_N.new_zeros(num_documents).index_add(0, document_N, values_N)
     return sum_over_ranks(totals, group)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def reordered(x_TX: Tensor, order_T: Tensor, inverse_T: Tensor) -> Tensor:
+    """x_TX[order_T]. The gradient of an index adds up, in an order of its own; a permutation has no need to."""
+    return _Reorder.apply(x_TX, order_T, inverse_T)

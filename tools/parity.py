@@ -93,7 +93,7 @@ class Case:
         return plan_step(samples, layout, budget, CostModel.of(arch), share_prefixes=self._shares(arch))
 
     def _shares(self, arch: Architecture) -> bool:
-        return self.policy is not None and compatibility.shares_prefixes(self.policy, arch)
+        return self.policy is not None and compatibility.shares_prefixes(self.policy)
 
 
 @dataclass(frozen=True)

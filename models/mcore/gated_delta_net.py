@@ -31,12 +31,17 @@ from isoloss.parallel.collectives import sum_gradient
 from isoloss.parallel.decoding import KeyValueCache
 from isoloss.parallel.delta_rule import delta_rule, delta_rule_and_states, delta_rule_next
 from isoloss.parallel.head_exchange import HeadExchange
+from isoloss.parallel.linear_forest import convolve_forest, scan_forest
 from isoloss.parallel.one_kernel import precise
 from isoloss.parallel.short_convolution import convolution_next, last_tokens, short_convolution
 
 CONV = DELTA_SECTIONS[:3]
-TWIN = short_convolution, delta_rule
-FAST = flash_linear_attention.short_convolution, flash_linear_attention.delta_rule
+TWIN = short_convolution, delta_rule, delta_rule_and_states
+FAST = (
+    flash_linear_attention.short_convolution,
+    flash_linear_attention.delta_rule,
+    flash_linear_attention.delta_rule_and_states,
+)
 
 
 class GatedDeltaNet(MegatronModule):
@@ -126,10 +131,11 @@ class GatedDeltaNet(MegatronModule):
             conv_XK = torch.cat([exchange.own(part.T) for part in by_head(conv_XK.T)])
 
         fast = self.with_kernels and flash_linear_attention.takes(qkv_T)
-        convolution, rule = FAST if fast else TWIN
-        convolved_T = convolution(qkv_T, conv_XK, row.lengths, row.uploads)
+        convolution, rule, rule_and_states = FAST if fast else TWIN
+        convolved_T = convolve_forest(convolution, qkv_T, conv_XK, row.forest, row.uploads)
         given = self._given(convolved_T, rate_TH, decay_TH, A_log, dt_bias, keys)
-        return exchange.to_tokens(rule(*given, row.lengths, row.uploads).flatten(1), row)
+        out_THU = scan_forest(rule, rule_and_states, given, row.forest, row.uploads)
+        return exchange.to_tokens(out_THU.flatten(1), row)
 
     def _with_cache(
         self, row: PackedRow, cache: KeyValueCache, qkv_R: Tensor, rate_RH: Tensor, decay_RH: Tensor

@@ -1,14 +1,15 @@
 """What samples begin with alike is computed once, and nothing but time depends on it: the same numbers as of one rank
-that computes every sample whole, on every layout, for every loss, with experts, windows, sinks and latent attention."""
+that computes every sample whole, on every layout, for every loss, with experts, windows, sinks, latent and linear
+attention."""
 
 import dataclasses
 
 import numpy as np
 import pytest
 import torch
-from support.families import VOCAB, published, write_config
+from support.families import GATED_DELTA, VOCAB, published, write_config
 from support.grid import Grid
-from support.invariance import FOUR_LAYERS, cases, logprobs, loss_of
+from support.invariance import FOUR_LAYERS, QWEN3, cases, logprobs, loss_of
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig
@@ -57,16 +58,25 @@ def grid(pool, folder, family: str, sizes: dict, **options) -> Grid:
     return Grid(pool, Config(ModelConfig(str(model), from_scratch=True), train=train, **options), groups(), folder)
 
 
-@pytest.fixture(scope="module")
-def dense(pool, tmp_path_factory) -> Grid:
-    folder = tmp_path_factory.mktemp("shared")
-    model = write_config(folder / "model", published("qwen3", **FOUR_LAYERS))
+def policy_grid(pool, folder, family: str, sizes: dict) -> Grid:
     config = RLConfig(
-        ModelConfig(str(model), from_scratch=True),
+        ModelConfig(str(write_config(folder / "model", published(family, **sizes))), from_scratch=True),
         train=TrainConfig(precision="fp64", seed=3),
         rollout=RolloutConfig(max_new_tokens=64, temperature=0.8),
     )
     return Grid(pool, config, groups(), folder)
+
+
+@pytest.fixture(scope="module")
+def dense(pool, tmp_path_factory) -> Grid:
+    return policy_grid(pool, tmp_path_factory.mktemp("shared"), "qwen3", FOUR_LAYERS)
+
+
+@pytest.fixture(scope="module")
+def linear(pool, tmp_path_factory) -> Grid:
+    """Linear layers and attention in turn; some decays are slow."""
+    sizes = GATED_DELTA | QWEN3 | {"num_hidden_layers": 4, "full_attention_interval": 2, "head_dim": 20}
+    return policy_grid(pool, tmp_path_factory.mktemp("linear"), "qwen3.5", sizes)
 
 
 def policy_cases(grid: Grid, budget: int) -> list[Case]:
@@ -85,9 +95,18 @@ def test_every_layout(dense, layout):
         dense.check(layout, policy_cases(dense, budget), batch=SHARED)
 
 
+@pytest.mark.parametrize("layout", ("1", "tp2+pp2", "pp2+vpp2", "dp4", "ulysses2", "ring4", "ulysses2+ring2"))
+def test_linear_attention(linear, layout):
+    """A completion goes on from the state that its prompt leaves, and its convolution sees the prompt's last tokens."""
+    for budget in (90, 0):
+        linear.check(layout, policy_cases(linear, budget)[:2], batch=SHARED)
+
+
 @pytest.mark.parametrize("layout", ("1", "ulysses2+ring2"))
-def test_activations_that_are_computed_again(dense, layout):
-    dense.check(layout, policy_cases(dense, 90)[:1], batch=SHARED, memory=MemoryConfig("full"))
+@pytest.mark.parametrize("model", ("dense", "linear"))
+def test_activations_that_are_computed_again(model, layout, request):
+    grid, memory = request.getfixturevalue(model), MemoryConfig("full")
+    grid.check(layout, policy_cases(grid, 90)[:1], batch=SHARED, memory=memory)
 
 
 @pytest.mark.parametrize("layout", ("1", "dp4", "tp2+pp2+ulysses2", "ring3"))
@@ -110,6 +129,7 @@ FAMILIES = {
     "gpt-oss": ({}, MoeConfig("sequence", 0.5, 0.1)),
     "glm-4.7-flash": (FOUR_LAYERS | {"num_key_value_heads": 8}, MoeConfig("sequence", 0.3)),
     "mistral-4": (FOUR_LAYERS | {"num_key_value_heads": 8}, MoeConfig("sequence", 0.3)),
+    "qwen3.5-moe": (FOUR_LAYERS | GATED_DELTA | {"num_experts": 8}, MoeConfig("sequence", 0.5, 0.1)),
 }
 
 

@@ -58,12 +58,15 @@ def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
     ids=str,
 )
 def test_any_layout_gives_the_same_tokens(family, world, parallel, tiny_hf, pool):
+    """Linear attention in fp64: its chunks lose a digit of fp32 to the recurrence, transformers' as much as ours."""
     requests, folder = make_requests(), tiny_hf(family, num_hidden_layers=4)
-    (wanted,) = pool.run(1, rollouts.rounds, folder, requests, SAMPLING, {}, 2, "megatron")
-    for found in pool.run(world, rollouts.rounds, folder, requests, SAMPLING, parallel, 2, "megatron"):
+    precision, bound = ("fp64", 1e-11) if family.startswith("qwen3.5") else ("fp32", 2e-5)
+    asked = folder, requests, SAMPLING
+    (wanted,) = pool.run(1, rollouts.rounds, *asked, {}, 2, "megatron", precision)
+    for found in pool.run(world, rollouts.rounds, *asked, parallel, 2, "megatron", precision):
         for here, there in zip(found, wanted, strict=True):
             assert [(c.id, c.tokens) for c in here.completions] == [(c.id, c.tokens) for c in there.completions]
-            assert here.worst <= 2e-5
+            assert here.worst <= bound
 
 
 def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):

@@ -208,7 +208,6 @@ LOSS = (
 )
 
 PREFIXES = (
-    no("delta", "batch.share_prefixes=true", "linear attention", "leave it at null"),
     no("dense", "batch.share_prefixes=true parallel.cp_kernel=p2p", "parallel.cp_kernel=p2p", "whole documents",
        "parallel.cp_kernel=isoloss"),
 )  # fmt: skip

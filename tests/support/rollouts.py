@@ -87,9 +87,10 @@ def rounds(
     parallel: dict,
     count: int,
     kind: str = "transformers",
+    precision: str = "fp32",
 ) -> list[Round]:
     """Optimizer step, weights to the backend, rollout: `count` times."""
-    engine = make_engine(folder, "fp32", **parallel)
+    engine = make_engine(folder, precision, **parallel)
     backend = make_backend(engine, folder, kind=kind)
     done = []
     completions: list[Completion] | None = None

@@ -72,7 +72,8 @@ ORDINARY = {
         "8b-64-* *mlp_act[]] *recompute_layers=3 8b-16-0-parallel.tp=2-parallel.ulysses=4-parallel.ring=2-* "
         "32b-16-8-* 70b-32-24-* 30b-a3b-16-0-parallel.ep=8-*layernorm,moe[]] *dispatch_bound* "
         "*grouped_experts=false *etp=2* gpt-oss-* minimax-m2-* mimo-v2-flash-16-0-*ulysses=2* "
-        "mimo-v2-flash-16-0-*ring=2* qwen3.5-27b-16-0-parallel.tp=8-* qwen3.5-27b-16-0-*ring=2* "
+        "mimo-v2-flash-16-0-*ring=2* mimo-v2-flash-16-0-*full qwen3.5-27b-16-0-parallel.tp=8-* "
+        "qwen3.5-27b-16-0-*full qwen3.5-27b-16-0-*ring=2* "
         "qwen3.5-35b-a3b-16-0-*tp=2*",
     },
     "numerics/test_moe_invariance.py": {

@@ -31,10 +31,13 @@ def chunk_gated_delta_rule(
     cu_seqlens: Any = None, cu_seqlens_cpu: Any = None, chunk_indices=None, cp_context=None,
 ):  # fmt: skip
     assert scale is None and use_qk_l2norm_in_kernel and g.dtype == beta.dtype == torch.float32
-    assert not (output_final_state or use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
-    assert initial_state is chunk_indices is cp_context is None and all(len(t) == 1 for t in (q, k, v, g, beta))
+    assert not (use_beta_sigmoid_in_kernel or allow_neg_eigval or state_v_first)
+    assert chunk_indices is cp_context is None and all(len(t) == 1 for t in (q, k, v, g, beta))
     lengths = lengths_of(cu_seqlens, cu_seqlens_cpu)
-    return delta_rule.delta_rule(q[0], k[0], v[0], g[0], beta[0], lengths)[None], None
+    assert initial_state is None or len(initial_state) == len(lengths)
+    given = q[0], k[0], v[0], g[0], beta[0], lengths, None, initial_state
+    out, left = delta_rule.delta_rule_and_states(*given)
+    return out[None], left if output_final_state else None
 
 
 def lengths_of(on_device: Tensor, on_host: Tensor) -> tuple[int, ...]:
@@ -52,13 +55,14 @@ def kernels(monkeypatch):
     return taken
 
 
+@pytest.mark.parametrize("parents", [(), (-1, 0, 0)], ids=["documents", "branches"])
 @pytest.mark.parametrize("switched_on", [True, False])
-def test_the_layer_is_the_same_with_the_kernels(one_rank, kernels, switched_on):
-    """Output and gradients; where a document begins is uploaded once."""
+def test_the_layer_is_the_same_with_the_kernels(one_rank, kernels, switched_on, parents):
+    """Output and gradients; also where two documents go on from the first."""
     arch, mesh = architecture(), Mesh.create(Layout())
     case, found = random_case(LENGTHS, arch, 0), []
     for fast in (switched_on, False):
-        layer, row = build(arch, mesh), PackedRow(lengths=LENGTHS)
+        layer, row = build(arch, mesh), PackedRow(lengths=LENGTHS, parents=parents)
         load(layer, case, mesh)
         layer.with_kernels = fast
         out = layer(case.hidden[:, None], None, packed_seq_params=row)[0][:, 0]
