@@ -1,12 +1,13 @@
 """A training step of completions that share their prompts, against the same step with every sample whole.
 
-    python benchmarks/shared_prefixes.py [--out shared_prefixes.json] [--passes 5]
+    python benchmarks/shared_prefixes.py [--out shared_prefixes.json] [--passes 5] [--linear]
 
-The model of `sft_step.py` (27.5M), fp32, one CPU thread: forward, backward and AdamW of a step, all tokens of the
-completions labelled. One engine takes both steps in turn, with `batch.share_prefixes` and without; the least CPU
-seconds of each count. The losses must agree to 1e-5, and the first step of each is not timed. Beside the gain stands
-what the FLOPs promise: matrices of the layers once for each token that is computed, the output projection once for each
-label, attention once for each pair of tokens that see each other.
+The model of `sft_step.py` (27.5M), or with --linear that of `linear_attention.py` (26M), fp32, one CPU thread: forward,
+backward and AdamW of a step, all tokens of the completions labelled. One engine takes both steps in turn, with
+`batch.share_prefixes` and without; the least CPU seconds of each count. The losses must agree to 1e-5, and the first
+step of each is not timed. Beside the gain stands what the FLOPs promise: matrices of the layers and linear attention
+once for each token that is computed, the output projection once for each label, attention once for each pair of tokens
+that see each other.
 
 The last row has nothing to share.
 """
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from linear_attention import MODEL as LINEAR
 from sft_step import M27, make_samples
 
 from isoloss.engine.batch import Sample
@@ -30,7 +32,7 @@ from isoloss.engine.config_tree import build
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import cross_entropy
 from isoloss.engine.prefixes import fold
-from isoloss.models.flops import met_parameters, output_parameters
+from isoloss.models.flops import output_parameters
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,15 @@ def flops(engine: Engine, samples: list[Sample], shared: bool) -> float:
     pieces = [(0, len(sample)) for sample in samples]
     if shared:
         pieces = [(piece.start, piece.stop) for piece in fold([sample.tokens_T for sample in samples])]
-    matrices = 2 * sum(parameters for _, parameters in met_parameters(engine.arch))
+    output = 2 * output_parameters(engine.arch)
     labels = sum(int(sample.mask_T.sum()) for sample in samples)
     pairs = sum(stop**2 - start**2 for start, stop in pieces) * engine.cost_model.quadratic
     tokens = sum(stop - start for start, stop in pieces)
-    return matrices * tokens + 2 * output_parameters(engine.arch) * labels + pairs
+    return (engine.cost_model.linear - output) * tokens + output * labels + pairs
 
 
 def measure(engine: Engine, batch: Batch, passes: int) -> dict[str, object]:
-    samples, loss = batch.samples(M27["vocab_size"]), cross_entropy(LossConfig())
+    samples, loss = batch.samples(engine.arch.vocab_size), cross_entropy(LossConfig())
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for turn in range(passes + 1):
         found = {}
@@ -108,10 +110,11 @@ def main() -> None:
     parser.add_argument("--out", default="shared_prefixes.json")
     parser.add_argument("--passes", type=int, default=5)
     parser.add_argument("--max-tokens", type=int, default=8192)
+    parser.add_argument("--linear", action="store_true", help="three of four layers of linear attention")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(M27))
+        (Path(folder) / "config.json").write_text(json.dumps(LINEAR if arguments.linear else M27))
         keys = {"model": {"path": folder, "from_scratch": True}, "batch": {"max_tokens": arguments.max_tokens}}
         engine = Engine(build(Config, {**keys, "memory": {"check": False}}))
         rows = [measure(engine, batch, arguments.passes) for batch in BATCHES]

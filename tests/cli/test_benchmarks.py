@@ -65,11 +65,15 @@ def test_sft_step(script, monkeypatch, capsys, tmp_path):
     assert json.loads((tmp_path / "figures.json").read_text())["rows"].keys() == {"limit", "isoloss", "padded"}
 
 
-def test_shared_prefixes(script, monkeypatch, tmp_path):
+@pytest.mark.parametrize("model", ["full", "linear"])
+def test_shared_prefixes(script, monkeypatch, tmp_path, model):
     """Both steps have the same loss, or it stops."""
     out = tmp_path / "figures.json"
-    module = script("shared_prefixes", "--passes", 1, "--max-tokens", 2048, "--out", out)
+    linear = ["--linear"] if model == "linear" else []
+    module = script("shared_prefixes", "--passes", 1, "--max-tokens", 2048, "--out", out, *linear)
     monkeypatch.setattr(module, "M27", module.M27 | SMALL)
+    heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+    monkeypatch.setattr(module, "LINEAR", module.LINEAR | SMALL | heads)
     monkeypatch.setattr(module, "BATCHES", [module.Batch(2, 4, 40, 8), module.Batch(1, 1, 0, 0)])
     module.main()
     shared, nothing = json.loads(out.read_text())["rows"]
