@@ -163,15 +163,16 @@ def measure_idle(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     cases = [(staleness, 1.0) for staleness in args.staleness]
     cases += [(staleness, args.over_sample) for staleness in args.staleness if staleness > 0 and args.over_sample > 1]
     found = {}
-    print("| staleness | over-sampling | seconds a step | trainer idle | server idle | room used | mean age |")
-    print("|" + "---|" * 7)
+    print("| staleness | over-sampling | seconds a step | trainer idle | syncs | server idle | room used | mean age |")
+    print("|" + "---|" * 8)
     for staleness, over_sample in cases:
         name = f"staleness {staleness}, over-sampling {over_sample:g}"
         run_folder = folder / f"run-{len(found)}"
         found[name] = each = idle(folder, run_folder, staleness, over_sample, args.steps, command, sleeps)
         print(
             f"| {staleness} | {over_sample:g} | {each['seconds_per_step']:.2f} | {each['trainer_idle']:.0%} | "
-            f"{each['server_idle']:.0%} | {each['room_used']:.0%} | {each['staleness_mean']:.2f} |",
+            f"{each['sync']:.0%} | {each['server_idle']:.0%} | {each['room_used']:.0%} | "
+            f"{each['staleness_mean']:.2f} |",
             flush=True,
         )
     steps = [each["seconds_per_step"] for each in found.values()]

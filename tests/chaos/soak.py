@@ -74,8 +74,7 @@ def soak(kind: str, minutes: float, folder: Path) -> bool:
                 of_rank.append(usage(rank, minute))
             time.sleep(EVERY)
         steps = job.done()
-        for process in job.ranks():
-            process.send_signal(signal.SIGTERM)
+        job.trainers()[0].send_signal(signal.SIGTERM)  # torchrun, if it is there: it would start its ranks again
         job.wait()
         job.gone()
     finally:
