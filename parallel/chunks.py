@@ -67,7 +67,8 @@ def chunks_of(lengths: tuple[int, ...]) -> Chunks:
     return Chunks(slots, whole, empty, order, rank, tuple(turns))
 
 
-def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads | None) -> Chunks:
+def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads | None, ordered: bool) -> Chunks:
+    """ordered: `order` and `ranks` are on the device, too."""
     chunks = chunks_of(lengths)
     if device.type == "cpu":
         return chunks
@@ -76,7 +77,8 @@ def chunks_on(lengths: tuple[int, ...], device: torch.device, uploads: Uploads |
     def there(name: str) -> Tensor:
         return uploads.once((name, lengths), partial(getattr, chunks, name), device)
 
-    return Chunks(there("slots"), there("tokens"), there("empty"), there("order"), there("ranks"), chunks.turns)
+    order, ranks = (there("order"), there("ranks")) if ordered else (chunks.order, chunks.ranks)
+    return Chunks(there("slots"), there("tokens"), there("empty"), order, ranks, chunks.turns)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def delta_rule(
     """
     if not query_TKD.shape[0]:
         return value_THU
-    chunks = chunks_on(lengths, query_TKD.device, uploads)
+    chunks = chunks_on(lengths, query_TKD.device, uploads, ordered=begun_SHDU is not None)
     out, _ = _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, False)
     return out
 
@@ -57,7 +57,7 @@ def delta_rule_and_states(
     begun_SHDU: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`delta_rule`, and the state that each document leaves, [S, H, D, U], in at least fp32; no document is empty."""
-    chunks = chunks_on(lengths, query_TKD.device, uploads)
+    chunks = chunks_on(lengths, query_TKD.device, uploads, ordered=True)
     return _DeltaRule.apply(query_TKD, key_TKD, value_THU, log_decay_TH, rate_TH, begun_SHDU, chunks, True)
 
 
