@@ -78,11 +78,12 @@ def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dt
         for part, name in zip(stored.parts, (part.tensor for part in exported.parts), strict=True):
             if isinstance(weights, CheckpointWeights):
                 dtypes[name] = weights.dtype(stored)
+            elif name in dtypes:
+                pass  # it holds all experts of a layer: its file was asked
             elif isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES:
                 dtypes[name] = DTYPES[kind]
-            else:
-                continue
-            numbers[dtypes[name]] += prod(part.shape)
+            if name in dtypes:
+                numbers[dtypes[name]] += prod(part.shape)
     usual = [dtype for dtype, _ in numbers.most_common(1)]
     return {name: dtype for name, dtype in dtypes.items() if dtype not in usual}
 

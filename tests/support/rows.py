@@ -140,7 +140,7 @@ ORDINARY = {
     "rl/test_rl_resume.py": {
         "test_resume_is_exact_on_every_layout": "dp2 tp2",
     },
-    "sglang/test_campaign.py": {  # and all two hundred
+    "sglang/test_campaign.py": {  # make chaos has two hundred
         "test_faults_of_servers_cost_nothing_but_time": "30-*",
     },
     "sglang/test_recipe.py": {
