@@ -20,6 +20,9 @@ from isoloss.models.mcore import deep_ep, transformer_engine
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError, flash_attention
 
+# SGLang's classes for these families do not use the sliding_window of config.json.
+SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
+
 Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
 
 
@@ -113,11 +116,17 @@ def shares_prefixes(config: Config) -> bool:
 def generation(setup: Setup) -> Refusals:
     """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
     rollout = getattr(setup.config, "rollout", None)
-    if rollout is None or rollout.backend != "megatron":
+    if rollout is None:
         return
-    if setup.config.parallel.cp_kernel != "isoloss":
+    if rollout.backend == "megatron" and setup.config.parallel.cp_kernel != "isoloss":
         why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}"
         yield "rollout.backend", why, "use rollout.backend=transformers or sglang"
+    family, longest = setup.arch.family, min(setup.config.data.max_length, setup.arch.max_positions)
+    window = min(filter(None, setup.arch.windows), default=longest)
+    if rollout.backend == "sglang" and family in SEEN_WHOLE_BY_SGLANG and window < longest:
+        why = f"lets a token of {family} see all of up to {longest} tokens, and the model's sliding_window is {window}"
+        remedy = f"set data.max_length to {window}, or sliding_window to null in config.json"
+        yield "rollout.backend", why, f"{remedy}, or rollout.backend=megatron"
 
 
 def stages(setup: Setup) -> Refusals:

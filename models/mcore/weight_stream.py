@@ -1,6 +1,7 @@
 """All weights of a model that is spread over ranks, whole and by Hugging Face name, as a stream of buckets."""
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -14,6 +15,8 @@ from isoloss.parallel.collectives import gather_objects
 Named = tuple[str, Tensor]
 Receives = Literal["every rank", "rank 0", "its holder"]
 ALIGNMENT = 16  # bytes; a tensor of any type can then be a view of the bytes that travelled
+# SGLang makes one matrix of q_a_proj and kv_a_proj_with_mqa. If they do not come in one call, it keeps the old one.
+_LATENT = re.compile(r"\.(q|kv)_[ab]_(proj|layernorm)")
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,7 @@ def stream_weights(
     tensors: Iterator[tuple[str, Tensor, bool]], device: torch.device, bucket_bytes: int, receives: Receives
 ) -> Iterator[list[Named]]:
     """Every Hugging Face tensor of the model exactly once, whole, in buckets of at most `bucket_bytes`, or one tensor.
+    A layer's latent attention is never parted: its bucket may be larger by that much.
 
     tensors: those of this rank, and whether it is the one to send them (`hf_tensors`).
     Every rank gets as many buckets: the same ones; or those that one rank receives, rank 0 or the one that has the
@@ -61,12 +65,13 @@ def _rounds(tensors: Iterator[tuple[str, Tensor, bool]], bucket_bytes: int) -> I
     the same order, so they all stop at the same one and none waits for another inside of `hf_tensors`.
     """
     bucket: list[Named] = []
-    nbytes = 0
+    nbytes, before = 0, ""
     for name, tensor, mine in tensors:
-        if nbytes and nbytes + tensor.nbytes > bucket_bytes:
+        go_together = _LATENT.search(before) and _LATENT.search(name)  # of one layer: others stand between two layers'
+        if nbytes and nbytes + tensor.nbytes > bucket_bytes and not go_together:
             yield bucket
             bucket, nbytes = [], 0
-        nbytes += tensor.nbytes
+        nbytes, before = nbytes + tensor.nbytes, name
         if mine:
             bucket.append((name, tensor))
     yield bucket

@@ -42,10 +42,28 @@ def test_every_tensor_arrives_once(family, world, parallel, tiny_hf, pool):
     for buckets in [arrived[0]["rank 0"], held, *(of_rank["every rank"] for of_rank in arrived)]:
         assert len(buckets) > 1
         for bucket in buckets:
-            assert len(bucket) == 1 or 0 < sum(tensor.nbytes for _, tensor in bucket) <= BUCKET_BYTES
+            parted = [tensor.nbytes for name, tensor in bucket if "_a_" not in name and "_b_" not in name]
+            assert len(bucket) == 1 or 0 < sum(parted) <= BUCKET_BYTES
         named = [pair for bucket in buckets for pair in bucket]
         assert sorted(name for name, _ in named) == sorted(wanted)
         assert all(torch.equal(tensor, wanted[name]) for name, tensor in named)
+
+
+@pytest.mark.parametrize(("family", "parallel"), [("deepseek-v3", {"tp": 2}), ("glm-4.7-flash", {"pp": 2})], ids=str)
+def test_what_a_server_joins_comes_in_one_bucket(family, parallel, tiny_hf, pool):
+    """q_a_proj and kv_a_proj_with_mqa of a layer, of which SGLang makes one matrix. Nothing else shares a bucket."""
+    latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
+    arrived = pool.run(2, rollouts.buckets, tiny_hf(family), 1, parallel)
+    for receives in ("every rank", "rank 0", "its holder"):
+        joined = set()
+        for bucket in (bucket for of_rank in arrived for bucket in of_rank[receives]):
+            layers = {name.partition(".self_attn.")[0] for name, _ in bucket}
+            parts = {name.split(".")[-2] for name, _ in bucket}
+            assert len(layers) <= 1 and (len(parts) <= 1 or parts <= set(latent))
+            if parts & {"q_a_proj", "kv_a_proj_with_mqa"}:
+                assert {"q_a_proj", "kv_a_proj_with_mqa"} <= parts
+                joined |= layers
+        assert joined == {"model.layers.0", "model.layers.1"}
 
 
 def test_messages_go_in_batches(tiny_hf, pool):

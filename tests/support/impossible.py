@@ -18,6 +18,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "latent": published("deepseek-v3", **WIDE | {"num_key_value_heads": 8, "n_shared_experts": 1}),
     "moe": published("qwen3-moe", **WIDE | {"head_dim": 6, "num_experts_per_tok": 2}),
     "gpt-oss": published("gpt-oss", **WIDE),
+    "mistral": published("mistral"),
     "delta": published("qwen3.5", **WIDE | {"num_key_value_heads": 4, "linear_num_key_heads": 6,
                                             "linear_num_value_heads": 12}),
     "minimax-m2": published("minimax-m2", **WIDE | {"num_key_value_heads": 2}),
@@ -218,6 +219,14 @@ GENERATION = (
         "rollout.backend=megatron parallel.cp_kernel=p2p",
         "parallel.cp_kernel=p2p",
         "transformers",
+        recipe="grpo",
+    ),
+    no(
+        "mistral",
+        "rollout.backend=sglang rollout.servers=[http://127.0.0.1:9] data.max_length=64",
+        "up to 64 tokens",
+        "sliding_window is 11",
+        "data.max_length to 11",
         recipe="grpo",
     ),
 )

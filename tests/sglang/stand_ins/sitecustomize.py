@@ -6,6 +6,7 @@ This folder on PYTHONPATH puts them into every process of the server. SGLang its
 triton, torchvision: inert: decorators give the function back, types can be subclassed, everything else is false.
     PyPI has no CPU build of either.
 sgl_kernel: raises when a kernel is called. SGLang's own PyTorch code must then be what runs, never a silent nothing.
+    OPERATORS are those that a module of SGLang looks up when it is imported.
 """
 
 import sys
@@ -13,6 +14,12 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 INERT = ("triton", "torchvision")
+KERNELS = ("sgl_kernel", "sgl_kernel.mamba")
+OPERATORS = (
+    "fused_gdn_gating_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_qkvzba_split_reshape_cat_cpu",
+    "fused_sigmoid_gating_delta_rule_update_cpu", "fused_sigmoid_mul_cpu",
+)  # fmt: skip
 
 
 def _is_dunder(name: str) -> bool:
@@ -62,7 +69,11 @@ class _Inert(ModuleType):
 
 
 class _Kernels(ModuleType):
-    """A module without submodules, all of whose functions exist."""
+    """A module all of whose functions exist, with no submodules but those in KERNELS."""
+
+    def __init__(self, name: str):
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name):
         if _is_dunder(name):
@@ -83,8 +94,22 @@ class _Loader:
         pass
 
 
+class _KernelLoader:
+    def create_module(self, spec):
+        return _Kernels(spec.name)
+
+    def exec_module(self, module):
+        if module.__name__ == KERNELS[0]:
+            from torch import library  # not before something wants it: every process of Python comes by here
+
+            for name in OPERATORS:  # without an implementation: a call raises NotImplementedError
+                library.define(f"sgl_kernel::{name}", "(Tensor x) -> Tensor")
+
+
 class _Finder:
     def find_spec(self, fullname, path=None, target=None):
+        if fullname in KERNELS:
+            return ModuleSpec(fullname, _KernelLoader(), is_package=True)
         if fullname.split(".")[0] not in INERT or _asked_by_transformers():
             return None
         return ModuleSpec(fullname, _Loader(), is_package=True)
@@ -100,7 +125,6 @@ def _asked_by_transformers() -> bool:
 
 
 sys.meta_path.insert(0, _Finder())
-sys.modules["sgl_kernel"] = _Kernels("sgl_kernel")
 triton = sys.modules["triton"] = _Inert("triton")
 triton.__version__ = "3.0.0"
 triton.cdiv = lambda a, b: -(a // -b)
