@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel import logits as kernels
-from isoloss.parallel.products import add_product, added_to_main_grad
+from isoloss.parallel.products import add_product, added_to_main_grad, product
 
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
@@ -75,7 +75,7 @@ def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None
     out_NV: memory for it, of the same type; not used for 16-bit inputs on a GPU.
     """
     if hidden_ND.dtype in (torch.float32, torch.float64):
-        return torch.mm(hidden_ND, weight_VD.T, out=out_NV)
+        return product(hidden_ND, weight_VD.T, out_NV)
     if hidden_ND.is_cuda:
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
     # A CPU has no such product, but products of 16-bit numbers are exact in fp32: so it multiplies fp32 operands.
@@ -83,7 +83,7 @@ def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None
         out_NV = hidden_ND.new_empty((hidden_ND.shape[0], weight_VD.shape[0]), dtype=torch.float32)
     rows, hidden_ND = max(1, CONVERTED_ELEMENTS // weight_VD.shape[1]), hidden_ND.float()
     for part_vD, out_Nv in zip(weight_VD.split(rows), out_NV.split(rows, dim=1)):
-        torch.mm(hidden_ND, part_vD.float().T, out=out_Nv)
+        product(hidden_ND, part_vD.float().T, out_Nv)
     return out_NV
 
 
@@ -234,7 +234,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 _gradient_by_blocks(grad_MV, lse_M, grad_M, ctx.temperature, top_M, entropies_M)
                 grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
                 low_MV = grad_MV.to(hidden_ND.dtype)
-            torch.mm(low_MV, weight, out=grad_hidden[rows])
+            product(low_MV, weight, grad_hidden[rows])
             grad_weight.add(low_MV, hidden_ND[rows])
             del grad_MV, low_MV  # before those of the next chunk are made
         return grad_hidden, grad_weight.of_autograd(), *(None,) * 9

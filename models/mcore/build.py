@@ -42,6 +42,7 @@ from isoloss.models.mcore.norm import JointHeadNorm, RMSNorm
 from isoloss.models.mcore.patches import (
     accumulate_without_apex,
     embed_into_main_grad,
+    multiply_by_onednn,
     recompute_by_copying,
     recompute_without_transformer_engine,
     rotate_by_table,
@@ -61,6 +62,7 @@ recompute_by_copying()
 rotate_by_table()
 accumulate_without_apex()
 embed_into_main_grad()
+multiply_by_onednn()
 
 
 def transformer_config(

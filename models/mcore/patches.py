@@ -8,7 +8,7 @@ What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.
 
 import queue
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +29,14 @@ from megatron.core.transformer import attention
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from isoloss.models.mcore import optimizer_shards
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.rotary import rotate
 from isoloss.parallel.embedding import embed
 from isoloss.parallel.packed_matrix import PackedMatrix
-from isoloss.parallel.products import add_product, main_grad_to_add_to
+from isoloss.parallel.products import add_product, main_grad_to_add_to, onednn_is_faster, product
 
 ParamGroup = dict[str, Any]
 
@@ -111,6 +112,32 @@ def accumulate_without_apex() -> None:
 
 def _add_weight_gradient(inputs_RD: Tensor, grad_output_RU: Tensor, main_grad_UD: Tensor) -> None:
     add_product(main_grad_UD, grad_output_RU.T, inputs_RD)
+
+
+class _OurProducts(TorchFunctionMode):
+    """Products of activations with a matrix are those of `isoloss.parallel.products`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.matmul, Tensor.matmul) and not kwargs:
+            rows, matrix = args
+            return product(rows.flatten(0, -2), matrix).view(*rows.shape[:-1], matrix.shape[1])
+        return func(*args, **(kwargs or {}))
+
+
+def multiply_by_onednn() -> None:
+    """Let Megatron's linear layers, forward and backward, take their products on a CPU of oneDNN where that is
+    faster."""
+
+    def with_products(of_megatron: Callable[..., Any]) -> Any:
+        def computed(ctx: Any, tensor: Tensor, *rest: Any) -> Any:
+            with _OurProducts() if tensor.is_cpu else nullcontext():
+                return of_megatron(ctx, tensor, *rest)
+
+        return staticmethod(computed)
+
+    if onednn_is_faster():
+        linear = layers.LinearWithGradAccumulationAndAsyncCommunication
+        linear.forward, linear.backward = with_products(linear.forward), with_products(linear.backward)
 
 
 def collect_results_in_process() -> None:
