@@ -4,7 +4,8 @@
 
 A real run, one kind after the other, that saves and evaluates after every step. The first quarter is its warm-up. After
 it the resident memory of each trainer must not grow by a MiB a minute, by a line fitted to samples, and the median of
-its open files and threads must not have grown: a save has some for a moment. The status is 1 where one did.
+its open files and threads must not be more in the last quarter: a save has some for a moment. The status is 1 where one
+did.
 """
 
 import argparse
@@ -50,12 +51,12 @@ def growth(samples: Sequence[Usage]) -> float:
 def problems(samples: Sequence[Usage]) -> list[str]:
     """What grew after the warm-up."""
     settled = samples[len(samples) // 4 :]
-    half = len(settled) // 2
+    first, last = settled[: len(settled) // 2], settled[-max(1, len(settled) // 4) :]
     found = []
     if (mib := growth(settled)) >= MOST_GROWTH:
         found.append(f"memory grew by {mib:.2f} MiB a minute")
     for name in ("files", "threads"):
-        before, after = (np.median([getattr(each, name) for each in part]) for part in (settled[:half], settled[half:]))
+        before, after = (np.median([getattr(each, name) for each in part]) for part in (first, last))
         if after > before:
             found.append(f"{name} grew from {before:g} to {after:g}")
     return found

@@ -151,20 +151,23 @@ def test_what_must_hold_where_generation_is_not_exact(spoil, jobs):
 # ---- the soak -------------------------------------------------------------------------------------------------------
 
 
-def used(mib_a_minute: float = 0.0, files_late: int = 0, threads_late: int = 0) -> list[soak.Usage]:
-    """Of an hour that begins with a warm-up."""
+def used(mib_a_minute: float = 0.0, files_late: int = 0, threads_late: int = 0, in_a_save: int = 0) -> list[soak.Usage]:
+    """Of an hour that begins with a warm-up. in_a_save: threads more for a moment, the most at the end."""
     minutes = np.linspace(0, 60, 400)
     noise = np.random.default_rng(0).normal(0, 3, 400)
     return [
         soak.Usage(
-            m, 500 + min(m, 10) * 20 + mib_a_minute * m + n, 20 + files_late * (m > 50), 9 + threads_late * (m > 50)
+            m,
+            500 + min(m, 10) * 20 + mib_a_minute * m + n,
+            20 + files_late * (m > 50),
+            9 + threads_late * (m > 50) + in_a_save * (m > 50 and n > 2),
         )
         for m, n in zip(minutes.tolist(), noise.tolist())
     ]
 
 
 def test_what_grows_is_told():
-    assert soak.problems(used()) == soak.problems(used(0.8)) == []
+    assert soak.problems(used()) == soak.problems(used(0.8)) == soak.problems(used(in_a_save=3)) == []
     (told,) = soak.problems(used(1.2))
     assert told.startswith("memory grew by 1.")
     assert soak.problems(used(files_late=1)) == ["files grew from 20 to 21"]
