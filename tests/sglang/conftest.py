@@ -99,17 +99,17 @@ def service(request) -> Service:
 
 @pytest.fixture
 def backend(one_rank, request, model_folder, tmp_path) -> Iterator[Callable[..., ServerBackend]]:
-    """backend(weight_sync, **more of RolloutConfig) -> a backend, closed after the test; on the test's service where
-    `servers` does not say otherwise."""
+    """backend(weight_sync, model, **more of RolloutConfig) -> a backend, closed after the test; on the test's service
+    where `servers` does not say otherwise."""
     made: list[ServerBackend] = []
 
-    def make(weight_sync: str = "tensor", **changes) -> ServerBackend:
+    def make(weight_sync: str = "tensor", model: Path = model_folder, **changes) -> ServerBackend:
         config = {"timeout": START_SECONDS, "sync_dir": str(tmp_path / "sync")} | changes
         if "servers" not in config:
             config["servers"] = (request.getfixturevalue("service").url,)
         config = RolloutConfig(backend="sglang", weight_sync=weight_sync, **config)
         logs = tmp_path / "logs"
-        made.append(ServerBackend(config, model_folder, VOCAB, logs, SGLangServer, weights.weight_sync))
+        made.append(ServerBackend(config, model, VOCAB, logs, SGLangServer, weights.weight_sync))
         return made[-1]
 
     yield make

@@ -4,7 +4,6 @@ Its kernels for some families need a GPU. Of those the weights alone are compare
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,10 @@ from typing import Any
 import pytest
 import torch
 from support import families, rollouts
-from support.ports import free_port
 from support.server_commands import SGLANG
-from support.servers import MODEL, VOCAB, requests, worst
+from support.servers import MODEL, requests, worst
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
-from isoloss.engine.rl.backends.sglang import weights
-from isoloss.engine.rl.backends.sglang.server import SGLangServer
-from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Sampling
 
 pytestmark = pytest.mark.sglang
@@ -86,7 +81,7 @@ def folders(family, tmp_path) -> list[Path]:
 
 
 @pytest.fixture
-def backend(one_rank, family, folders, tmp_path) -> Iterator[ServerBackend]:
+def rollout(backend, family, folders, unused_url, tmp_path) -> ServerBackend:
     """Of a server that was started with the first of the models, read from its files."""
     row, served = SERVED[family], tmp_path / "served"
     served.mkdir()
@@ -97,30 +92,23 @@ def backend(one_rank, family, folders, tmp_path) -> Iterator[ServerBackend]:
     config.unlink()
     config.write_text(json.dumps(said), encoding="utf-8")
     command = f"{UNTRIED if row.why_not else SGLANG} {row.options}"
-    url = f"http://127.0.0.1:{free_port()}"
-    rollout = RolloutConfig(
-        backend="sglang", servers=(url,), server_command=command, weight_sync="tensor", timeout=300.0
-    )
-    made = ServerBackend(rollout, served, VOCAB, tmp_path / "logs", SGLangServer, weights.weight_sync)
-    yield made
-    made.close()
+    return backend(model=served, servers=(unused_url,), server_command=command)
 
 
-def test_what_the_trainer_sends_is_what_the_server_has(family, folders, pool, backend):
+def test_what_the_trainer_sends_is_what_the_server_has(family, folders, pool, rollout):
     """Each tensor in a bucket of its own, if it may be. First other weights, in all that the server has; then those
     that it began with; then other weights again, which the completions are of."""
     streams = [pool.run(1, rollouts.buckets, folder, 1, {})[0]["every rank"] for folder in folders]
-    server = SGLangServer(backend._servers[0].url, 60.0)
+    server = rollout._servers[0]
     (begun,) = server.checksums()
     of_model = []
     for version, stream in enumerate((streams[1], streams[0], streams[1]), start=1):
-        backend.update_weights(stream, version)
+        rollout.update_weights(stream, version)
         of_model += server.checksums()
-    server.close()
     assert [name for name, checksum in begun.items() if of_model[0][name] == checksum] == []
     assert of_model[1] == begun and of_model[2] == of_model[0]
     if not SERVED[family].why_not:
         model = families.AutoModelForCausalLM.from_pretrained(folders[1], attn_implementation="eager").eval()
         asked = requests(4, length=24)
-        for request, completion in zip(asked, backend.generate(asked, Sampling(24))):
+        for request, completion in zip(asked, rollout.generate(asked, Sampling(24))):
             assert len(completion.tokens) == 24 and worst(model, request, completion) <= PARITY

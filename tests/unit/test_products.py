@@ -125,7 +125,6 @@ def test_where_it_is_faster(cpuinfo, capability, faster, monkeypatch, tmp_path):
 
 LAYERS = """
 import torch
-import torch.distributed as dist
 from unittest import mock
 from isoloss.parallel import products
 products.onednn_is_faster = lambda: True

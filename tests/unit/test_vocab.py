@@ -3,6 +3,8 @@
 Errors are norm-wise, in units of the rounding of the inputs' type times the largest logit.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +13,7 @@ from support.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
 from isoloss.parallel import logits as kernels
-from isoloss.parallel import vocab
+from isoloss.parallel import products, vocab
 from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -93,6 +95,8 @@ def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, 
     hidden = (torch.randn(256, 512, generator=random) * std * 512**-0.5).bfloat16()
     weight = torch.randn(4000, 512, generator=random).bfloat16()
     logits = hidden.double() @ weight.double().T
+    with mock.patch.object(products, "onednn_is_faster", lambda: False):
+        assert torch.equal(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
     sizes = hidden.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
     assert ((unrounded_logits(hidden, weight) - logits) / sizes).abs().max() <= 2 * torch.finfo(torch.float32).eps
     likely = torch.softmax(logits / temperature, -1)  # targets as a policy draws them
