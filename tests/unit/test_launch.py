@@ -1,6 +1,8 @@
 """What a rank takes from torchrun's environment, and what others are given of ours. The process group is a stand-in."""
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
 
 import pytest
@@ -89,6 +91,23 @@ def test_who_has_joined_does_not_join_again(second_node, joined, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     launch.init_process_group()
     assert joined == []
+
+
+@pytest.mark.parametrize("last_line, left", [("", True), ("sys.exit(3)", True), ("1 / 0", False)])
+def test_who_joined_leaves_at_the_end_but_not_after_an_exception(last_line, left):
+    """Callbacks run in reverse order: the one registered before sees what the world's own has left."""
+    program = f"""
+import atexit, sys
+import torch.distributed as dist
+from isoloss.parallel import launch
+atexit.register(lambda: print("left:", not dist.is_initialized()))
+launch.init_process_group()
+assert dist.is_initialized()
+{last_line}
+"""
+    alone = os.environ | {"WORLD_SIZE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", program], env=alone, capture_output=True, text=True)
+    assert done.stdout == f"left: {left}\n", done.stderr
 
 
 def test_other_programs_get_nothing_of_torchruns(second_node, monkeypatch):
