@@ -78,9 +78,10 @@ def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dt
         for part, name in zip(stored.parts, (part.tensor for part in exported.parts), strict=True):
             if isinstance(weights, CheckpointWeights):
                 dtypes[name] = weights.dtype(stored)
-            elif name in dtypes:
-                pass  # it holds all experts of a layer: its file was asked
-            elif isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES:
+            # A tensor may hold all experts of a layer: its file is asked once.
+            elif (
+                name not in dtypes and isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES
+            ):
                 dtypes[name] = DTYPES[kind]
             if name in dtypes:
                 numbers[dtypes[name]] += prod(part.shape)

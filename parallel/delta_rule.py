@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from isoloss.parallel.chunks import CHUNK, Block, Chunks, blocks_of, chunks_on
 from isoloss.parallel.one_kernel import precise
 from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.slabs import CACHED_ELEMENTS
 
-SLAB = 2**18
 NORM_EPS = 1e-6  # of the norm of queries and keys: what every published model has
 
 
@@ -120,11 +120,11 @@ class _DeltaRule(torch.autograd.Function):
 
 
 def _blocks(chunks: Chunks, value_THU: Tensor) -> tuple[Block, ...]:
-    """On a GPU all chunks, on a CPU so many that [N, H, C, C] has SLAB elements: what is computed on the way stays in
+    """On a GPU all chunks, on a CPU so many that [N, H, C, C] has CACHED_ELEMENTS: what is computed on the way stays in
     its cache and takes little memory."""
     size = chunks.count
     if value_THU.device.type == "cpu":
-        size = max(1, SLAB // (value_THU.shape[1] * CHUNK**2))
+        size = max(1, CACHED_ELEMENTS // (value_THU.shape[1] * CHUNK**2))
     return blocks_of(chunks.turns, size)
 
 

@@ -21,4 +21,9 @@ class PackedMatrix:
 
     def product(self, x_RI: Tensor, bias_O: Tensor | None = None) -> Tensor:
         """x @ matrix.T + bias, [R, O]. Not differentiable."""
-        return torch.ops.mkldnn._linear_pointwise(x_RI, self._packed, bias_O, "none", [], "")
+        return onednn_linear(x_RI, self._packed, bias_O)
+
+
+def onednn_linear(x_RI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
+    """x @ weight.T + bias in fp32, as new memory. Not differentiable."""
+    return torch.ops.mkldnn._linear_pointwise(x_RI, weight_OI, bias_O, "none", [], "")

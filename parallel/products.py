@@ -6,12 +6,15 @@ torch has as well, has them for all: where `onednn_is_faster`, it takes half the
 x, y, z: any.
 """
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from isoloss.parallel.packed_matrix import onednn_linear
 
 CPUINFO = Path("/proc/cpuinfo")
 # A product of oneDNN's is new memory, and fresh pages cost as much as a pass over them: so many elements at a time.
@@ -41,7 +44,15 @@ def _onednn(left_xz: Tensor, right_zy: Tensor) -> Tensor:
     that is not contiguous is copied in any case: here, where a dry run counts it."""
     if right_zy.stride() != (1, right_zy.shape[0]):
         right_zy = right_zy.contiguous()
-    return torch.ops.mkldnn._linear_pointwise(left_xz.contiguous(), right_zy.T, None, "none", [], "")
+    return onednn_linear(left_xz.contiguous(), right_zy.T)
+
+
+def _summands(left_xz: Tensor, right_zy: Tensor) -> Iterator[Tensor]:
+    """[x, y], whose sum is left @ right: the products of blocks, or one where to add many would take longer."""
+    if left_xz.shape[0] * right_zy.shape[1] > NEW_ELEMENTS:
+        yield _onednn(right_zy.T, left_xz.T).T
+    else:
+        yield from map(_onednn, left_xz.split(SUMMED_ROWS, dim=1), right_zy.split(SUMMED_ROWS))
 
 
 def product(left_xz: Tensor, right_zy: Tensor, out_xy: Tensor | None = None) -> Tensor:
@@ -87,8 +98,8 @@ def add_product(sum_xy: Tensor, left_xz: Tensor, right_zy: Tensor, *, keep: bool
     if sum_xy.dtype == torch.float32 and sum_xy.is_cpu:  # which has no products of 16-bit numbers that add up in fp32
         left_xz, right_zy = left_xz.float(), right_zy.float()  # they are exact in it
     if _by_onednn(left_xz, right_zy):
-        for left_xn, right_ny in zip(left_xz.split(SUMMED_ROWS, dim=1), right_zy.split(SUMMED_ROWS)):
-            sum_xy.add_(_onednn(left_xn, right_ny)) if keep else sum_xy.copy_(_onednn(left_xn, right_ny))
+        for summand_xy in _summands(left_xz, right_zy):
+            (sum_xy.add_ if keep else sum_xy.copy_)(summand_xy)
             keep = True
     elif sum_xy.dtype == left_xz.dtype:
         torch.addmm(sum_xy, left_xz, right_zy, beta=beta, out=sum_xy)

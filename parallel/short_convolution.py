@@ -4,7 +4,7 @@ document.
 Shape suffixes: T tokens of the row, X channels, K tokens that an output sees.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
@@ -14,6 +14,7 @@ from torch.nn.functional import pad, silu
 
 from isoloss.parallel.one_kernel import precise
 from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.slabs import slabs
 
 
 def short_convolution(
@@ -57,20 +58,13 @@ def _borders_of(lengths: tuple[int, ...], width: int) -> Tensor:
     return torch.tensor([past, future], dtype=torch.int64).reshape(2, -1, 2).transpose(1, 2).contiguous()
 
 
-def _slabs(x_TX: Tensor) -> Iterator[tuple[int, int]]:
-    """Rows that stay in the cache of a CPU over several operations. On a GPU an operation more costs more."""
-    rows = max(1, 2**18 // x_TX.shape[1]) if x_TX.device.type == "cpu" else len(x_TX)
-    for start in range(0, len(x_TX), rows):
-        yield start, min(start + rows, len(x_TX))
-
-
 def _window_sums(x_TX: Tensor, weight_KX: Tensor, borders: Tensor, step: int) -> Tensor:
     """sum_k weight_KX[k] x[t + k step], over the tokens of t's document. step: -1 or 1."""
     total, width, out = len(x_TX), len(weight_KX), torch.empty_like(x_TX, dtype=weight_KX.dtype)
-    for start, stop in _slabs(x_TX):
-        torch.mul(x_TX[start:stop], weight_KX[0], out=out[start:stop])
+    for slab in slabs(x_TX):
+        torch.mul(x_TX[slab], weight_KX[0], out=out[slab])
         for k in range(1, width):
-            first, last = (max(start, k), stop) if step < 0 else (start, min(stop, total - k))
+            first, last = (max(slab.start, k), slab.stop) if step < 0 else (slab.start, min(slab.stop, total - k))
             if first < last:
                 out[first:last].addcmul_(x_TX[first + k * step : last + k * step].to(out.dtype), weight_KX[k])
     tokens, reach = borders
@@ -102,11 +96,11 @@ class _ShortConvolution(torch.autograd.Function):
             near = x_TX[(tokens - k).clamp(0)] * at_borders
             grad_tap += torch.where(reach[:, None] >= k, near, 0).sum(0)
         grad_sums_TX.index_fill_(0, tokens, 0)
-        for start, stop in _slabs(x_TX):
+        for slab in slabs(x_TX):
             for k, grad_tap in enumerate(grad_taps_KX):
-                first = max(start, k)
-                if first < stop:
-                    grad_tap += (grad_sums_TX[first:stop] * x_TX[first - k : stop - k]).sum(0)
+                first = max(slab.start, k)
+                if first < slab.stop:
+                    grad_tap += (grad_sums_TX[first : slab.stop] * x_TX[first - k : slab.stop - k]).sum(0)
         return grad_x_TX, grad_taps_KX.flip(0).T.to(weight_XK.dtype), None
 
 

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from isoloss.parallel import logits as kernels
 from isoloss.parallel.products import add_product, added_to_main_grad, product
+from isoloss.parallel.slabs import slabs
 
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
 # With kernels a chunk is there once in fp32 and once rounded. Each adds to the whole gradient of the matrix.
 FUSED_CHUNK_ELEMENTS = 1 << 27
-# Of those, how many a CPU passes over at a time: 1 MiB in fp32, half of a common second-level cache.
-CACHED_ELEMENTS = 1 << 18
 # Elements of a 16-bit output matrix that a CPU has in fp32 at a time: 16 MiB.
 CONVERTED_ELEMENTS = 1 << 22
 
@@ -106,14 +105,7 @@ def _own_targets(targets_N: Tensor, first: int, columns: int) -> tuple[Tensor, T
     return here_N, here_N == column_N
 
 
-def _blocks(logits_MV: Tensor) -> list[slice]:
-    """Rows of a chunk for the passes after a matrix product: on a CPU few enough at a time to stay in its cache."""
-    n, columns = logits_MV.shape
-    size = n if logits_MV.is_cuda else max(1, CACHED_ELEMENTS // columns)
-    return [slice(at, min(at + size, n)) for at in range(0, n, size)]
-
-
-def _statistics_by_blocks(
+def _statistics(
     logits_MV: Tensor,
     column_M: Tensor,
     own_M: Tensor,
@@ -126,7 +118,7 @@ def _statistics_by_blocks(
     are overwritten by exp(logit - top), which the backward wants of them."""
     target_logit_M = logits_MV.gather(1, column_M[:, None]).squeeze(1) / temperature
     part_3M[1] = target_logit_M.where(own_M, 0.0)
-    for block in _blocks(logits_MV):
+    for block in slabs(logits_MV):
         logits_IV = logits_MV[block]
         if temperature != 1.0:
             logits_IV.div_(temperature)
@@ -139,7 +131,7 @@ def _statistics_by_blocks(
             part_3M[2, block] = exp_IV.mul_(shifted_IV).sum(1) / sum_I - sum_I.log()
 
 
-def _gradient_by_blocks(
+def _gradient(
     x_MV: Tensor,
     lse_M: Tensor,
     grad_M: Tensor,
@@ -149,10 +141,10 @@ def _gradient_by_blocks(
 ) -> None:
     """Turns logits into their gradient, but for that of the targets.
 
-    x_MV: with top_M logits that `_statistics_by_blocks` went over, else new ones.
+    x_MV: with top_M logits that `_statistics` went over, else new ones.
     entropies_M: of the whole vocabulary, and their gradient; None: log-probabilities alone have one.
     """
-    for block in _blocks(x_MV):
+    for block in slabs(x_MV):
         x_IV, grad_I = x_MV[block], grad_M[block, None]
         if top_M is None and temperature != 1.0:
             x_IV.div_(temperature)
@@ -189,7 +181,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if fused:
                 found.append(kernels.statistics(logits_MV, column_M.where(own_M, -1), temperature, with_entropy))
             else:
-                _statistics_by_blocks(logits_MV, column_M, own_M, temperature, with_entropy, part[:, rows], top_N[rows])
+                _statistics(logits_MV, column_M, own_M, temperature, with_entropy, part[:, rows], top_N[rows])
             kept = logits_MV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
             del logits_MV  # before those of the next chunk are made
         if found:
@@ -231,7 +223,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             else:
                 top_M = None if kept is None else top_N[rows]
                 entropies_M = entropies_M if ctx.with_entropy else None
-                _gradient_by_blocks(grad_MV, lse_M, grad_M, ctx.temperature, top_M, entropies_M)
+                _gradient(grad_MV, lse_M, grad_M, ctx.temperature, top_M, entropies_M)
                 grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
                 low_MV = grad_MV.to(hidden_ND.dtype)
             product(low_MV, weight, grad_hidden[rows])

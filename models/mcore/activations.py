@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from isoloss.parallel.one_kernel import OneKernel, precise
+from isoloss.parallel.slabs import slabs
 
 
 def swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
@@ -34,17 +35,23 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx, wide):
         ctx.save_for_backward(wide)
-        gate, up = wide.chunk(2, dim=-1)
-        return silu(gate).mul_(up)
+        out = wide.new_empty((*wide.shape[:-1], wide.shape[-1] // 2))
+        rows, out_rows = wide.flatten(0, -2), out.flatten(0, -2)
+        for slab in slabs(rows):
+            gate, up = rows[slab].chunk(2, dim=-1)
+            torch.mul(silu(gate), up, out=out_rows[slab])
+        return out
 
     @staticmethod
     def backward(ctx, grad):
         (wide,) = ctx.saved_tensors
-        gate, up = wide.chunk(2, dim=-1)
-        grad_wide = torch.empty_like(wide)
-        grad_gate, grad_up = grad_wide.chunk(2, dim=-1)
-        torch.mul(silu(gate), grad, out=grad_up)
-        torch.ops.aten.silu_backward(grad * up, gate, grad_input=grad_gate)
+        grad_wide = torch.empty_like(wide, memory_format=torch.contiguous_format)
+        rows, grad_rows, grads = (x.flatten(0, -2) for x in (wide, grad_wide, grad))
+        for slab in slabs(rows):
+            gate, up = rows[slab].chunk(2, dim=-1)
+            grad_gate, grad_up = grad_rows[slab].chunk(2, dim=-1)
+            torch.mul(silu(gate), grads[slab], out=grad_up)
+            torch.ops.aten.silu_backward(grads[slab] * up, gate, grad_input=grad_gate)
         return grad_wide
 
 

@@ -7,6 +7,7 @@ from torch.nn.functional import silu
 
 from isoloss.models.mcore import activations
 from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+from isoloss.parallel import slabs
 
 KERNELS = {
     swiglu: (activations.swiglu_forward, activations.swiglu_backward),
@@ -22,6 +23,20 @@ def test_swiglu():
     x = wide()
     torch.testing.assert_close(swiglu(x), silu(x[:, :3]) * x[:, 3:])
     assert torch.autograd.gradcheck(swiglu, (x,))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 9, 10])
+def test_a_cpu_passes_over_a_few_rows_at_a_time(monkeypatch, rows):
+    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", 3 * 6)
+    x = wide()[None, :rows].detach().requires_grad_()
+    y = x.detach().clone().requires_grad_()
+    found, wanted = swiglu(x), silu(y[..., :3]) * y[..., 3:]
+    assert found.shape == wanted.shape and torch.equal(found, wanted)
+    grad = torch.randn(3, rows, 1, dtype=torch.float64).transpose(0, 2)  # with gaps, as autograd may give it
+    found.backward(grad)
+    wanted.backward(grad)
+    assert x.grad is not None and y.grad is not None
+    torch.testing.assert_close(x.grad, y.grad)
 
 
 def test_the_clamped_one_of_gpt_oss():

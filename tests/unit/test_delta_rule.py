@@ -90,7 +90,7 @@ def test_some_chunks_after_the_other(lengths, chunks, monkeypatch):
     """As in a row that is too long for a CPU's cache."""
     given = inputs(lengths)
     together = with_gradients(delta_rule, given, lengths)
-    monkeypatch.setattr(isoloss.parallel.delta_rule, "SLAB", chunks * 4 * CHUNK**2)
+    monkeypatch.setattr(isoloss.parallel.delta_rule, "CACHED_ELEMENTS", chunks * 4 * CHUNK**2)
     same(with_gradients(delta_rule, given, lengths), together, 1e-14)
 
 

@@ -107,5 +107,5 @@ def test_any_forest(forest):
 
 @pytest.mark.parametrize("chunks", [1, 3])
 def test_some_chunks_after_the_other(chunks, monkeypatch):
-    monkeypatch.setattr(isoloss.parallel.delta_rule, "SLAB", chunks * 4 * CHUNK**2)
+    monkeypatch.setattr(isoloss.parallel.delta_rule, "CACHED_ELEMENTS", chunks * 4 * CHUNK**2)
     check_rule(FORESTS[0])

@@ -79,6 +79,16 @@ def test_they_are_numpys(left_lies, right_lies, shape):
     assert taken.call_count >= 4
 
 
+def test_to_a_large_sum_one_product_is_added():
+    left, right, total = torch.randn(2500, 300).T, torch.randn(2500, 501), torch.zeros(300, 501)
+    with mock.patch.object(products, "_onednn", wraps=products._onednn) as taken:
+        add_product(total[:, :500], left, right[:, :500])
+        assert taken.call_count == 3
+        add_product(total, left, right, keep=False)
+        assert taken.call_count == 4
+    check(total, exact(left, right))
+
+
 @pytest.mark.parametrize("lies", ["rows", "columns", "all"])
 def test_elements_that_share_memory(lies):
     """As a gradient that autograd expanded from a sum."""
