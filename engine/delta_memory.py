@@ -38,8 +38,8 @@ def delta_memory(delta: GatedDelta, layout: Layout, tokens: int, width: int) -> 
     inputs = exchanged if ranks > 1 else projected
     # The convolution's output; states, inverses and V'; decays and rates.
     core = width * (2 * key + value) + exact * (state + matrix + value + 4 * heads)
-    # The rule's output and that normed; the gate and its SiLU; the product.
-    gated_norm = width * 3 * value + exact * (2 * value + heads)
+    # The rule's output, and that normed and gated.
+    gated_norm = width * 2 * value
 
     # Of a chunk: the rule's tensors once more, their gradients, and what is on its way back to the order of tokens.
     gradients = exact * (4 * matrix + 6 * key_by_value_head + 6 * value + 2 * state + 4 * key)

@@ -20,9 +20,10 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 from torch import Tensor, nn
-from torch.nn.functional import pad, rms_norm, silu, softplus
+from torch.nn.functional import pad, softplus
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.gated_norm import gated_norm
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.weights.weight_map import DELTA_SECTIONS
 from isoloss.parallel import flash_linear_attention
@@ -51,6 +52,8 @@ class GatedDeltaNet(MegatronModule):
     Weights of heads (conv1d, A_log, dt_bias) are whole on every context rank, which uses those of its share; what a
     rank does not use gets no gradient there, and Megatron sums over the context group. `out_norm` is whole on every TP
     rank, and its gradient is summed over TP here, as each has other heads."""
+
+    config: LayerConfig
 
     def __init__(
         self,
@@ -111,7 +114,8 @@ class GatedDeltaNet(MegatronModule):
         out_RHU = attend(qkv_R, rate_RH, decay_RH).unflatten(1, (self.value_heads, -1))
 
         weight = sum_gradient(self.out_norm.weight, self.tp)
-        out_RHU = gated_norm(out_RHU, gate_R.unflatten(1, (self.value_heads, -1)), weight, self.norm_eps)
+        gate_RHU, one_kernel = gate_R.unflatten(1, (self.value_heads, -1)), self.config.kernels.activation
+        out_RHU = gated_norm(out_RHU, gate_RHU, weight, self.norm_eps, one_kernel=one_kernel)
         return self.out_proj(out_RHU.flatten(1)[:, None])
 
     def _core(self, row: PackedRow, qkv_R: Tensor, rate_RH: Tensor, decay_RH: Tensor) -> Tensor:
@@ -189,12 +193,6 @@ class GatedDeltaNet(MegatronModule):
         for name, sections in (("in_proj.weight", DELTA_SECTIONS), ("conv1d.weight", CONV)):
             state[prefix + name] = _by_section(state[prefix + name], self.sections[: len(sections)], sections)
         return state
-
-
-def gated_norm(x_RHU: Tensor, gate_RHU: Tensor, weight_U: Tensor, eps: float) -> Tensor:
-    """Norm of each head, then the gate."""
-    gate = silu(precise(gate_RHU))
-    return (rms_norm(x_RHU, weight_U.shape, weight_U, eps) * gate).to(x_RHU.dtype)
 
 
 def _parameter(config: LayerConfig, shape: tuple[int, ...]) -> nn.Parameter:

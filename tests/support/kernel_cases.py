@@ -10,7 +10,16 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore import activations, dispatch, gated_attention, grouped_experts, norm, residual_norm, rotary
+from isoloss.models.mcore import (
+    activations,
+    dispatch,
+    gated_attention,
+    gated_norm,
+    grouped_experts,
+    norm,
+    residual_norm,
+    rotary,
+)
 from isoloss.parallel import block_attention, logits
 from isoloss.parallel.one_kernel import OneKernel
 
@@ -94,6 +103,17 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
         norm.norm_backward,
         lambda: (
             _bf16(ROWS, 1, WIDTH), _bf16(ROWS, 1, WIDTH, seed=1), _bf16(WIDTH, seed=2), _draw(ROWS, 1, 1).abs(), 1.0,
+        ),
+    ),
+    "gated_norm_forward": (
+        gated_norm.gated_norm_forward,
+        lambda: (_bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(WIDTH, seed=2), 1e-6),
+    ),
+    "gated_norm_backward": (
+        gated_norm.gated_norm_backward,
+        lambda: (
+            _bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(ROWS, 2, WIDTH, seed=2), _bf16(WIDTH, seed=3),
+            1e-6,
         ),
     ),
     "gate_forward": (gated_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),

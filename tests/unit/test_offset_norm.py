@@ -1,13 +1,17 @@
-"""A norm that multiplies by 1 + its weight, and the gate of attention's output: against torch, and compiled."""
+"""Norms that torch does not have, and the gate of attention's output: against torch, and compiled."""
+
+from functools import partial
 
 import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
-from torch.nn.functional import rms_norm
+from torch.nn.functional import rms_norm, silu
 
 from isoloss.models.mcore.gated_attention import _Gated, gate_backward, gate_forward, gated
+from isoloss.models.mcore.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
 from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.norm import RMSNorm, _OffsetNorm, norm_backward, offset_norm, weight_gradient
+from isoloss.parallel import slabs
 from isoloss.parallel.one_kernel import OneKernel
 
 EPS = 1e-3
@@ -55,7 +59,37 @@ def test_the_gate_and_its_gradients_are_those_of_torch():
     assert lost(outputs_and_gradients(lambda *g: gated(*g, one_kernel=True), *given), right) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("cached", [1, 2 * 3 * 12, 1 << 18])
+def test_the_gated_norm_and_its_gradients_are_those_of_torch(monkeypatch, cached):
+    """In slabs of one row, of two rows and one, and in one."""
+    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", cached)
+    given = draw(7, 3, 12), draw(7, 3, 12, seed=1), draw(12, seed=2)
+    right = outputs_and_gradients(lambda x, gate, w: rms_norm(x, (12,), w, EPS) * silu(gate), *given)
+    for one_kernel in (True, False):
+        found = outputs_and_gradients(partial(gated_norm, eps=EPS, one_kernel=one_kernel), *given)
+        assert max(lost(found, right)) < 1e-14
+    part = given[1].repeat(1, 2, 1)[:, :3]  # of a wider projection, with gaps between rows
+    assert not part.is_contiguous() and torch.equal(gated_norm(given[0], part, given[2], EPS), found[0])
+
+
+def test_a_gated_norm_of_no_rows():
+    x = torch.zeros(0, 3, 12, requires_grad=True)
+    weight = torch.ones(12, requires_grad=True)
+    gated_norm(x, x, weight, EPS).sum().backward()
+    assert weight.grad is not None and not weight.grad.any()
+
+
 KERNELS = {
+    "gated_norm_forward": (
+        gated_norm_forward,
+        (draw(256, 2, 128), draw(256, 2, 128, seed=1), draw(128, seed=2)),
+        (EPS,),
+    ),
+    "gated_norm_backward": (
+        gated_norm_backward,
+        (draw(256, 2, 128), draw(256, 2, 128, seed=1), draw(256, 2, 128, seed=2), draw(128, seed=3)),
+        (EPS,),
+    ),
     "offset_norm": (offset_norm, (draw(512, 1, 256), draw(256, seed=1)), (EPS, 1.0)),
     "norm_backward": (
         norm_backward,
