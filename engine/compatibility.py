@@ -22,6 +22,8 @@ from isoloss.parallel import Layout, UserError, flash_attention
 
 # SGLang's classes for these families do not use the sliding_window of config.json.
 SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
+# SGLang has no classes for these, and runs those of transformers, whose experts a weight sync does not reach.
+UNKNOWN_TO_SGLANG = ("mistral4",)
 
 Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
 
@@ -127,6 +129,9 @@ def generation(setup: Setup) -> Refusals:
         why = f"lets a token of {family} see all of up to {longest} tokens, and the model's sliding_window is {window}"
         remedy = f"set data.max_length to {window}, or sliding_window to null in config.json"
         yield "rollout.backend", why, f"{remedy}, or rollout.backend=megatron"
+    if rollout.backend == "sglang" and family in UNKNOWN_TO_SGLANG:
+        why = f"has no class for {family}, and would go on with the experts that it began with"
+        yield "rollout.backend", why, "use rollout.backend=megatron"
 
 
 def stages(setup: Setup) -> Refusals:

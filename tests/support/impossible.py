@@ -19,6 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "moe": published("qwen3-moe", **WIDE | {"head_dim": 6, "num_experts_per_tok": 2}),
     "gpt-oss": published("gpt-oss", **WIDE),
     "mistral": published("mistral"),
+    "mistral4": published("mistral-4"),
     "delta": published("qwen3.5", **WIDE | {"num_key_value_heads": 4, "linear_num_key_heads": 6,
                                             "linear_num_value_heads": 12}),
     "minimax-m2": published("minimax-m2", **WIDE | {"num_key_value_heads": 2}),
@@ -227,6 +228,13 @@ GENERATION = (
         "up to 64 tokens",
         "sliding_window is 11",
         "data.max_length to 11",
+        recipe="grpo",
+    ),
+    no(
+        "mistral4",
+        "rollout.backend=sglang rollout.servers=[http://127.0.0.1:9] data.max_length=64",
+        "no class for mistral4",
+        "rollout.backend=megatron",
         recipe="grpo",
     ),
 )
