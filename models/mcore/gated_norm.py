@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from isoloss.models.mcore.norm import through_norm, weight_gradient
-from isoloss.parallel.one_kernel import OneKernel, precise
+from isoloss.parallel.one_kernel import Function, OneKernel, precise
 from isoloss.parallel.slabs import by_slabs
 
 
@@ -37,7 +37,10 @@ class _GatedNorm(torch.autograd.Function):
         return grad_x, grad_gate, grad_weight, None, None
 
 
-def _with_gradient_of_weight(back, weight: Tensor, eps: float, grad: Tensor, x: Tensor, gate: Tensor):
+def _with_gradient_of_weight(
+    back: Function, weight: Tensor, eps: float, grad: Tensor, x: Tensor, gate: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """That of the weight with a row for these rows, as others have one of their own."""
     grad_x, grad_gate, grad_normed, scale = back(grad, x, gate, weight, eps)
     return grad_x, grad_gate, weight_gradient(grad_normed, x, weight, scale)[None]
 
