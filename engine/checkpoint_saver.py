@@ -1,8 +1,11 @@
 """Checkpoints go to the disk while training goes on."""
 
+import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -11,6 +14,8 @@ from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import CheckpointConfig
 from isoloss.engine.run_folder import is_main
 from isoloss.parallel.launch import host_group
+
+NICE = 10  # by so much less than training the threads that write insist on a core
 
 
 class Saver:
@@ -25,7 +30,7 @@ class Saver:
 
     def __init__(self, config: CheckpointConfig):
         self._group, self._keep = host_group(), config.keep
-        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._thread = ThreadPoolExecutor(1, "checkpoint", _give_way)
         self._copies = HostCopies() if config.asynchronous else None
         self._pending: Future[NotWrittenError | None] | None = None
         self._problem: NotWrittenError | None = None  # of the newest
@@ -82,6 +87,13 @@ class Saver:
         except OSError as problem:  # the next save tries again
             print(f"isoloss: an old checkpoint could not be deleted: {problem}", file=sys.stderr, flush=True)
         return None
+
+
+def _give_way() -> None:
+    """Have this thread take what training leaves of the cores. Linux has a niceness for each thread."""
+    thread = threading.get_native_id()
+    with suppress(OSError):  # elsewhere there is no such process
+        os.setpriority(os.PRIO_PROCESS, thread, os.getpriority(os.PRIO_PROCESS, thread) + NICE)
 
 
 def _given_up(staged: Sequence[Staged], problem: NotWrittenError) -> NotWrittenError:

@@ -10,7 +10,7 @@ import io
 import queue
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -34,6 +34,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from isoloss.models.mcore import patches
 from isoloss.models.weights.manifest import FileRecord
 from isoloss.models.weights.pickles import COMMON
+
+# torch writes 30 kB at a time, and training would wait for Python's lock as often.
+_BLOCK = 1 << 20
 
 
 class HostCopies:
@@ -158,20 +161,31 @@ class _Checksum(_StorageWriterTransforms):
         self._bytes = self._crc32 = 0
 
     def transform_save_stream(self, write_item: Any, raw_stream: Any) -> tuple[IO[bytes], list[str]]:
-        stream, descriptors = super().transform_save_stream(write_item, raw_stream)
-        write = stream.write
+        stream: Any = io.BufferedWriter(_Counted(raw_stream, self.count), _BLOCK)
+        return stream, []
 
-        def counted(block: Any) -> int:
-            self._bytes += memoryview(block).nbytes
-            self._crc32 = zlib.crc32(block, self._crc32)
-            try:
-                return write(block)
-            except OSError as problem:
-                self.problem = problem
-                raise
-
-        stream.write = counted
-        return stream, descriptors
+    def count(self, block: memoryview, write: Callable[[memoryview], int]) -> int:
+        self._bytes += block.nbytes
+        self._crc32 = zlib.crc32(block, self._crc32)
+        try:
+            return write(block)
+        except OSError as problem:
+            self.problem = problem
+            raise
 
     def record(self) -> FileRecord:
         return FileRecord(self._bytes, f"{self._crc32:08x}")
+
+
+class _Counted(io.RawIOBase):
+    """A part of a file, which stays open when the part is closed. count: gets every block, and how to write it."""
+
+    def __init__(self, file: IO[bytes], count: Callable[[memoryview, Callable], int]):
+        super().__init__()
+        self._file, self._count = file, count
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, block: Any) -> int:
+        return self._count(memoryview(block), self._file.write)

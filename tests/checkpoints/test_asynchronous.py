@@ -1,6 +1,8 @@
 """A checkpoint is written while training goes on, and holds what was there when it was taken."""
 
+import os
 import pickle
+import sys
 import threading
 from pathlib import Path
 
@@ -125,6 +127,16 @@ def test_what_is_written_when_a_run_ends_in_a_mistake_is_finished(arguments, mon
 def _bad_at_2(self, step, *rest):
     if step == 2:
         raise UserError("planted")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a niceness of each thread")
+def test_what_writes_gives_way_to_training(one_rank):
+    def niceness() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    saver = Saver(CheckpointConfig())
+    assert saver._thread.submit(niceness).result() == min(niceness() + 10, 19)
+    saver.close()
 
 
 def test_what_saves_leaves_no_threads(one_rank):

@@ -63,7 +63,6 @@ def test_ahead_of_the_trainer(inputs, either, tmp_path, staleness):
     assert [row["prompts_in_flight"] for row in metrics] == [staleness * BATCH] * 6
     assert metrics[0]["staleness_max"] == 0
     assert all(0 < row["staleness_mean"] <= row["staleness_max"] <= staleness for row in metrics[1:])
-    assert all(row["generate_seconds"] < metrics[0]["generate_seconds"] for row in metrics[1::2])
     assert len(rows_of(tmp_path / "run/eval_rollouts.jsonl")) == 3 * PROMPTS
 
 
