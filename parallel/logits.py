@@ -1,7 +1,7 @@
 """What the loss head does with a chunk of logits between its matrix products, as one kernel each on a GPU.
 
 Letters: M positions of the chunk, V vocabulary columns of this TP rank. A target is a column, or -1 where another rank
-has it. The temperature divides logits first.
+has it. First the softcap c makes c tanh(z / c) of logits z, where there is one; then the temperature divides them.
 """
 
 import torch
@@ -14,13 +14,21 @@ def _is_target(logits_MV: Tensor, target_M: Tensor) -> Tensor:
     return torch.arange(logits_MV.shape[1], device=logits_MV.device) == target_M[:, None]
 
 
+def _capped(logits_MV: Tensor, softcap: float | None) -> Tensor:
+    return logits_MV if softcap is None else softcap * (logits_MV / softcap).tanh()
+
+
+def _through_cap(grad_MV: Tensor, capped_MV: Tensor, softcap: float | None) -> Tensor:
+    return grad_MV if softcap is None else grad_MV * (1 - (capped_MV / softcap).square())
+
+
 @OneKernel
 def statistics(
-    logits_MV: Tensor, target_M: Tensor, temperature: float, with_entropy: bool
+    logits_MV: Tensor, target_M: Tensor, temperature: float, softcap: float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The log-sum-exp of these columns, the target's logit or 0, and minus the entropy of their softmax or 0, [M]
     each."""
-    divided_MV = logits_MV / temperature
+    divided_MV = _capped(logits_MV, softcap) / temperature
     top_M = divided_MV.amax(1)
     shifted_MV = divided_MV - top_M[:, None]
     exp_MV = shifted_MV.exp()
@@ -34,12 +42,20 @@ def statistics(
 
 @OneKernel
 def gradient(
-    logits_MV: Tensor, target_M: Tensor, lse_M: Tensor, grad_M: Tensor, temperature: float, dtype: torch.dtype
+    logits_MV: Tensor,
+    target_M: Tensor,
+    lse_M: Tensor,
+    grad_M: Tensor,
+    temperature: float,
+    softcap: float | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """Of sum(grad * log p(target)) for the divided logits, rounded to `dtype` in the end. lse: over all ranks."""
-    p_MV = (logits_MV / temperature - lse_M[:, None]).exp()
+    """Of sum(grad * log p(target)) for the divided logits, taken back through the softcap and rounded to `dtype` in the
+    end. lse: over all ranks."""
+    capped_MV = _capped(logits_MV, softcap)
+    p_MV = (capped_MV / temperature - lse_M[:, None]).exp()
     own_MV = grad_M[:, None].where(_is_target(logits_MV, target_M), 0.0)
-    return (own_MV - p_MV * grad_M[:, None]).to(dtype)
+    return _through_cap(own_MV - p_MV * grad_M[:, None], capped_MV, softcap).to(dtype)
 
 
 @OneKernel
@@ -51,10 +67,12 @@ def gradient_with_entropy(
     entropy_M: Tensor,
     grad_entropy_M: Tensor,
     temperature: float,
+    softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of sum(grad * log p(target) + grad_entropy * entropy): dH/dz_j = -p_j (log p_j + H)."""
-    logp_MV = logits_MV / temperature - lse_M[:, None]
+    """As `gradient`, of sum(grad * log p(target) + grad_entropy * entropy): dH/dz_j = -p_j (log p_j + H)."""
+    capped_MV = _capped(logits_MV, softcap)
+    logp_MV = capped_MV / temperature - lse_M[:, None]
     factor_MV = (logp_MV + entropy_M[:, None]) * grad_entropy_M[:, None] + grad_M[:, None]
     own_MV = grad_M[:, None].where(_is_target(logits_MV, target_M), 0.0)
-    return (own_MV - logp_MV.exp() * factor_MV).to(dtype)
+    return _through_cap(own_MV - logp_MV.exp() * factor_MV, capped_MV, softcap).to(dtype)

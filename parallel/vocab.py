@@ -38,12 +38,14 @@ def vocab_parallel_logprobs(
     tp_group: dist.ProcessGroup,
     *,
     temperature: float = 1.0,
+    softcap: float | None = None,
     with_entropy: bool = False,
     fused: bool = False,
     main_grad_VD: Tensor | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log p(target) and, if asked, the entropy of p = softmax(hidden @ weight.T / temperature), the whole vocabulary's.
+    With a softcap, logits z become softcap * tanh(z / softcap) before they are divided.
 
     hidden_ND: last hidden states at the labelled positions, the same on every TP rank. N may be 0 (the result is then
         empty but still connected to both inputs). Its gradient is this rank's *part*: the caller's region entry
@@ -63,8 +65,9 @@ def vocab_parallel_logprobs(
         chunk_elements = FUSED_CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS
     chunk = max(1, chunk_elements // max(columns, 1))
     logprobs_N, entropy_N = _VocabParallelLogprobs.apply(
-        hidden_ND, weight_VD, targets_N, first, columns, tp_group, temperature, with_entropy, chunk, fused, main_grad_VD
-    )
+        hidden_ND, weight_VD, targets_N, first, columns, tp_group, temperature, softcap, with_entropy, chunk, fused,
+        main_grad_VD,
+    )  # fmt: skip
     return logprobs_N, entropy_N if with_entropy else None
 
 
@@ -84,6 +87,15 @@ def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None
     for part_vD, out_Nv in zip(weight_VD.split(rows), out_NV.split(rows, dim=1)):
         product(hidden_ND, part_vD.float().T, out_Nv)
     return out_NV
+
+
+def softcapped(logits_NV: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap), in place. Not differentiable."""
+    if softcap is not None:
+        rows = logits_NV.flatten(0, -2)
+        for block in slabs(rows):
+            rows[block].div_(softcap).tanh_().mul_(softcap)
+    return logits_NV
 
 
 def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
@@ -136,16 +148,18 @@ def _gradient(
     lse_M: Tensor,
     grad_M: Tensor,
     temperature: float,
+    softcap: float | None,
     top_M: Tensor | None,
     entropies_M: tuple[Tensor, Tensor] | None,
 ) -> None:
     """Turns logits into their gradient, but for that of the targets.
 
-    x_MV: with top_M logits that `_statistics` went over, else new ones.
+    x_MV: with top_M logits that `_statistics` went over, else new ones, of which the softcap has made others.
     entropies_M: of the whole vocabulary, and their gradient; None: log-probabilities alone have one.
     """
     for block in slabs(x_MV):
         x_IV, grad_I = x_MV[block], grad_M[block, None]
+        slope_IV = None if softcap is None else _slope(x_IV, softcap)
         if top_M is None and temperature != 1.0:
             x_IV.div_(temperature)
         if entropies_M is not None:  # dH/dz_j = -p_j (log p_j + H)
@@ -157,13 +171,21 @@ def _gradient(
             x_IV.mul_(torch.exp(top_M[block] - lse_M[block])[:, None] * -grad_I)
         else:
             x_IV.sub_(lse_M[block, None]).exp_().mul_(-grad_I)
+        if slope_IV is not None:
+            x_IV.mul_(slope_IV)
+
+
+def _slope(capped: Tensor, softcap: float) -> Tensor:
+    """Of softcap * tanh(z / softcap), by what that gives."""
+    return 1 - (capped / softcap).square()
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_ND, weight_VD, targets_N, first, columns, group, temperature, with_entropy, chunk, fused, main_grad
-    ):
+        ctx, hidden_ND, weight_VD, targets_N, first, columns, group, temperature, softcap, with_entropy, chunk, fused,
+        main_grad,
+    ):  # fmt: skip
         dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
         n = hidden_ND.shape[0]
         weight = weight_VD[:columns]
@@ -179,10 +201,14 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
             column_M, own_M = column_N[rows], own_N[rows]
             if fused:
-                found.append(kernels.statistics(logits_MV, column_M.where(own_M, -1), temperature, with_entropy))
+                target_M = column_M.where(own_M, -1)
+                found.append(kernels.statistics(logits_MV, target_M, temperature, softcap, with_entropy))
             else:
+                softcapped(logits_MV, softcap)
                 _statistics(logits_MV, column_M, own_M, temperature, with_entropy, part[:, rows], top_N[rows])
-            kept = logits_MV if n <= chunk else None  # a single chunk is within budget: no need to compute it twice
+            # A single chunk is within budget: no need to compute it twice. Unless the backward wants the logits as they
+            # were capped, which `_statistics` has written over.
+            kept = logits_MV if n <= chunk and (fused or softcap is None) else None
             del logits_MV  # before those of the next chunk are made
         if found:
             part = torch.stack([torch.cat(of_chunks) for of_chunks in zip(*found)])
@@ -195,7 +221,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept)
         ctx.columns, ctx.chunk, ctx.with_entropy, ctx.temperature = columns, chunk, with_entropy, temperature
-        ctx.fused, ctx.main_grad = fused, main_grad
+        ctx.fused, ctx.main_grad, ctx.softcap = fused, main_grad, softcap
         return parts[:, 1].sum(0) - lse_N, entropy_N
 
     @staticmethod
@@ -215,7 +241,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             lse_M, grad_M = lse_N[rows], grad_logprob_N[rows]
             entropies_M = (entropy_N[rows], grad_entropy_N[rows])
             if ctx.fused:
-                target_M, end = column_N[rows].where(own_N[rows], -1), (ctx.temperature, hidden_ND.dtype)
+                target_M, end = column_N[rows].where(own_N[rows], -1), (ctx.temperature, ctx.softcap, hidden_ND.dtype)
                 if ctx.with_entropy:
                     low_MV = kernels.gradient_with_entropy(grad_MV, target_M, lse_M, grad_M, *entropies_M, *end)
                 else:
@@ -223,13 +249,17 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             else:
                 top_M = None if kept is None else top_N[rows]
                 entropies_M = entropies_M if ctx.with_entropy else None
-                _gradient(grad_MV, lse_M, grad_M, ctx.temperature, top_M, entropies_M)
-                grad_MV[row_M[: grad_MV.shape[0]], column_N[rows]] += grad_own_N[rows]
+                target, grad_own_M = (row_M[: grad_MV.shape[0]], column_N[rows]), grad_own_N[rows]
+                if ctx.softcap is not None:
+                    softcapped(grad_MV, ctx.softcap)
+                    grad_own_M = grad_own_M * _slope(grad_MV[target], ctx.softcap)
+                _gradient(grad_MV, lse_M, grad_M, ctx.temperature, ctx.softcap, top_M, entropies_M)
+                grad_MV[target] += grad_own_M
                 low_MV = grad_MV.to(hidden_ND.dtype)
             product(low_MV, weight, grad_hidden[rows])
             grad_weight.add(low_MV, hidden_ND[rows])
             del grad_MV, low_MV  # before those of the next chunk are made
-        return grad_hidden, grad_weight.of_autograd(), *(None,) * 9
+        return grad_hidden, grad_weight.of_autograd(), *(None,) * 10
 
 
 class _WeightGradient:

@@ -18,16 +18,18 @@ from support.vocab import dense_reference, tensor_parallel
 )
 @pytest.mark.parametrize("chunk", [1, 3, 1000])
 @pytest.mark.parametrize("fused", [False, True], ids=["in place", "as kernels"])
-def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk, fused):
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_tensor_parallel_equals_dense(pool, tp, vocab, rows, chunk, fused, softcap):
     random = torch.Generator().manual_seed(vocab)
     n, d = 12, 6
     hidden, weight = (torch.randn(size, d, generator=random, dtype=torch.float64) for size in (n, vocab))
     targets = torch.arange(n) % vocab  # every rank that holds true columns owns a target
     targets[-1] = vocab - 1
     grads = torch.randn(2, n, generator=random, dtype=torch.float64)
-    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1]))
+    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1]), softcap=softcap)
 
-    ranks = pool.run(tp, tensor_parallel, hidden, weight, rows, targets, (grads[0], grads[1]), chunk * rows, fused)
+    options = chunk * rows, fused, softcap
+    ranks = pool.run(tp, tensor_parallel, hidden, weight, rows, targets, (grads[0], grads[1]), *options)
     for logprobs, entropy, hidden_grad, _ in ranks:
         for got, reference in zip((logprobs, entropy, hidden_grad), wanted):
             torch.testing.assert_close(got, reference, rtol=1e-12, atol=1e-12)

@@ -9,11 +9,19 @@ from isoloss.parallel.vocab import vocab_parallel_logprobs
 
 
 def dense_reference(
-    hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, grads: tuple[Tensor, Tensor], temperature: float = 1.0
+    hidden_ND: Tensor,
+    weight_VD: Tensor,
+    targets_N: Tensor,
+    grads: tuple[Tensor, Tensor],
+    temperature: float = 1.0,
+    softcap: float | None = None,
 ):
     """log p(target), entropy, and the gradients of (grads[0] * log p + grads[1] * entropy).sum(), all in fp64."""
     hidden, weight = (t.detach().double().requires_grad_() for t in (hidden_ND, weight_VD))
-    logp_NV = torch.log_softmax(hidden @ weight.T / temperature, -1)
+    logits_NV = hidden @ weight.T
+    if softcap is not None:
+        logits_NV = softcap * torch.tanh(logits_NV / softcap)
+    logp_NV = torch.log_softmax(logits_NV / temperature, -1)
     logprobs, entropy = logp_NV.gather(1, targets_N[:, None]).squeeze(1), -(logp_NV.exp() * logp_NV).sum(-1)
     (grads[0].double() * logprobs + grads[1].double() * entropy).sum().backward()
     return logprobs.detach(), entropy.detach(), hidden.grad, weight.grad
@@ -27,6 +35,7 @@ def tensor_parallel(
     grads: tuple[Tensor, Tensor],
     chunk_elements: int,
     fused: bool = False,
+    softcap: float | None = None,
 ):
     """The same four on this rank: its gradient of the output matrix is that of its rows, padding included.
 
@@ -45,6 +54,7 @@ def tensor_parallel(
         true,
         group,
         with_entropy=True,
+        softcap=softcap,
         fused=fused,
         chunk_elements=chunk_elements,
     )

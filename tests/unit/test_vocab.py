@@ -13,8 +13,8 @@ from support.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
 from isoloss.parallel import logits as kernels
-from isoloss.parallel import products, vocab
-from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel import products, slabs, vocab
+from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
@@ -117,18 +117,20 @@ def test_a_large_bf16_matrix_is_converted_in_parts(one_rank, monkeypatch):
 
 
 @FUSED
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, fused):
+def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, softcap, fused):
     """13 positions in chunks of 1, 2, 5, 13 and 1000: a short last chunk, and logits kept for the backward."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(13, 8, dtype=torch.float64), torch.randn(31, 8, dtype=torch.float64)
     targets, grads = torch.randint(31, (13,)), torch.randn(2, 13, dtype=torch.float64)
-    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy), temperature)
+    wanted = dense_reference(hidden, weight, targets, (grads[0], grads[1] * with_entropy), temperature, softcap)
     for chunk in (1, 2, 5, 13, 1000):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         options = {
             "temperature": temperature,
+            "softcap": softcap,
             "with_entropy": with_entropy,
             "chunk_elements": 31 * chunk,
             "fused": fused,
@@ -234,20 +236,29 @@ def test_a_gradient_added_to_a_buffer_is_that_of_autograd(one_rank, fused, chunk
     assert errors[1] <= errors[0] <= 0.02 * float(exact.norm())
 
 
+def test_capped_logits_in_place(monkeypatch):
+    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", 2 * 7)
+    logits = 5 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    wanted = 3 * torch.tanh(logits / 3)
+    assert softcapped(logits, None) is logits and softcapped(logits, 3.0) is logits
+    torch.testing.assert_close(logits, wanted)
+
+
+@pytest.mark.parametrize("softcap", [None, 4.0])
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_a_chunk_of_logits_is_passed_over_by_one_kernel_each_way(with_entropy):
+def test_a_chunk_of_logits_is_passed_over_by_one_kernel_each_way(with_entropy, softcap):
     """The compiler puts all of each function into one, and its numbers are those op by op. In a large chunk, whose rows
     a GPU goes over with one block of threads each."""
     random = torch.Generator().manual_seed(0)
     logits = torch.randn(300, 2003, generator=random) * 3
     targets = torch.randint(-1, 2003, (300,), generator=random)
     lse, grad, entropy, grad_entropy = torch.randn(4, 300, generator=random) + torch.tensor([[9.0], [0], [0], [0]])
-    calls = [(kernels.statistics, (logits, targets, 0.7, with_entropy))]
+    calls = [(kernels.statistics, (logits, targets, 0.7, softcap, with_entropy))]
     if with_entropy:
-        arguments = (logits, targets, lse, grad, entropy, grad_entropy, 0.7, torch.bfloat16)
+        arguments = (logits, targets, lse, grad, entropy, grad_entropy, 0.7, softcap, torch.bfloat16)
         calls.append((kernels.gradient_with_entropy, arguments))
     else:
-        calls.append((kernels.gradient, (logits, targets, lse, grad, 0.7, torch.bfloat16)))
+        calls.append((kernels.gradient, (logits, targets, lse, grad, 0.7, softcap, torch.bfloat16)))
     for kernel, arguments in calls:
         found, (code,) = run_and_get_code(kernel.compiled, *arguments)
         assert code.count("async_compile.cpp") == 1, kernel.__name__
