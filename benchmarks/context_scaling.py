@@ -66,8 +66,8 @@ def formula(arch: Architecture, layout: Layout, tokens: int, size: int = 4) -> i
     """Bytes that a rank sends per layer in a forward and a backward; `size` bytes an element (docs/parallelism.md)."""
     ulysses, ring = layout.ulysses, layout.ring
     kv_heads = arch.num_kv_heads * kv_repeats(arch.num_heads, arch.num_kv_heads, ulysses)
-    pair = kv_heads * (arch.head_dim + arch.value_dim)
-    queries, outputs = arch.num_heads * arch.head_dim, arch.num_heads * arch.value_dim
+    pair = kv_heads * (arch.head_dim + arch.value_dim(0))
+    queries, outputs = arch.num_heads * arch.head_dim, arch.num_heads * arch.value_dim(0)
     exchanged = 2 * (ulysses - 1) * (tokens // (ulysses * ring)) * (queries + pair + outputs) // ulysses
     passed = (3 * ring - 2 if ring > 1 else 0) * (tokens // ring) * pair // ulysses
     return (exchanged + passed) * size

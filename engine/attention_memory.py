@@ -16,7 +16,7 @@ def kept_by_attention(
     width: bytes of a number.
     """
     heads = arch.num_heads // layout.tp
-    q, k = heads * arch.head_dim, max(1, arch.kv_heads(layer) // layout.tp) * arch.head_dim
+    q, k = heads * arch.key_dim(layer), max(1, arch.kv_heads(layer) // layout.tp) * arch.key_dim(layer)
     exchanged = layout.ulysses > 1
     if arch.differing_attention:
         channels, core = _differing(arch, layer, heads, q, k, exchanged)
@@ -48,7 +48,7 @@ def _gathered(arch: Architecture, layout: Layout, q: int, k: int) -> int:
 def _differing(arch: Architecture, layer: int, heads: int, q: int, k: int, exchanged: bool) -> tuple[int, int]:
     """Queries and keys rotated, values scaled; the output. The kernel pads it to the width of queries, and it is copied
     without; sinks, or the exchange of Ulysses, make a copy of their own."""
-    values, out = k // arch.head_dim * arch.value_dim, heads * arch.value_dim
+    values, out = k // arch.key_dim(layer) * arch.value_dim(layer), heads * arch.value_dim(layer)
     sinks = arch.has_sinks(layer)
     core = (out if sinks else q) if exchanged or not sinks else 0
     return q + k + values + out, core

@@ -58,15 +58,16 @@ class CostModel:
         masked prompts are a little cheaper than this says.
         """
         parameters = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
-        layer = pair_flops(arch)
         linear = [layer for layer in range(arch.num_layers) if arch.is_linear(layer)]
-        windows = [window for window in map(arch.window, range(arch.num_layers)) if window is not None]
-        assert len(set(windows)) <= 1, "config.json gives one window for all layers that have one"
+        windowed = [layer for layer in range(arch.num_layers) if arch.window(layer) is not None]
+        whole = set(range(arch.num_layers)) - {*linear, *windowed}
+        windows = {arch.window(layer) or 0 for layer in windowed}
+        assert len(windows) <= 1, "config.json gives one window for all layers that have one"
         return cls(
             linear=2.0 * parameters + (len(linear) * delta_flops(arch) if linear else 0.0),
-            quadratic=(arch.num_layers - len(windows) - len(linear)) * layer,
-            windowed=len(windows) * layer,
-            window=windows[0] if windows else 0,
+            quadratic=sum(pair_flops(arch, layer) for layer in whole),
+            windowed=sum(pair_flops(arch, layer) for layer in windowed),
+            window=max(windows, default=0),
         )
 
 

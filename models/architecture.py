@@ -120,12 +120,11 @@ class Values:
 
 @dataclass(frozen=True)
 class Windowed:
-    """What layers with a window have in place of what the others have.
+    """What layers with a window have in place of what the others have: the fields of these names of `Architecture`."""
 
-    rope: rotates as many channels.
-    """
-
-    kv_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rotary_dim: int
     rope: Rope
 
 
@@ -135,6 +134,7 @@ class Architecture:
 
     num_kv_heads: key/value heads (groups of query heads), a divisor of num_heads.
     head_dim: width of a query and key head; num_heads * head_dim need not equal hidden_size.
+    softmax_scale: what the product of a query and a key is multiplied by; None: 1 / sqrt(head_dim).
     rotary_dim: channels of a head that are rotated.
     qkv_bias: q, k and v projections have a bias.
     linear_bias: so do all other projections, the router among them.
@@ -147,7 +147,14 @@ class Architecture:
         means False everywhere.
     sinks_name: what Hugging Face files call them, below `self_attn.`.
     values, windowed: attention whose values, or whose layers with a window, differ.
+    keys_as_values: layers without a window project no values: theirs are the keys before norm and rotation.
+    value_norm: RMSNorm over each value head, without a weight.
     clamped_swiglu: gpt-oss's activation instead of SwiGLU.
+    geglu: GELU (by tanh) of the gate instead of SwiGLU.
+    sandwich_norm: what attention and the MLP give is normed as well, before it is added to the residual stream.
+    layer_scalar: what a layer gives is multiplied by a number of its own, which is not trained.
+    scaled_embedding: embeddings are multiplied by sqrt(hidden_size), rounded to the type of the weights.
+    logit_softcap: logits z become c tanh(z / c).
     tie_embeddings: the output projection is the embedding matrix.
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
@@ -186,7 +193,15 @@ class Architecture:
     sinks_name: str = "sinks"
     values: Values | None = None
     windowed: Windowed | None = None
+    softmax_scale: float | None = None
+    keys_as_values: bool = False
+    value_norm: bool = False
     clamped_swiglu: bool = False
+    geglu: bool = False
+    sandwich_norm: bool = False
+    layer_scalar: bool = False
+    scaled_embedding: bool = False
+    logit_softcap: float | None = None
     experts: Experts | None = None
     latent: Latent | None = None
     delta: GatedDelta | None = None
@@ -204,13 +219,6 @@ class Architecture:
     def as_critic(self) -> "Architecture":
         return replace(self, critic=True, tie_embeddings=False)
 
-    @property
-    def value_dim(self) -> int:
-        """Width of a value head."""
-        if self.latent:
-            return self.latent.value_dim
-        return self.values.dim if self.values else self.head_dim
-
     def window(self, layer: int) -> int | None:
         return self.windows[layer] if self.windows else None
 
@@ -218,12 +226,30 @@ class Architecture:
         return bool(self.sinks) and self.sinks[layer]
 
     def kv_heads(self, layer: int) -> int:
-        return self.windowed.kv_heads if self.windowed and self.window(layer) else self.num_kv_heads
+        return self.windowed.num_kv_heads if self.windowed and self.window(layer) else self.num_kv_heads
+
+    def key_dim(self, layer: int) -> int:
+        """Width of a query and key head."""
+        return self.windowed.head_dim if self.windowed and self.window(layer) else self.head_dim
+
+    def value_dim(self, layer: int) -> int:
+        """Width of a value head."""
+        if self.latent:
+            return self.latent.value_dim
+        return self.values.dim if self.values else self.key_dim(layer)
+
+    def projects_values(self, layer: int) -> bool:
+        return not self.keys_as_values or self.window(layer) is not None
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         """Of layers without a window, and of those with one where they differ."""
         return (self.rope, self.windowed.rope) if self.windowed else (self.rope,)
+
+    @property
+    def rotary_dims(self) -> tuple[int, ...]:
+        """Of each of `ropes`."""
+        return (self.rotary_dim, self.windowed.rotary_dim) if self.windowed else (self.rotary_dim,)
 
     @property
     def differing_attention(self) -> bool:

@@ -28,10 +28,10 @@ def output_parameters(arch: Architecture) -> int:
     return (1 if arch.critic else arch.vocab_size) * arch.hidden_size
 
 
-def pair_flops(arch: Architecture) -> float:
-    """FLOPs of one layer's attention per n^2 of a sequence of n tokens: q k^T and probabilities x v take
+def pair_flops(arch: Architecture, layer: int) -> float:
+    """FLOPs of a layer's attention per n^2 of a sequence of n tokens: q k^T and probabilities x v take
     2 * heads * width * n^2 each, of which causality leaves half."""
-    return 2 * arch.num_heads * (arch.head_dim + arch.value_dim) / 2
+    return 2 * arch.num_heads * (arch.key_dim(layer) + arch.value_dim(layer)) / 2
 
 
 def delta_flops(arch: Architecture) -> float:
@@ -62,7 +62,7 @@ def layer_flops(arch: Architecture, tokens: int) -> list[int]:
             flops[layer] += delta_flops(arch) * tokens
             continue
         seen = min(tokens, arch.window(layer) or tokens)
-        flops[layer] += pair_flops(arch) * seen * (2 * tokens - seen)
+        flops[layer] += pair_flops(arch, layer) * seen * (2 * tokens - seen)
     return [round(cost) for cost in flops]
 
 

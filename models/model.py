@@ -21,7 +21,7 @@ from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
 from isoloss.parallel.packed_matrix import PackedMatrix
-from isoloss.parallel.vocab import unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ class Model:
             self.arch.vocab_size,
             self.mesh.tp,
             temperature=temperature,
+            softcap=self.arch.logit_softcap,
             with_entropy=with_entropy,
             fused=self.kernels.loss_head and hidden.is_cuda,
             main_grad_VD=module.output_gradient(),
@@ -149,6 +150,7 @@ class Model:
         """
         hidden_ND = self._labelled(hidden, labelled_N)
         logits_NV = head.product(hidden_ND) if head else unrounded_logits(hidden_ND, self.modules[-1].output_weight())
+        softcapped(logits_NV, self.arch.logit_softcap)
         return gather_rows(logits_NV.T, self.mesh.tp).T[:, : self.arch.vocab_size]
 
     def _labelled(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:

@@ -44,6 +44,13 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class Proportional:
+    """Of the pairs of channels only this fraction turns, the fastest: by the angles of a rotation of all."""
+
+    fraction: float
+
+
+@dataclass(frozen=True)
 class QueryScaling:
     """Llama 4's: queries times 1 + beta log(1 + n), where n original lengths lie before the token."""
 
@@ -65,7 +72,7 @@ class Rope:
     """
 
     theta: float
-    scaling: Llama3Scaling | LinearScaling | YarnScaling | None = None
+    scaling: Llama3Scaling | LinearScaling | YarnScaling | Proportional | None = None
     interleaved: bool = False
     query_scaling: QueryScaling | None = None
 
@@ -91,6 +98,9 @@ class Rope:
             return inv_freq / self.scaling.factor
         if isinstance(self.scaling, Llama3Scaling):
             return _llama3(inv_freq, self.scaling)
+        if isinstance(self.scaling, Proportional):
+            turning = int(self.scaling.fraction * rotary_dim // 2)
+            return torch.cat([inv_freq[:turning], torch.zeros(len(inv_freq) - turning)])
         return inv_freq
 
 

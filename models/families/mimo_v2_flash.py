@@ -71,16 +71,18 @@ def architecture(config: ConfigJson) -> Architecture:
             1.0 if scale is None else positive_number({"attention_value_scale": scale}, "attention_value_scale"),
         ),
         windowed=Windowed(
-            kv_heads=2 * positive_int(config, "num_key_value_heads"),
+            num_kv_heads=2 * positive_int(config, "num_key_value_heads"),
+            head_dim=positive_int(config, "head_dim"),
+            rotary_dim=rotary_dim(of_kind[SLIDING], positive_int(config, "head_dim"), ROTATED),
             rope=rope(of_kind[SLIDING], 1e4, positive_int(config, "max_position_embeddings"), interleaved=False),
         ),
         experts=grouped_experts(config, leading_dense_layers(config), shared=False),
         left_out=("model.mtp.",),
     )
-    if arch.windowed and arch.num_heads % arch.windowed.kv_heads:
+    if arch.windowed and arch.num_heads % arch.windowed.num_kv_heads:
         why = f"must divide num_attention_heads={arch.num_heads} twice over: layers with a window have as many again"
         refuse("num_key_value_heads", arch.num_kv_heads, why)
-    if rotary_dim(of_kind[SLIDING], arch.head_dim, ROTATED) != arch.rotary_dim:
+    if arch.windowed and arch.windowed.rotary_dim != arch.rotary_dim:
         refuse("rope_parameters", config["rope_parameters"], "rotates other channels where there is a window")
     for name, meant in _by_the_hub(config, arch):
         if config.get(name) not in (None, meant):
@@ -119,6 +121,6 @@ def _by_the_hub(config: ConfigJson, arch: Architecture) -> Iterator[tuple[str, A
     yield "swa_rope_theta", arch.windowed.rope.theta
     yield "partial_rotary_factor", config["rope_parameters"][FULL].get("partial_rotary_factor", ROTATED)
     yield "swa_num_attention_heads", arch.num_heads
-    yield "swa_num_key_value_heads", arch.windowed.kv_heads
+    yield "swa_num_key_value_heads", arch.windowed.num_kv_heads
     yield "swa_head_dim", arch.head_dim
-    yield "swa_v_head_dim", arch.value_dim
+    yield "swa_v_head_dim", arch.value_dim(0)

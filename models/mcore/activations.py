@@ -3,12 +3,19 @@
 On a GPU each is one kernel forth and one back, which rounds nothing but its result; on a CPU, op by op.
 """
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from isoloss.parallel.one_kernel import OneKernel, precise
 from isoloss.parallel.slabs import slabs
+
+# Of the gate and of its cube in twice what GELU's approximation takes the tanh of.
+GELU_LINEAR = 2 * math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715 * GELU_LINEAR
 
 
 def swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
@@ -19,7 +26,15 @@ def swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
     """
     if one_kernel and wide.is_cuda:
         return InOneKernel.apply(wide, swiglu_forward, swiglu_backward)
-    return _SwiGLU.apply(wide)
+    return _InSlabs.apply(wide, silu, torch.ops.aten.silu_backward)
+
+
+def geglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
+    """gelu(gate) * up (arXiv:2002.05202), with GELU's approximation by tanh."""
+    if one_kernel and wide.is_cuda:
+        return InOneKernel.apply(wide, geglu_forward, geglu_backward)
+    gelu_backward = partial(torch.ops.aten.gelu_backward, approximate="tanh")
+    return _InSlabs.apply(wide, partial(gelu, approximate="tanh"), gelu_backward)
 
 
 def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
@@ -31,15 +46,18 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
-class _SwiGLU(torch.autograd.Function):
+class _InSlabs(torch.autograd.Function):
+    """activation: of the gate. backward_of_gate: of the gradient of what that gives, and of the gate."""
+
     @staticmethod
-    def forward(ctx, wide):
+    def forward(ctx, wide, activation, backward_of_gate):
         ctx.save_for_backward(wide)
+        ctx.activation, ctx.backward_of_gate = activation, backward_of_gate
         out = wide.new_empty((*wide.shape[:-1], wide.shape[-1] // 2))
         rows, out_rows = wide.flatten(0, -2), out.flatten(0, -2)
         for slab in slabs(rows):
             gate, up = rows[slab].chunk(2, dim=-1)
-            torch.mul(silu(gate), up, out=out_rows[slab])
+            torch.mul(activation(gate), up, out=out_rows[slab])
         return out
 
     @staticmethod
@@ -50,9 +68,9 @@ class _SwiGLU(torch.autograd.Function):
         for slab in slabs(rows):
             gate, up = rows[slab].chunk(2, dim=-1)
             grad_gate, grad_up = grad_rows[slab].chunk(2, dim=-1)
-            torch.mul(silu(gate), grads[slab], out=grad_up)
-            torch.ops.aten.silu_backward(grads[slab] * up, gate, grad_input=grad_gate)
-        return grad_wide
+            torch.mul(ctx.activation(gate), grads[slab], out=grad_up)
+            ctx.backward_of_gate(grads[slab] * up, gate, grad_input=grad_gate)
+        return grad_wide, None, None
 
 
 class InOneKernel(torch.autograd.Function):
@@ -81,6 +99,25 @@ def swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     open_, grad_precise = gate.sigmoid(), precise(grad)
     grad_gate = grad_precise * up * open_ * (1 + gate * (1 - open_))
     return torch.cat([grad_gate, grad_precise * gate * open_], -1).to(wide.dtype)
+
+
+@OneKernel
+def geglu_forward(wide: Tensor) -> Tensor:
+    gate, up = precise(wide).chunk(2, dim=-1)
+    return (gate * _open(gate) * up).to(wide.dtype)
+
+
+@OneKernel
+def geglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
+    gate, up = precise(wide).chunk(2, dim=-1)
+    square, grad_open = gate * gate, precise(grad) * _open(gate)
+    slope = gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - _open(gate))
+    return torch.cat([grad_open * up * (1 + slope), grad_open * gate], -1).to(wide.dtype)
+
+
+def _open(gate: Tensor) -> Tensor:
+    """GELU's factor (1 + tanh(y)) / 2, as a sigmoid: the sum would cancel far below 0. A part of a kernel."""
+    return torch.sigmoid(gate * (GELU_LINEAR + GELU_CUBIC * gate * gate))
 
 
 @OneKernel

@@ -27,7 +27,7 @@ from torch.nn.functional import silu
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
-from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, of_class, submodules_of
+from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, GeGLU, SwiGLU, of_class, submodules_of
 from isoloss.models.mcore.dense_mlp import RecomputingMLP
 from isoloss.models.mcore.differing_attention import DifferingAttention
 from isoloss.models.mcore.experts import ExpertLayer, ExpertTransformerLayer
@@ -49,6 +49,7 @@ from isoloss.models.mcore.patches import (
 )
 from isoloss.models.mcore.residual_norm import ResidualNorm, ResidualNormLayer
 from isoloss.models.mcore.router import Router
+from isoloss.models.mcore.sandwich import SandwichLayer
 from isoloss.models.mcore.stages import pipeline_layout
 from isoloss.models.mcore.value_head import ValueHead
 from isoloss.models.weights.checkpoint_names import te_prefixes
@@ -97,8 +98,7 @@ def transformer_config(
         qk_layernorm=arch.qk_norm and not arch.joint_qk_norm,  # it sums gradients of norms of that name over TP
         layernorm_zero_centered_gamma=arch.zero_centered_norm,
         attention_output_gate=arch.output_gate,
-        # Megatron names the checkpoint's tensors by this: a list means that layers differ.
-        linear_attention_freq=list(map(int, arch.delta.layers)) if arch.delta else None,
+        linear_attention_freq=_linear_attention(arch),
         multi_latent_attention=arch.latent is not None,  # read by Megatron's checks only
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -133,6 +133,13 @@ def transformer_config(
         **_expert_settings(arch, layout, te),
         **memory.settings(),
     )
+
+
+def _linear_attention(arch: Architecture) -> list[int] | None:
+    """Megatron names the checkpoint's tensors by this, and by `moe_layer_freq`: a list means that layers differ."""
+    if arch.delta or (arch.layers_differ and arch.experts is None):
+        return [int(arch.is_linear(layer)) for layer in range(arch.num_layers)]
+    return None
 
 
 def _dispatcher_settings(dispatcher: str) -> dict[str, str]:
@@ -200,7 +207,7 @@ def layer_spec(
                 setattr(attention, slot, ModuleSpec(module=JointHeadNorm, params=params))
         elif arch.qk_norm and not te:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
-    activation = ClampedSwiGLU if arch.clamped_swiglu else SwiGLU
+    activation = ClampedSwiGLU if arch.clamped_swiglu else GeGLU if arch.geglu else SwiGLU
     mlp = submodules_of(layers.mlp)
     if arch.experts and sparse:
         mlp.router = partial(Router, experts=arch.experts)
@@ -219,13 +226,16 @@ def layer_spec(
         mlp.activation_func = activation
         if memory.recomputes_mlp_act:
             layers.mlp = AnyLayer(module=RecomputingMLP, submodules=mlp, params={"tp_group": mesh.tp})
+    if arch.sandwich_norm:
+        spec.module, spec.params = SandwichLayer, {"scaled": arch.layer_scalar}
     return spec
 
 
 def _core_attention(arch: Architecture, mesh: Mesh, layer: int, kernels: Kernels) -> Callable[..., nn.Module]:
     # Where cosine and sine of a whole head are scaled, so is the product of a query and a key, twice.
     rotated_scale = 1.0 if arch.latent else arch.rope.cos_sin_factor**2
-    heads = {"scale": arch.head_dim**-0.5 * arch.rope.softmax_factor * rotated_scale, "window": arch.window(layer)}
+    scale = arch.softmax_scale or arch.key_dim(layer) ** -0.5
+    heads = {"scale": scale * arch.rope.softmax_factor * rotated_scale, "window": arch.window(layer)}
     if mesh.cp_kernel != "isoloss":
         from isoloss.models.mcore.te_attention import FusedAttention
 
@@ -285,9 +295,10 @@ def build_chunks(
             pre_process=mesh.is_first_stage(index),
             post_process=mesh.is_last_stage(index),
             share_embeddings_and_output_weights=arch.tie_embeddings,
-            inv_freq=torch.cat([rope.inv_freq(arch.rotary_dim) for rope in arch.ropes]),
+            inv_freq=torch.cat([rope.inv_freq(channels) for rope, channels in zip(arch.ropes, arch.rotary_dims)]),
             rotary_factor=arch.rope.cos_sin_factor if arch.latent else 1.0,
             query_scaling=arch.rope.query_scaling,
+            embedding_factor=torch.tensor(arch.hidden_size**0.5, dtype=dtype).item() if arch.scaled_embedding else 1.0,
             pg_collection=mesh.megatron,
             vp_stage=stage,
         )

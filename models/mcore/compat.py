@@ -13,7 +13,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from isoloss.models.mcore.activations import clamped_swiglu, swiglu
+from isoloss.models.mcore.activations import clamped_swiglu, geglu, swiglu
 from isoloss.models.mcore.layer_config import LayerConfig
 
 
@@ -57,3 +57,10 @@ class ClampedSwiGLU(SwiGLU):
 
     def forward(self, wide: Tensor) -> Tensor:
         return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)
+
+
+class GeGLU(SwiGLU):
+    """`geglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return geglu(wide, one_kernel=self.config.kernels.activation)

@@ -26,18 +26,27 @@ class PackedGPT(GPTModel):
     config: LayerConfig
 
     def __init__(
-        self, *args, inv_freq: Tensor, rotary_factor: float, query_scaling: QueryScaling | None = None, **kwargs
+        self,
+        *args,
+        inv_freq: Tensor,
+        rotary_factor: float,
+        query_scaling: QueryScaling | None = None,
+        embedding_factor: float = 1.0,
+        **kwargs,
     ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
         # Not a buffer: it must stay fp32 when the module is cast, and it is not part of a checkpoint.
         self.inv_freq, self.rotary_factor = inv_freq.to(torch.cuda.current_device()), rotary_factor
-        self.query_scaling = query_scaling
+        self.query_scaling, self.embedding_factor = query_scaling, embedding_factor
 
     def _preprocess(self, input_ids, position_ids, *args, **kwargs):
         outputs = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        hidden = outputs[0]
+        if hidden is not None and self.embedding_factor != 1:
+            hidden = hidden * self.embedding_factor
         exact = self.config.kernels.rope and position_ids.is_cuda
         dtype = torch.float32 if exact else self.config.params_dtype
-        return (outputs[0], rotary_table(position_ids[0], self.inv_freq, self.rotary_factor, dtype), *outputs[2:])
+        return (hidden, rotary_table(position_ids[0], self.inv_freq, self.rotary_factor, dtype), *outputs[2:])
 
     def _postprocess(self, hidden_states, *args, **kwargs):
         del args, kwargs

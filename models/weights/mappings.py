@@ -103,7 +103,8 @@ class TransposedRowParallel(RowParallel):
 class QKV:
     """q, k and v interleaved: for each kv head its h/g query heads, then its key head, then its value head.
 
-    merge takes q [h*d, *], k [g*d, *], v [g*u, *] (biases: without *) and gives [(h+g)*d+g*u, *].
+    merge takes q [h*d, *], k [g*d, *], v [g*u, *] (biases: without *) and gives [(h+g)*d+g*u, *]. value_dim 0: there is
+    no v.
     A shard is a contiguous run of rows: of whole kv groups, or with more ranks than kv heads of a part of one (Megatron
     then gathers the projection over TP and picks each rank's query heads).
     """
@@ -119,7 +120,8 @@ class QKV:
 
     def split(self, whole: Tensor) -> tuple[Tensor, ...]:
         rest, g, d = whole.shape[1:], self.num_kv_heads, self.head_dim
-        groups = whole.reshape(g, -1, *rest).split([self.num_heads // g * d, d, self.value_dim], 1)
+        sizes = [self.num_heads // g * d, d, self.value_dim]
+        groups = whole.reshape(g, -1, *rest).split(sizes if self.value_dim else sizes[:2], 1)
         return tuple(piece.reshape(-1, *rest) for piece in groups)
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int) -> Tensor:

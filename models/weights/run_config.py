@@ -31,8 +31,9 @@ Wanted = tuple[str, str, Any]  # a field of run_config.yaml, what config.json ca
 def check(folder: Path, arch: Architecture) -> None:
     """Raises UserError naming the first field of what a checkpoint notes down of its model that `arch` has not.
 
-    A model that is the same is refused where Megatron-Core itself trained layers of Gated DeltaNet: it makes every norm
-    zero-centered, also the one inside of them, whose weight is then stored minus 1.
+    A model that is the same is refused where its weights are others: Megatron-Core itself, with layers of Gated
+    DeltaNet, makes every norm zero-centered, also the one inside of them, whose weight is then stored minus 1; and
+    Megatron-Bridge gives Gemma 4 a second copy of the keys to project values.
     """
     path, prefix = folder / NAME, "model."
     if path.is_file():
@@ -50,6 +51,11 @@ def check(folder: Path, arch: Architecture) -> None:
         raise UserError(
             f"{path}: Megatron-Core trained this {arch.family}, and stores the norms inside of Gated DeltaNet "
             "(out_norm) minus 1; export it to a Hugging Face folder there, and take that"
+        )
+    if arch.keys_as_values and said:
+        raise UserError(
+            f"{path}: Megatron-Bridge trained this {arch.family}, and stores a projection of values that the model has "
+            "not; export it to a Hugging Face folder there, and take that"
         )
 
 
@@ -119,7 +125,8 @@ def _wanted(arch: Architecture) -> Iterator[Wanted]:
     yield "normalization", "normalization", "RMSNorm"
     yield "layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma", arch.zero_centered_norm
     yield "gated_linear_unit", "gated_linear_unit", True
-    yield "activation_func", "hidden_act", "quick_gelu" if arch.clamped_swiglu else "silu"
+    activation = "quick_gelu" if arch.clamped_swiglu else "fast_gelu" if arch.geglu else "silu"
+    yield "activation_func", "hidden_act", activation
     yield "add_bias_linear", "mlp_bias", arch.linear_bias
     if not arch.linear_bias:
         yield "add_qkv_bias", "attention_bias", arch.qkv_bias
@@ -136,8 +143,9 @@ def _wanted(arch: Architecture) -> Iterator[Wanted]:
 
 def _attention(arch: Architecture) -> Iterator[Wanted]:
     scaling = arch.rope.scaling
-    yield "num_query_groups", "num_key_value_heads", arch.num_kv_heads
-    yield "kv_channels", "head_dim", arch.head_dim
+    if arch.windowed is None:  # else it is of one kind of layer or the other
+        yield "num_query_groups", "num_key_value_heads", arch.num_kv_heads
+        yield "kv_channels", "head_dim", arch.head_dim
     yield "qk_layernorm", "use_qk_norm", arch.qk_norm and not arch.joint_qk_norm
     yield "rotary_percent", "partial_rotary_factor", arch.rotary_dim / arch.head_dim
     yield "attention_output_gate", "attn_output_gate", arch.output_gate

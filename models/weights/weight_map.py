@@ -59,7 +59,8 @@ class Weight:
     shape: before tensor parallelism, vocabulary at its true size.
     parts: what it is made of, in the order that `mapping.merge` takes them.
     layer, expert: which it belongs to, or None.
-    trained: False for the experts' selection bias, which no gradient reaches and which is always float32.
+    trained: False for the experts' selection bias and the scalar of a layer, which no gradient reaches and which are
+        always float32.
     """
 
     name: str
@@ -124,21 +125,31 @@ def _layer(arch: Architecture, layer: int) -> Iterator[Weight]:
         yield from _latent_attention(arch, arch.latent, layer)
     else:
         yield from _attention(arch, layer)
-    yield _whole(f"{mcore}pre_mlp_layernorm.weight", f"{hf}post_attention_layernorm.weight", norm, Replicated(), layer)
+    before_mlp = "post_attention_layernorm"
+    if arch.sandwich_norm:
+        before_mlp, after_attention = "pre_feedforward_layernorm", f"{hf}post_attention_layernorm.weight"
+        yield _whole(f"{mcore}post_self_attn_layernorm.weight", after_attention, norm, Replicated(), layer)
+    yield _whole(f"{mcore}pre_mlp_layernorm.weight", f"{hf}{before_mlp}.weight", norm, Replicated(), layer)
     if arch.has_experts(layer):
         yield from _experts(arch, layer)
     else:
         yield from _mlp(f"{mcore}mlp.", f"{hf}mlp.", arch.hidden_size, arch.intermediate_size, layer)
+    if arch.sandwich_norm:
+        after_mlp = f"{hf}post_feedforward_layernorm.weight"
+        yield _whole(f"{mcore}post_mlp_layernorm.weight", after_mlp, norm, Replicated(), layer)
+    if arch.layer_scalar:
+        scalar = Part(f"{hf}layer_scalar", (1,))
+        yield Weight(f"{mcore}layer_scalar", scalar.shape, (scalar,), Replicated(), layer, trained=False)
 
 
 def _attention(arch: Architecture, layer: int) -> Iterator[Weight]:
     mcore, hf = f"decoder.layers.{layer}.self_attention.", f"{arch.tensor_prefix}layers.{layer}.self_attn."
-    hidden, d = arch.hidden_size, arch.head_dim
-    kv_heads = arch.kv_heads(layer)
-    qkv = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, kv_heads, d, arch.value_dim)
-    sizes = (arch.num_heads * d * (2 if arch.output_gate else 1), kv_heads * d, kv_heads * arch.value_dim)
+    hidden, d = arch.hidden_size, arch.key_dim(layer)
+    kv_heads, u = arch.kv_heads(layer), arch.value_dim(layer) if arch.projects_values(layer) else 0
+    qkv = (GatedQKV if arch.output_gate else QKV)(arch.num_heads, kv_heads, d, u)
+    sizes = (arch.num_heads * d * (2 if arch.output_gate else 1), kv_heads * d, kv_heads * u)
     for kind, rest in _kinds(arch.qkv_bias, (hidden,)):
-        parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes))
+        parts = tuple(Part(f"{hf}{letter}_proj.{kind}", (size, *rest)) for letter, size in zip("qkv", sizes) if size)
         yield Weight(f"{mcore}linear_qkv.{kind}", (sum(sizes), *rest), parts, qkv, layer)
     if arch.qk_norm:
         for letter, size in zip("qk", sizes):
@@ -203,7 +214,7 @@ def _output_projection(arch: Architecture, layer: int) -> Iterator[Weight]:
         f"decoder.layers.{layer}.self_attention.linear_proj.",
         f"{arch.tensor_prefix}layers.{layer}.self_attn.o_proj.",
     )
-    shape = (arch.hidden_size, arch.num_heads * arch.value_dim)
+    shape = (arch.hidden_size, arch.num_heads * arch.value_dim(layer))
     yield _whole(f"{mcore}weight", f"{hf}weight", shape, RowParallel(), layer)
     if arch.linear_bias:
         yield _whole(f"{mcore}bias", f"{hf}bias", (arch.hidden_size,), Replicated(), layer)

@@ -67,6 +67,7 @@ def transformers_model(folder: Path, precision: str, monkeypatch) -> PreTrainedM
     if precision == "fp64":
         module = sys.modules[type(model).__module__]
         transformers_fp64.compute_in(module, monkeypatch)
+        transformers_fp64.scale_embedding(model)
     return model
 
 
@@ -99,7 +100,7 @@ def transformers_loss_and_gradients(model: PreTrainedModel, samples: Sequence[Sa
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     model.save_pretrained(path)
     reader = HFReader(path)
-    names = [name for name in reader.names if not name.endswith("e_score_correction_bias")]
+    names = [name for name in reader.names if not name.endswith(("e_score_correction_bias", "layer_scalar"))]
     return loss, {name: reader.get(Part(name, reader.shape(name))) for name in names}
 
 
@@ -174,7 +175,7 @@ def test_rotary_angles_are_bit_equal_to_those_of_transformers(folder, one_rank):
     rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
     positions = torch.arange(engine.arch.max_positions)
     kinds = [{"layer_type": kind} for kind in getattr(rotary, "layer_types", ())] or [{}]
-    inv_freqs = engine.chunks[0].module.inv_freq.chunk(len(kinds))
+    inv_freqs = engine.chunks[0].module.inv_freq.split([channels // 2 for channels in engine.arch.rotary_dims])
     for kind, inv_freq, rope in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
         cos, sin = rotary(torch.zeros((), dtype=torch.float32), positions[None], **kind)
         angles = torch.outer(positions.float(), inv_freq)

@@ -15,6 +15,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -76,6 +77,16 @@ DENSE: dict[str, Row] = {
                             "tie_word_embeddings": True}),
     "qwen2-yarn": (Qwen2Config, {"num_attention_heads": 6, "rope_parameters": YARN_ROPE}),
     "qwen3.5": (Qwen3_5TextConfig, {**GATED_DELTA, "full_attention_interval": 2}),
+    # A layer with a window; one without, whose heads are wider and fewer, and whose values are its keys.
+    "gemma-4": (Gemma4TextConfig, {
+        "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12, "sliding_window": 9,
+        "num_global_key_value_heads": 2, "global_head_dim": 20, "attention_k_eq_v": True, "tie_word_embeddings": True,
+        "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "pad_token_id": None, "final_logit_softcapping": 3.0, "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e4},
+        },
+    }),
     "qwen3": (Qwen3Config, {"intermediate_size": 80, "head_dim": 20, "rope_parameters": PLAIN_ROPE}),
 }  # fmt: skip
 SPARSE: dict[str, Row] = {

@@ -110,8 +110,8 @@ class DifferingAttention(SelfAttention):
         config.num_query_groups = arch.kv_heads(layer)
         config.softmax_type = "learnable" if arch.has_sinks(layer) else "vanilla"
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
-        values = arch.num_heads * arch.value_dim
-        rows = self.query_projection_size + self.kv_projection_size + arch.kv_heads(layer) * arch.value_dim
+        values = arch.num_heads * arch.value_dim(layer)
+        rows = self.query_projection_size + self.kv_projection_size + arch.kv_heads(layer) * arch.value_dim(layer)
         options = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": pg_collection.tp}
         self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)
         self.linear_proj = RowParallelLinear(

@@ -10,6 +10,9 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any, Protocol
 
+import torch
+from torch import nn
+
 _SINGLE = re.compile(r"torch\.float(32)?\b|\.float\(\)")
 
 
@@ -28,6 +31,13 @@ def compute_in(module: ModuleType, patches: Patches) -> None:
             for method, own in list(vars(found).items()):
                 if inspect.isfunction(own) and not method.startswith("__") and _is_single(own):
                     patches.setattr(found, method, doubled(own, module))
+
+
+def scale_embedding(model: nn.Module) -> None:
+    """Let a model that was made in fp32 scale its embeddings by what one made in fp64 would."""
+    for module in model.modules():
+        if hasattr(module, "scalar_embed_scale"):
+            module.embed_scale = torch.tensor(module.scalar_embed_scale, dtype=torch.float64)
 
 
 def doubled(function: Callable[..., Any], module: ModuleType) -> Callable[..., Any]:

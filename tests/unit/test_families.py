@@ -9,6 +9,8 @@ import torch
 from support.published import QWEN3_8B, QWEN3_30B_A3B
 from transformers import (
     DeepseekV3Config,
+    Gemma4Config,
+    Gemma4TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -29,9 +31,10 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from isoloss.models.architecture import Architecture, ExpertNames, Experts, GatedDelta, Latent, Values
+from isoloss.models.architecture import Architecture, ExpertNames, Experts, GatedDelta, Latent, Values, Windowed
 from isoloss.models.families import (
     deepseek_v3,
+    gemma4_text,
     glm4_moe,
     glm4_moe_lite,
     gpt_oss,
@@ -47,7 +50,7 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
-from isoloss.models.rope import LinearScaling, Llama3Scaling, QueryScaling, Rope, YarnScaling
+from isoloss.models.rope import LinearScaling, Llama3Scaling, Proportional, QueryScaling, Rope, YarnScaling
 from isoloss.models.weights.weight_map import num_parameters
 from isoloss.parallel.errors import UserError
 
@@ -247,7 +250,7 @@ def test_layers_of_two_kinds_as_published(tmp_path):
     assert arch.windows == tuple(129 if kind else None for kind in kinds) and arch.sinks == tuple(kinds)
     assert [arch.kv_heads(layer) for layer in range(6)] == [4, 8, 8, 8, 8, 4]
     assert (arch.ropes, arch.rotary_dim) == ((Rope(5e6), Rope(1e4)), 64)
-    assert arch.values == Values(128, 0.707) and (arch.head_dim, arch.value_dim) == (192, 128)
+    assert arch.values == Values(128, 0.707) and (arch.head_dim, arch.value_dim(0)) == (192, 128)
     assert arch.experts == Experts(256, 8, 2048, "sigmoid", True, selection_bias=True, dense_layers=1)
     assert round(num_parameters(arch) / 1e9) == 309
     config = MiMoV2FlashConfig(**MIMO_V2_FLASH)
@@ -258,6 +261,63 @@ def test_layers_of_two_kinds_as_published(tmp_path):
     default = mimo_v2_flash.architecture(MiMoV2FlashConfig().to_dict())
     assert replace(default, dtype="bfloat16", max_positions=262144) == arch
     assert mimo_v2_flash.architecture({**MIMO_V2_FLASH, "attention_value_scale": None}).values == Values(128, 1.0)
+
+
+# Put together of what servers and converters test with; fields that say nothing of text are left out.
+GEMMA_4_31B = {
+    "architectures": ["Gemma4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "attention_k_eq_v": True, "bos_token_id": 2,
+    "dtype": "bfloat16", "enable_moe_block": False, "eos_token_id": 1, "final_logit_softcapping": 30.0,
+    "global_head_dim": 512, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0, "initializer_range": 0.02, "intermediate_size": 21504,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 10, "max_position_embeddings": 262144,
+    "model_type": "gemma4_text", "moe_intermediate_size": None, "num_attention_heads": 32, "num_experts": None,
+    "num_global_key_value_heads": 4, "num_hidden_layers": 60, "num_key_value_heads": 16, "num_kv_shared_layers": 0,
+    "pad_token_id": 0, "rms_norm_eps": 1e-06, "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision",
+    "use_cache": True, "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
+}  # fmt: skip
+
+
+def test_gemma_4_as_published(tmp_path):
+    arch = gemma4_text.architecture(GEMMA_4_31B)
+    assert (arch.num_kv_heads, arch.head_dim, arch.rotary_dim) == (4, 512, 512)
+    assert arch.windowed == Windowed(16, 256, 256, Rope(1e4)) and arch.rope == Rope(1e6, Proportional(0.25))
+    assert arch.windows == ((1024,) * 5 + (None,)) * 10
+    assert [arch.projects_values(layer) for layer in range(6)] == [True] * 5 + [False]
+    assert (arch.softmax_scale, arch.logit_softcap, arch.tie_embeddings) == (1.0, 30.0, True)
+    assert round(num_parameters(arch) / 1e9, 1) == 30.7
+    # transformers gives layers without a window an entry of their own in place of two fields.
+    Gemma4TextConfig(**GEMMA_4_31B).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert "per_layer_config" in saved and "global_head_dim" not in saved
+    assert gemma4_text.architecture(saved) == arch
+    without = {**GEMMA_4_31B, "attention_k_eq_v": False, "final_logit_softcapping": None}
+    arch = gemma4_text.architecture(without)
+    assert (arch.num_kv_heads, arch.keys_as_values, arch.logit_softcap) == (16, False, None)
+    assert gemma4_text.architecture(json.loads(Gemma4TextConfig(**without).to_json_string())) == arch
+
+
+def test_gemma_4_within_a_multimodal_model(tmp_path):
+    whole = Gemma4Config(text_config=GEMMA_4_31B, vision_config={"num_hidden_layers": 1})
+    whole.architectures = ["Gemma4ForConditionalGeneration"]
+    whole.save_pretrained(tmp_path)
+    arch = read_architecture(tmp_path)
+    assert arch.text_only() == gemma4_text.architecture(GEMMA_4_31B)
+    assert (arch.tensor_prefix, arch.text_class) == ("model.language_model.", "Gemma4ForCausalLM")
+
+
+def test_the_defaults_of_gemma_4_are_those_of_transformers():
+    default = Gemma4TextConfig(hidden_size_per_layer_input=0)
+    sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+             "num_key_value_heads", "max_position_embeddings")  # fmt: skip
+    absent = {name: getattr(default, name) for name in sizes} | {"hidden_size_per_layer_input": 0}
+    assert gemma4_text.architecture(absent) == gemma4_text.architecture(json.loads(default.to_json_string()))
+    few = gemma4_text.architecture({**absent, "num_hidden_layers": 8})
+    assert few.windows == (512,) * 5 + (None, 512, None)
 
 
 # What transformers' configurations of these say, which are of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
@@ -584,6 +644,54 @@ REFUSED = [
         MIMO_V2_FLASH,
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
         "rope_parameters=.* rotates other channels where there is a window",
+    ),
+    (GEMMA_4_31B, {"enable_moe_block": True}, "enable_moe_block=True is not supported; the experts beside the MLP"),
+    (GEMMA_4_31B, {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20 is not supported; layers that read the keys"),
+    (GEMMA_4_31B, {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported; embeddings"),
+    (GEMMA_4_31B, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported; a tok"),
+    (GEMMA_4_31B, {"hidden_activation": "silu"}, "hidden_activation='silu' is not supported"),
+    (GEMMA_4_31B, {"attention_bias": True}, "attention_bias=True is not supported"),
+    (GEMMA_4_31B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is a field that the gemma4_text"),
+    (GEMMA_4_31B, {"layer_types": ["sliding_attention"] * 60}, "layer_types='sliding_attention' is the last layer's"),
+    (GEMMA_4_31B, {"num_global_key_value_heads": 5}, "num_global_key_value_heads=5 must divide num_attention_heads=32"),
+    (GEMMA_4_31B, {"num_key_value_heads": 5}, "num_key_value_heads=5 must divide num_attention_heads=32"),
+    (GEMMA_4_31B, {"rope_theta": 1e4}, "rope_theta=10000.0 is not supported"),
+    (GEMMA_4_31B, {"rope_parameters": {"rope_type": "default"}}, "rope_parameters=.* must be an object of full_att"),
+    (
+        GEMMA_4_31B,
+        {"rope_parameters": {**GEMMA_4_31B["rope_parameters"], "full_attention": {"rope_type": "default"}}},
+        "rope_parameters.full_attention.rope_type='default' is not supported; only 'proportional' is",
+    ),
+    (
+        GEMMA_4_31B,
+        {
+            "rope_parameters": {
+                **GEMMA_4_31B["rope_parameters"],
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+            }
+        },
+        "rope_parameters.sliding_attention.partial_rotary_factor=0.5 is not supported",
+    ),
+    (
+        GEMMA_4_31B,
+        {
+            "rope_parameters": {
+                **GEMMA_4_31B["rope_parameters"],
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "factor": 2.0},
+            }
+        },
+        "factor=2.0 is not a parameter",
+    ),
+    (GEMMA_4_31B, {"per_layer_config": {"5": {"head_dim": 512}}}, "per_layer_config=.* must hold the same for each"),
+    (
+        GEMMA_4_31B,
+        {"per_layer_config": {str(layer): {"sliding_window": 5} for layer in range(5, 60, 6)}},
+        "per_layer_config=.* must hold head_dim and num_key_value_heads of layers, and nothing",
+    ),
+    (
+        GEMMA_4_31B,
+        {"per_layer_config": {str(layer): {"head_dim": 128} for layer in range(5, 60, 6)}},
+        "global_head_dim=512 contradicts per_layer_config, by which head_dim is 128",
     ),
     (GPT_OSS_20B, {"experts_per_token": 2}, "experts_per_token=2 contradicts num_experts_per_tok"),
     (GPT_OSS_20B, {"swiglu_limit": 6.0}, "swiglu_limit=6.0"),

@@ -208,11 +208,17 @@ def test_cost_counts_what_a_token_meets():
     assert CostModel.of(latent).linear == 2 * (2 * (attention + 3 * 8 * 16) + 256)
     assert CostModel.of(latent).quadratic == 2 * (2 * 2 * (5 + 4)) / 2
 
-    kinds = replace(plain, windows=(None, 10), values=Values(3, 0.5), windowed=Windowed(2, Rope(1e4)))
+    kinds = replace(plain, windows=(None, 10), values=Values(3, 0.5), windowed=Windowed(2, 4, 4, Rope(1e4)))
     attention = 8 * (2 * 4 + 1 * 4 + 1 * 3) + 8 * (2 * 4 + 2 * 4 + 2 * 3) + 2 * 2 * 3 * 8
     assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
     assert CostModel.of(kinds).quadratic == CostModel.of(kinds).windowed == 2 * 2 * (4 + 3) / 2
     assert cache_bytes(kinds) == 2 * (1 + 2) * (4 + 3)
+
+    kinds = replace(plain, windows=(None, 10), windowed=Windowed(2, 6, 6, Rope(1e4)), keys_as_values=True)
+    attention = 8 * (2 * 4 + 1 * 4) + 2 * 4 * 8 + 8 * (2 * 6 + 2 * 6 + 2 * 6) + 2 * 6 * 8
+    assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
+    assert (CostModel.of(kinds).quadratic, CostModel.of(kinds).windowed) == (2 * 2 * 4, 2 * 2 * 6)
+    assert cache_bytes(kinds) == 2 * (1 * 2 * 4 + 2 * 2 * 6)
 
     windowed = CostModel.of(replace(plain, windows=(None, 10)))
     assert windowed.cost([10])[0] == CostModel.of(plain).cost([10])[0]

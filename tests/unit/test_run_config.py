@@ -51,6 +51,8 @@ SET: dict[str, dict[str, Any]] = {
     "qwen2": {"add_qkv_bias": True},
     "qwen2-yarn": {"add_qkv_bias": True, "position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0},
     "qwen3": {"qk_layernorm": True},
+    "gemma-4": {"qk_layernorm": True, "rotary_base": [100.0, 1e4],
+                "activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}},
     "qwen3-moe": {"qk_layernorm": True},
     "qwen3-moe-unnormalized": {"qk_layernorm": True, "moe_router_pre_softmax": True},
     "deepseek-v3": {**LATENT, "moe_layer_freq": [0, 1], "moe_shared_expert_intermediate_size": 2 * 28,
@@ -100,17 +102,17 @@ def arch(tmp_path):
     return of
 
 
-OUT_NORM_MINUS_1 = ("qwen3.5", "qwen3.5-moe", "qwen3-next")
+OTHER_WEIGHTS = {"qwen3.5": "out_norm", "qwen3.5-moe": "out_norm", "qwen3-next": "out_norm", "gemma-4": "of values"}
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in OUT_NORM_MINUS_1])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in OTHER_WEIGHTS])
 def test_the_same_model_is_taken(name, arch, tmp_path):
     run_config.check(write(tmp_path, provider(name)), arch(name))
 
 
-@pytest.mark.parametrize("name", OUT_NORM_MINUS_1)
-def test_the_same_model_with_another_norm_inside_is_refused(name, arch, tmp_path):
-    with pytest.raises(UserError, match="out_norm"):
+@pytest.mark.parametrize("name", OTHER_WEIGHTS)
+def test_the_same_model_with_other_weights_is_refused(name, arch, tmp_path):
+    with pytest.raises(UserError, match=OTHER_WEIGHTS[name]):
         run_config.check(write(tmp_path, provider(name)), arch(name))
 
 

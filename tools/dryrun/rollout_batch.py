@@ -76,8 +76,8 @@ def cache_bytes(arch: Architecture) -> float:
     """Of a token of a completion, in all layers."""
     if arch.latent is not None:
         return BYTES * arch.num_layers * (arch.latent.kv_rank + arch.latent.rope_dim)
-    heads = sum(map(arch.kv_heads, range(arch.num_layers)))
-    return BYTES * heads * (arch.head_dim + arch.value_dim)
+    layers = range(arch.num_layers)
+    return BYTES * sum(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in layers)
 
 
 def _token_seconds(

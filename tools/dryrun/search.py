@@ -7,6 +7,7 @@ Both are arithmetic: a candidate costs less than a millisecond. What is chosen s
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from statistics import fmean
 
 from isoloss.engine import compatibility
 from isoloss.engine.config import Config, MemoryConfig, ParallelConfig
@@ -177,9 +178,10 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
     outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
     width, tokens = 2, config.batch.max_tokens // layout.context
     row = width * tokens * arch.hidden_size
-    kv_heads = sum(map(arch.kv_heads, range(arch.num_layers))) / arch.num_layers
-    pairs = width * tokens * kv_heads * (arch.head_dim + arch.value_dim) / layout.tp
-    heads = width * tokens * arch.num_heads * arch.head_dim / layout.tp + pairs
+    of_layers = range(arch.num_layers)
+    channels = fmean(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in of_layers)
+    pairs = width * tokens * channels / layout.tp
+    heads = width * tokens * arch.num_heads * fmean(map(arch.key_dim, of_layers)) / layout.tp + pairs
     inside, outside = NETWORK_SHARE * gpu.nvlink, NETWORK_SHARE * gpu.infiniband
     seconds = layers * (10 + 4 * again) * row * (layout.tp - 1) / layout.tp / inside
     seconds += layers * (2 + again) * 1.5 * heads * (layout.ulysses - 1) / layout.ulysses / inside

@@ -91,7 +91,8 @@ def build(folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.de
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, **own, **options)
     model.tie_weights()  # part of the initialisation that was left out
     for weight in weight_map(arch):
-        if not weight.trained:  # the experts' selection bias: rounded to bf16 it would choose other experts
+        # The experts' selection bias: rounded to bf16 it would choose other experts. A layer's scalar is rounded.
+        if not weight.trained and weight.name.endswith("expert_bias"):
             module, _, name = _transformers_name(weight.parts[0].tensor, arch).rpartition(".")
             owner = model.get_submodule(module)
             setattr(owner, name, getattr(owner, name).float())

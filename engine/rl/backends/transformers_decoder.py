@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
 
 from isoloss.engine.rl.backends.generation import ActiveSequence, Decoder
-from isoloss.parallel.vocab import unrounded_logits
+from isoloss.parallel.vocab import softcapped, unrounded_logits
 
 
 @dataclass
@@ -91,7 +91,8 @@ def _forward(model: PreTrainedModel, tokens_BT: Tensor, lengths_B: Tensor, cache
         use_cache=True,
     )
     head: Any = model.get_output_embeddings()
-    return unrounded_logits(output.last_hidden_state[:, -1], head.weight)
+    logits_BV = unrounded_logits(output.last_hidden_state[:, -1], head.weight)
+    return softcapped(logits_BV, getattr(model.config, "final_logit_softcapping", None))
 
 
 def _empty_cache(model: PreTrainedModel) -> DynamicCache:
