@@ -4,6 +4,9 @@ from collections.abc import Sequence
 
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
+from isoloss.parallel.attention import kv_repeats
+from isoloss.parallel.block_attention import QUERY_BLOCK
+from isoloss.parallel.flash_attention import WIDEST_HEAD
 
 
 def kept_by_attention(
@@ -46,9 +49,30 @@ def _gathered(arch: Architecture, layout: Layout, q: int, k: int) -> int:
 
 
 def _differing(arch: Architecture, layer: int, heads: int, q: int, k: int, exchanged: bool) -> tuple[int, int]:
-    """Queries and keys rotated, values scaled; the output. The kernel pads it to the width of queries, and it is copied
-    without; sinks, or the exchange of Ulysses, make a copy of their own."""
-    values, out = k // arch.key_dim(layer) * arch.value_dim(layer), heads * arch.value_dim(layer)
+    """Queries and keys rotated, values scaled or normed; the output. The kernel pads it to the width of queries where
+    values are narrower, and it is copied without; sinks, or the exchange of Ulysses, make a copy of their own. With
+    norms of queries and keys, as in `_alike`, the projections as well, and queries before theirs."""
+    kv_heads = k // arch.key_dim(layer)
+    values, out = kv_heads * arch.value_dim(layer), heads * arch.value_dim(layer)
     sinks = arch.has_sinks(layer)
-    core = (out if sinks else q) if exchanged or not sinks else 0
-    return q + k + values + out, core
+    kept = q + k + values + out
+    if arch.qk_norm:
+        kept += q + k + values * arch.projects_values(layer) + (q if kv_heads > 1 else 0)
+    padded = out < q and not sinks
+    core = (out if sinks else q) if exchanged or padded else 0
+    return kept, core
+
+
+def is_by_blocks(arch: Architecture, layer: int) -> bool:
+    """Whether a GPU has no kernel in bf16 for this layer."""
+    return not arch.is_linear(layer) and arch.key_dim(layer) > WIDEST_HEAD
+
+
+def backward_by_blocks(arch: Architecture, layout: Layout, layer: int, tokens: int) -> float:
+    """Bytes that the backward of such a layer adds, for a row of one document, in fp32: queries, output, the gradients
+    of both, and that of queries once more; keys and values, and twice their gradients; scores of a block of queries and
+    what is made of them."""
+    heads, kv_heads = arch.num_heads // layout.tp, max(1, arch.kv_heads(layer) // layout.tp)
+    queries = heads * arch.key_dim(layer)
+    pairs = kv_heads * kv_repeats(heads, kv_heads, layout.ulysses) * arch.key_dim(layer)
+    return 4 * tokens * (5.5 * queries + 6 * pairs + 5 * heads * QUERY_BLOCK)

@@ -15,7 +15,7 @@ from functools import cache
 
 import torch
 
-from isoloss.engine.attention_memory import kept_by_attention
+from isoloss.engine.attention_memory import backward_by_blocks, is_by_blocks, kept_by_attention
 from isoloss.engine.config import Config
 from isoloss.engine.delta_memory import DeltaMemory, delta_memory
 from isoloss.engine.rl.config import RLConfig
@@ -160,6 +160,7 @@ def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, 
     for chunk, held in _held_before_backwards(layout, rank, kept):
         moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
         moments.append(held + gathered + _delta_backward(config, arch, layout, chunks[chunk], z))
+        moments.append(held + gathered + _block_backward(config, arch, layout, chunks[chunk], z))
         if rank == layout.pp - 1 and chunk == layout.vpp - 1:
             moments.append(held + gathered + _head(config, arch, layout, z))
     return max(moments)
@@ -202,13 +203,13 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 
 
 def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
-    """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms; the
-    MLP."""
+    """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms, and
+    what is normed behind attention and MLP; the MLP."""
     if z.delta is not None and arch.is_linear(layer):
         kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
     else:
         kept = kept_by_attention(arch, layout, layer, modules, z.t, z.width)
-    norms = (0 if "layernorm" in modules else 1) + 2
+    norms = (0 if "layernorm" in modules else 1) + 2 + 2 * arch.sandwich_norm
     kept += z.width * z.s * z.h * norms
     return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
 
@@ -276,6 +277,18 @@ def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: 
         return 0
     gone = _by_layers(config, arch, layout, layers, z)[last - layers.start :]
     return z.delta.backward + z.width * 4 * z.s * z.h - sum(gone)
+
+
+def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
+    """As `_delta_backward`, of the last layer whose heads are too wide for a kernel. Its MLP is behind it."""
+    last = max((n for n in layers if is_by_blocks(arch, n)), default=None)
+    if last is None or config.train.precision != "bf16":
+        return 0
+    gone = sum(_by_layers(config, arch, layout, layers, z)[last - layers.start :])
+    whole = config.memory.recompute == "full" and config.memory.recompute_layers is None
+    modules = () if whole else tuple(module for module in _recomputed_modules(config) if module != "core_attn")
+    left = _layer(arch, layout, last, modules, z) - _mlp(modules, z) - z.width * z.s * z.h * arch.sandwich_norm
+    return left - gone + z.width * 2 * z.s * z.h + backward_by_blocks(arch, layout, last, z.t)
 
 
 def _sum_over_etp(layout: Layout, z: _Sizes) -> float:

@@ -15,11 +15,10 @@ from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn.functional import rms_norm
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.norm import RMSNorm
+from isoloss.models.mcore.norm import RMSNorm, unit_norm
 from isoloss.models.mcore.rotary import rotate
 from isoloss.parallel.attention import PackedAttention
 
@@ -87,5 +86,5 @@ class DifferingAttention(MegatronModule):
         own_table = table.split(self.pairs, -1)[self.own_rope]
         query, key = (rotate(x, own_table, one_kernel=self.one_kernel) for x in (query, key))
         if self.value_norm_eps is not None:
-            value = rms_norm(value, value.shape[-1:], eps=self.value_norm_eps)
+            value = unit_norm(value, self.value_norm_eps)
         return query, key, value if self.value_scale is None else value * self.value_scale

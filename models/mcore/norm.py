@@ -117,6 +117,38 @@ def joint_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, 
     return (scale * (precise(grad) * weight - precise(x) * scale * mean)).to(x.dtype)
 
 
+def unit_norm(x: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, without a weight."""
+    return _UnitNorm.apply(x, eps)
+
+
+class _UnitNorm(torch.autograd.Function):
+    """Keeps its result, which attention keeps as well, and one number a row."""
+
+    @staticmethod
+    def forward(ctx, x, eps):
+        normed, scale = unit_norm_forward(x, eps)
+        ctx.save_for_backward(normed, scale)
+        return normed
+
+    @staticmethod
+    def backward(ctx, grad):
+        return unit_norm_backward(grad, *ctx.saved_tensors), None
+
+
+@OneKernel
+def unit_norm_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The norm, and what each row was multiplied by."""
+    scale = torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
+    return (precise(x) * scale).to(x.dtype), scale
+
+
+@OneKernel
+def unit_norm_backward(grad: Tensor, normed: Tensor, scale: Tensor) -> Tensor:
+    along = (precise(grad) * precise(normed)).mean(-1, keepdim=True)
+    return (scale * (precise(grad) - precise(normed) * along)).to(grad.dtype)
+
+
 class _OffsetNorm(torch.autograd.Function):
     """Keeps its input and one number a row, as torch's norm does."""
 

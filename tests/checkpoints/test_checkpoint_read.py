@@ -41,7 +41,7 @@ def read_all(folder: Path, arch: Architecture) -> None:
 
 def native(style: str, arch) -> Style:
     """What Megatron-Core makes of "stacked" where layers differ."""
-    differ = arch.delta or (arch.experts and arch.experts.dense_layers)
+    differ = arch.delta or arch.windowed or (arch.experts and arch.experts.dense_layers)
     return Style.PER_LAYER if style == "stacked" and differ else Style(style)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.families import VOCAB, write_folder
-from support.multimodal import export, train, write_mistral3, write_multimodal
+from support.multimodal import export, train, write_gemma_4, write_mistral3, write_multimodal
 from support.transformers_parity import make_engine, make_samples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -23,6 +23,7 @@ from isoloss.tools import convert
 # A text model's name, how its folder is written, and the class of the text model.
 WRITERS = {
     "qwen3.5": (write_multimodal, "Qwen3_5ForCausalLM"),
+    "gemma-4": (write_gemma_4, "Gemma4ForCausalLM"),
     "mistral": (partial(write_mistral3, text="mistral"), "MistralForCausalLM"),
     "mistral by common names": (partial(write_mistral3, text="mistral", common=True), "MistralForCausalLM"),
     "ministral-3": (partial(write_mistral3, text="ministral-3"), "Ministral3ForCausalLM"),

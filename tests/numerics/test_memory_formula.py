@@ -29,6 +29,10 @@ MIMO = {"hidden_size": 4096, "intermediate_size": 16384, "moe_intermediate_size"
         "num_key_value_heads": 4, "head_dim": 192, "v_head_dim": 128, "sliding_window": 129, "num_hidden_layers": 8,
         "n_routed_experts": 32, "n_group": 1, "num_experts_per_tok": 8, "vocab_size": 152576,
         "max_position_embeddings": 262144, "rope_parameters": None}  # fmt: skip
+# Those of Gemma 4 31B, with 12 of 60 layers.
+GEMMA_4 = {"hidden_size": 5376, "intermediate_size": 21504, "num_attention_heads": 32, "num_key_value_heads": 16,
+           "num_global_key_value_heads": 4, "head_dim": 256, "global_head_dim": 512, "sliding_window": 1024,
+           "num_hidden_layers": 12, "vocab_size": 262144, "max_position_embeddings": 262144}  # fmt: skip
 # Of Qwen3.5, with 8 of 64 and of 40 layers. What transformers has as defaults is written out: vocabulary, widths of
 # heads, and all of 35B-A3B.
 DELTA = {"num_hidden_layers": 8, "full_attention_interval": 4, "head_dim": 256, "linear_num_key_heads": 16,
@@ -63,6 +67,7 @@ MODELS = {
     "gpt-oss": families.published("gpt-oss", **GPT_OSS),
     "minimax-m2": families.published("minimax-m2", **MINIMAX_M2),
     "mimo-v2-flash": families.published("mimo-v2-flash", **MIMO),
+    "gemma-4": families.published("gemma-4", **GEMMA_4),
     "qwen3.5-27b": published.QWEN35_27B | FEWER,
     "qwen3.5-35b-a3b": families.published("qwen3.5-moe", **DELTA, **QWEN_35B_A3B),
     "ministral-3": families.published(
@@ -108,6 +113,10 @@ ROWS = (
     ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.ulysses=2", "batch.max_tokens=65536", KEEP),
     ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", FULL),
     ("mimo-v2-flash", 16, 0, "parallel.ep=4", "parallel.tp=2", "parallel.ring=2", "memory.recompute=selective"),
+    ("gemma-4", 8, 0, "parallel.tp=4", KEEP),
+    ("gemma-4", 16, 0, "parallel.tp=4", "parallel.ulysses=2", "batch.max_tokens=32768", KEEP),
+    ("gemma-4", 16, 0, "parallel.tp=2", "parallel.ring=2", "parallel.pp=2", "memory.recompute=selective"),
+    ("gemma-4", 16, 0, "parallel.tp=4", "parallel.pp=2", FULL),
     ("qwen3.5-27b", 8, 0, "parallel.tp=4", "memory.recompute=selective"),
     ("qwen3.5-27b", 16, 0, "parallel.tp=8", KEEP),
     ("qwen3.5-27b", 16, 0, "parallel.tp=4", FULL),

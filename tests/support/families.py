@@ -81,8 +81,7 @@ DENSE: dict[str, Row] = {
     "gemma-4": (Gemma4TextConfig, {
         "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12, "sliding_window": 9,
         "num_global_key_value_heads": 2, "global_head_dim": 20, "attention_k_eq_v": True, "tie_word_embeddings": True,
-        "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
-        "pad_token_id": None, "final_logit_softcapping": 3.0, "rope_parameters": {
+        "hidden_size_per_layer_input": 0, "pad_token_id": None, "final_logit_softcapping": 3.0, "rope_parameters": {
             "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.4, "rope_theta": 1e4},
         },

@@ -24,6 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
                                             "linear_num_value_heads": 12}),
     "minimax-m2": published("minimax-m2", **WIDE | {"num_key_value_heads": 2}),
     "mimo-v2-flash": published("mimo-v2-flash", **WIDE | {"num_key_value_heads": 2}),
+    "gemma-4": published("gemma-4", **WIDE | {"num_key_value_heads": 8}),
 }  # fmt: skip
 
 
@@ -57,6 +58,7 @@ LAYOUT = (
     no("tied", "parallel.tp=6", "4 key/value heads", "[1, 2, 4]", world=6),
     no("minimax-m2", "parallel.tp=4", "2 key/value heads, which are normed together", "[1, 2]", world=4),
     no("mimo-v2-flash", "parallel.tp=4", "2 key/value heads of some of the model's layers", "[1, 2]", world=4),
+    no("gemma-4", "parallel.tp=4", "2 key/value heads of some of the model's layers", "[1, 2]", world=4),
     no("dense", "parallel.tp=8", "intermediate_size 76", "[1, 2, 4, 19, 38, 76]", world=8),
     no("dense", "parallel.tp=4 algorithm.advantage=gae rollout.num_generations=1", "hidden_size 50", "value head",
        "[1, 2, 5, 10, 25, 50]", world=4, recipe="grpo"),

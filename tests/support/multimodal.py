@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen3_5Config,
@@ -47,6 +49,21 @@ def _common(name: str) -> str:
     if text == name:
         return f"model.{name}"
     return text if text == "lm_head.weight" else f"model.language_model.{text.removeprefix('model.')}"
+
+
+GEMMA_VISION = {
+    "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 2, "patch_size": 2, "position_embedding_size": 64, "pooling_kernel_size": 1,
+}  # fmt: skip
+
+
+def write_gemma_4(folder: Path) -> Path:
+    """Tokens that stand for what is not text are outside of the vocabulary: they are embedded as padding."""
+    text = config("gemma-4", pad_token_id=0).to_dict()
+    whole = Gemma4Config(text_config=text, vision_config=GEMMA_VISION)
+    torch.manual_seed(1)
+    fill(Gemma4ForConditionalGeneration(whole)).save_pretrained(folder)
+    return folder
 
 
 def write_multimodal(folder: Path, *, dtype: torch.dtype = torch.float32, precise: bool = False) -> Path:

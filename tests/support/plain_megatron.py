@@ -20,7 +20,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import nn
 
@@ -37,6 +37,7 @@ METADATA = {
     "singleton": {"singleton_local_shards": True},
 }
 
+UNTRAINED = ("expert_bias", "layer_scalar")  # buffers of a checkpoint
 # Options of `save`, with the world that each takes.
 LAYOUTS = {
     "tp2": {"world": 2, "tp": 2, "etp": 2, "vocab_multiple": 37},
@@ -107,16 +108,27 @@ class DifferingAttention(SelfAttention):
 
     def __init__(self, config, submodules, layer_number, *, arch: Architecture, pg_collection=None, **options):
         config, layer = copy.copy(config), layer_number - 1
-        config.num_query_groups = arch.kv_heads(layer)
+        config.num_query_groups, config.kv_channels = arch.kv_heads(layer), arch.key_dim(layer)
         config.softmax_type = "learnable" if arch.has_sinks(layer) else "vanilla"
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection, **options)
         values = arch.num_heads * arch.value_dim(layer)
-        rows = self.query_projection_size + self.kv_projection_size + arch.kv_heads(layer) * arch.value_dim(layer)
+        rows = self.query_projection_size + self.kv_projection_size
+        rows += arch.kv_heads(layer) * arch.value_dim(layer) * arch.projects_values(layer)
         options = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": pg_collection.tp}
         self.linear_qkv = ColumnParallelLinear(arch.hidden_size, rows, gather_output=False, **options)
         self.linear_proj = RowParallelLinear(
             values, arch.hidden_size, input_is_parallel=True, skip_bias_add=True, **options
         )
+
+
+class SandwichLayer(TransformerLayer):
+    """Megatron has no norms behind attention and MLP, and no scalar of a layer; their places in a checkpoint."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        for name in ("post_self_attn_layernorm", "post_mlp_layernorm"):
+            setattr(self, name, WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon))
+        self.register_buffer("layer_scalar", torch.empty(1))
 
 
 class JointNorm(nn.Module):
@@ -155,6 +167,8 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
         }  # fmt: skip
         if moe.dense_layers:
             options["moe_layer_freq"] = [int(arch.has_experts(layer)) for layer in range(arch.num_layers)]
+    elif arch.layers_differ:
+        options["linear_attention_freq"] = [0] * arch.num_layers  # a list means that they do
     if latent:
         options |= {
             "multi_latent_attention": True, "q_lora_rank": latent.q_rank, "kv_lora_rank": latent.kv_rank,
@@ -182,6 +196,9 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = DifferingAttention
             layer.submodules.self_attention.params["arch"] = arch
+    if arch.sandwich_norm:
+        for layer in spec.layer_specs:
+            layer.module = SandwichLayer
     if arch.delta:
         first = get_transformer_layer_offset(config, pp_rank=mesh.pp.rank())
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # layers of a kind share one
@@ -216,7 +233,7 @@ def fill(model: GPTModel, arch: Architecture, hf: Path, mesh: Mesh, padded_vocab
     local = arch.experts.count // mesh.layout.ep if arch.experts else 0
     first_expert = local * mesh.ep.rank()
     filled = []
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")}
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name.endswith(UNTRAINED)}
     for own, parameter in {**dict(model.named_parameters()), **buffers}.items():
         name, parts = own, own.split(".")
         if parts[:2] == ["decoder", "layers"]:

@@ -14,7 +14,7 @@ ORDINARY = {
         # Of models that are alike but for numbers of heads and layers, one; so too in the other tables.
         "test_a_checkpoint_goes_on_in_another_layout": "qwen3-True qwen2-True mistral-True mistral-False "
         "ministral-3-True mixtral-True deepseek-v3-True glm-4.5-True qwen3.5-moe-True gpt-oss-* minimax-m2-True "
-        "mimo-v2-flash-True",
+        "mimo-v2-flash-True gemma-4-True",
     },
     "checkpoints/test_checkpoint_read.py": {
         "test_layouts": "qwen3-pp2-stacked qwen3-tp2-per-layer qwen3-tp2+pp2*-singleton qwen3-tp2+dp2*-stacked "
@@ -59,6 +59,11 @@ ORDINARY = {
     "numerics/test_dryrun.py": {
         "test_the_peak_is_that_of_a_real_run": "qwen3-1 qwen3-tp2-* qwen3-pp2+vpp2-* qwen3-ulysses2* qwen3-moe-tp2*",
     },
+    "numerics/test_gemma_invariance.py": {
+        "test_every_layout": "dp2 tp2+nosp tp4 ulysses8 ring4 tp2+pp2+ulysses2 pp2+vpp2+ring2+dp2",
+        "test_recomputed_activations": "1-full tp2+ulysses2-selective pp2+vpp2-full",
+        "test_twenty_fp32_steps": "tp2+pp2",
+    },
     "numerics/test_invariance.py": {
         "test_twenty_fp32_steps": "dp2-True ring2-True tp2-False tp2+pp2+ulysses2-True pp2+vpp2-True",
         "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "pp2-* pp2+vpp2-*",
@@ -73,6 +78,7 @@ ORDINARY = {
         "32b-16-8-* 70b-32-24-* 30b-a3b-16-0-parallel.ep=8-*layernorm,moe[]] *dispatch_bound* "
         "*grouped_experts=false *etp=2* gpt-oss-* minimax-m2-* mimo-v2-flash-16-0-*ulysses=2* "
         "mimo-v2-flash-16-0-*ring=2* mimo-v2-flash-16-0-*full qwen3.5-27b-16-0-parallel.tp=8-* "
+        "gemma-4-16-0-*ulysses=2* gemma-4-16-0-*full "
         "qwen3.5-27b-16-0-*full qwen3.5-27b-16-0-*ring=2* "
         "qwen3.5-35b-a3b-16-0-*tp=2*",
     },
@@ -113,7 +119,7 @@ ORDINARY = {
     },
     "numerics/test_transformers_parity.py": {
         "test_an_exported_model_is_the_trained_one": "*-ep2 qwen3-* qwen2-* mistral-* ministral-3-* mixtral-* "
-        "deepseek-v3-tp2+pp2 glm-4.5-* qwen3.5-moe-* minimax-m2-* mimo-v2-flash-*",
+        "deepseek-v3-tp2+pp2 glm-4.5-* qwen3.5-moe-* minimax-m2-* mimo-v2-flash-* gemma-4-*",
         # Every family in two or three layouts, llama and mixtral in the others.
         "test_layouts_give_the_logits_and_gradients_of_one_rank": "*-pp2 *-ulysses2+ring2 *-tp2+ep2 llama-* "
         "qwen2-tp2+nosp mixtral-e*",
@@ -271,6 +277,12 @@ QUICK = {
     "numerics/test_dryrun.py": {
         "test_the_peak_is_that_of_a_real_run": "",
     },
+    "numerics/test_gemma_invariance.py": {
+        "test_every_layout": "tp2+pp2+ulysses2",
+        "test_losses_of_reinforcement_learning": "ulysses2+ring2",
+        "test_recomputed_activations": "",
+        "test_twenty_fp32_steps": "",
+    },
     "numerics/test_invariance.py": {
         "test_every_layout": "dp2 ulysses8 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
         "test_every_mode_and_budget": "",
@@ -339,7 +351,7 @@ QUICK = {
         "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
         "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 mistral-ulysses2+ring2 "
         "qwen2-tp2+nosp qwen3-moe-tp2+ep2 deepseek-v3-ulysses2+ring2 gpt-oss-tp2+ep2 glm-4.5-pp2 "
-        "minimax-m2-tp2+ep2 mimo-v2-flash-tp2+ep2",
+        "minimax-m2-tp2+ep2 mimo-v2-flash-tp2+ep2 gemma-4-tp2+pp2",
         "test_logits_are_those_of_transformers": "qwen3 gpt-oss deepseek-v3",
         "test_logprobs_are_those_of_transformers": "qwen2",
     },

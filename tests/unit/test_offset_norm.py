@@ -10,7 +10,14 @@ from torch.nn.functional import rms_norm, silu
 from isoloss.models.mcore.gated_attention import _Gated, gate_backward, gate_forward, gated
 from isoloss.models.mcore.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.norm import RMSNorm, _OffsetNorm, norm_backward, offset_norm, weight_gradient
+from isoloss.models.mcore.norm import (
+    RMSNorm,
+    _OffsetNorm,
+    norm_backward,
+    offset_norm,
+    unit_norm,
+    weight_gradient,
+)
 from isoloss.parallel import slabs
 from isoloss.parallel.one_kernel import OneKernel
 
@@ -50,6 +57,12 @@ def test_a_small_weight_is_not_lost_in_bf16():
     exact = rms_norm(x.double(), (64,), 1 + norm.weight.double(), EPS)
     ratio = (norm(x).double() * exact).sum() / exact.square().sum()
     assert abs(ratio.item() - 1) < 3e-4
+
+
+def test_the_norm_without_a_weight_and_its_gradient_are_those_of_torch():
+    given = draw(7, 3, 12)
+    right = outputs_and_gradients(lambda x: rms_norm(x, (12,), eps=EPS), given)
+    assert max(lost(outputs_and_gradients(lambda x: unit_norm(x, EPS), given), right)) < 1e-14
 
 
 def test_the_gate_and_its_gradients_are_those_of_torch():

@@ -1,0 +1,114 @@
+"""The promise, for layers whose heads differ in width and number, and for capped logits (Gemma 4): loss and gradients
+are the same on every layout.
+
+Parameter by parameter in fp64 against one rank and one micro-batch. Weights are those of a file, all random: made up
+they would be 1 in norms, and in the scalars of layers, which nobody could tell from left out.
+"""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from support import invariance as world
+from support.families import VOCAB, write_folder
+from support.grid import Grid
+from support.invariance import cases
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.tools.fabricated import rollout_fields
+from isoloss.tools.parity import Case
+
+# Both kinds of layer in turn, with 8 and 4 key/value heads, which every TP degree divides.
+SIZES = {
+    "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2, "num_key_value_heads": 8,
+    "num_global_key_value_heads": 4,
+}  # fmt: skip
+LENGTHS = (40, 3, 17, 1, 29, 96, 2, 66, 9, 13)  # longer than the window, and shorter
+CASES = cases([("token-mean", 96), ("seq-mean-token-mean", 0)])
+LAYOUTS = (
+    "dp2", "pp2", "pp2+vpp2", "tp2", "tp2+nosp", "tp4", "ulysses2", "ulysses8", "ring2", "ring4", "ulysses2+ring2",
+    "tp2+ulysses2", "tp2+ring4+nosp", "tp2+pp2", "tp2+pp2+ulysses2", "tp4+ring2", "pp2+vpp2+ring2+dp2",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def grid(pool, tmp_path_factory) -> Grid:
+    folder = tmp_path_factory.mktemp("gemma")
+    config = Config(
+        ModelConfig(str(write_folder("gemma-4", folder / "model", **SIZES))),
+        batch=BatchConfig(max_tokens=sum(LENGTHS)),
+        optim=OptimConfig(lr=1e-3, clip=1.0),
+        train=TrainConfig(precision="fp64", seed=3),
+    )
+    return Grid(pool, config, world.random_targets(LENGTHS, VOCAB, seed=13), folder)
+
+
+def test_the_grid_is_what_it_says(grid):
+    """Both kinds of layer, and every parameter of them is compared."""
+    assert [grid.arch.kv_heads(layer) for layer in range(4)] == [8, 4, 8, 4]
+    assert [grid.arch.key_dim(layer) for layer in range(4)] == [12, 20, 12, 20]
+    assert [grid.arch.projects_values(layer) for layer in range(4)] == [True, False, True, False]
+    compared = grid.reference(CASES[0]).parameters.keys()
+    for name in ("self_attention.q_layernorm", "self_attention.k_layernorm", "post_self_attn_layernorm",
+                 "post_mlp_layernorm", "pre_mlp_layernorm", "self_attention.linear_qkv"):  # fmt: skip
+        assert {f"decoder.layers.{layer}.{name}.weight" for layer in range(4)} <= compared
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout(grid, layout):
+    grid.check(layout, CASES)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    (MemoryConfig("full"), MemoryConfig("selective", ("core_attn", "layernorm", "mlp_act"))),
+    ids=("full", "selective"),
+)
+@pytest.mark.parametrize("layout", ("1", "tp2+ulysses2", "pp2+vpp2", "ring2"))
+def test_recomputed_activations(grid, layout, memory):
+    grid.check(layout, CASES[:1], memory=memory)
+
+
+@pytest.mark.parametrize("layout", ("tp2+pp2", "ulysses2+ring2", "tp2+nosp"))
+def test_twenty_fp32_steps(grid, layout):
+    one, many = (
+        grid.on_ranks(where, world.losses, grid.on(where, "fp32"), grid.frozen, 20)[0] for where in ("1", layout)
+    )
+    assert many == pytest.approx(one, rel=1e-5)
+    assert one[-1] < one[0] - 0.5
+
+
+RL_LOSSES = {
+    "grpo": (AlgorithmConfig(kl_coef=0.2, entropy_coef=0.05), "token-mean"),
+    "gspo": (AlgorithmConfig(loss="gspo", clip_low=0.02, clip_high=0.03), "seq-mean-token-mean"),
+}
+
+
+@pytest.fixture(scope="module")
+def rl_grid(pool, tmp_path_factory) -> Grid:
+    folder, rng = tmp_path_factory.mktemp("gemma-rl"), np.random.default_rng(17)
+    samples = []
+    for index, length in enumerate((40, 6, 17, 29, 96, 66, 9, 13)):
+        mask = torch.arange(length) >= int(rng.integers(2, 5))
+        tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
+        fields = rollout_fields(rng.normal(-np.log(VOCAB), 0.3, length), mask, rng)
+        samples.append(Sample(tokens, mask, index // 4, fields))
+    config = RLConfig(
+        ModelConfig(str(write_folder("gemma-4", folder / "model", **SIZES))),
+        train=TrainConfig(precision="fp64", seed=3),
+        rollout=RolloutConfig(max_new_tokens=96, temperature=0.8),
+    )
+    return Grid(pool, config, samples, folder)
+
+
+@pytest.mark.parametrize("layout", ("tp2+pp2", "ulysses2+ring2", "tp2+ring2+nosp"))
+def test_losses_of_reinforcement_learning(rl_grid, layout):
+    """With a temperature behind the cap of the logits, and the entropy of what both give."""
+    policies = [
+        Case(budget, LossConfig(mode), dataclasses.replace(rl_grid.config, algorithm=algorithm, loss=LossConfig(mode)))
+        for budget, (algorithm, mode) in zip((96, 0), RL_LOSSES.values(), strict=True)
+    ]
+    rl_grid.check(layout, policies)
