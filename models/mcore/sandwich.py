@@ -30,7 +30,8 @@ class SandwichLayer(ResidualNormLayer):
         self._scaled = scaled
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
-        hidden, context = super().forward(*args, **kwargs)
+        given: Any = super().forward(*args, **kwargs)
+        hidden, context = given
         return hidden * self.layer_scalar.to(hidden.dtype) if self._scaled else hidden, context
 
 

@@ -318,6 +318,9 @@ def test_the_defaults_of_gemma_4_are_those_of_transformers():
     assert gemma4_text.architecture(absent) == gemma4_text.architecture(json.loads(default.to_json_string()))
     few = gemma4_text.architecture({**absent, "num_hidden_layers": 8})
     assert few.windows == (512,) * 5 + (None, 512, None)
+    del absent["hidden_size_per_layer_input"]
+    with pytest.raises(UserError, match="hidden_size_per_layer_input=256 is not supported"):
+        gemma4_text.architecture(absent)
 
 
 # What transformers' configurations of these say, which are of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
