@@ -47,7 +47,6 @@ SERVED = {
     "mixtral": Served({"sliding_window": None}),
     "qwen3-moe": Served(),
     "glm-4.5": Served(),
-    "gemma-4": Served(),
     "deepseek-v3": Served(says=SPARSE, why_not="latent attention is not in torch_native"),
     "glm-4.7-flash": Served(says=SPARSE, why_not="latent attention is not in torch_native"),
     "minimax-m2": Served(

@@ -66,6 +66,11 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
     "sum_of_squares": (norm.sum_of_squares, lambda: _normed()[1:2]),
     "scaled": (norm.scaled, lambda: _normed()[1:]),
     "sum_along_the_norm": (norm.sum_along_the_norm, _normed),
+    "unit_norm_forward": (norm.unit_norm_forward, lambda: (_bf16(ROWS, HEADS, WIDTH), 1e-6)),
+    "unit_norm_backward": (
+        norm.unit_norm_backward,
+        lambda: (_bf16(ROWS, HEADS, WIDTH), _bf16(ROWS, HEADS, WIDTH, seed=1), _draw(ROWS, HEADS, 1, seed=2).abs()),
+    ),
     "joint_norm_backward": (norm.joint_norm_backward, lambda: (*_normed(), _draw(ROWS, 1, 1, seed=3))),
     "swiglu_forward": (activations.swiglu_forward, lambda: (_bf16(ROWS, 2 * WIDTH),)),
     "swiglu_backward": (activations.swiglu_backward, lambda: (_bf16(ROWS, 2 * WIDTH), _bf16(ROWS, WIDTH, seed=1))),
@@ -74,6 +79,8 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
         activations.clamped_swiglu_backward,
         lambda: (5 * _bf16(ROWS, 2 * WIDTH), _bf16(ROWS, WIDTH, seed=1)),
     ),
+    "geglu_forward": (activations.geglu_forward, lambda: (_bf16(ROWS, 2 * WIDTH),)),
+    "geglu_backward": (activations.geglu_backward, lambda: (_bf16(ROWS, 2 * WIDTH), _bf16(ROWS, WIDTH, seed=1))),
     "weighted_swiglu": (grouped_experts.weighted_swiglu, lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs())),
     "weighted_swiglu_backward": (
         grouped_experts.weighted_swiglu_backward,
@@ -126,16 +133,21 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
         block_attention.weighted,
         lambda: (_draw(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS), _bf16(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS, seed=1)),
     ),
-    "statistics": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, True)),
+    "statistics": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, None, True)),
+    "statistics, capped": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, 5.0, True)),
     "gradient": (
         logits.gradient,
-        lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, torch.bfloat16),
+        lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, None, torch.bfloat16),
+    ),
+    "gradient, capped": (
+        logits.gradient,
+        lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, 5.0, torch.bfloat16),
     ),
     "gradient_with_entropy": (
         logits.gradient_with_entropy,
         lambda: (
             3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), _draw(ROWS, seed=1).abs(),
-            _draw(ROWS, seed=2), 1.0, torch.bfloat16,
+            _draw(ROWS, seed=2), 1.0, 5.0, torch.bfloat16,
         ),
     ),
 }  # fmt: skip
