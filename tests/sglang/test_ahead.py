@@ -56,13 +56,14 @@ def check_prompts(out: Path, staleness: int) -> None:
 
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_ahead_of_the_trainer(inputs, either, tmp_path, staleness):
-    """Every batch but the first was begun before the trainer came to it; evaluations come in between."""
+    """Every batch but the first was begun before the trainer came to it, the second beside the first; evaluations come
+    in between. How old the tokens of later ones are is a race of trainer and server, up to the limit."""
     more = ("train.steps=6", f"data.eval={inputs}/prompts.jsonl", "train.eval_every=3")
     metrics = run(inputs, tmp_path / "run", either, f"rollout.max_staleness={staleness}", CORRECTED, *more)
     check_prompts(tmp_path / "run", staleness)
     assert [row["prompts_in_flight"] for row in metrics] == [staleness * BATCH] * 6
-    assert metrics[0]["staleness_max"] == 0
-    assert all(0 < row["staleness_mean"] <= row["staleness_max"] <= staleness for row in metrics[1:])
+    assert metrics[0]["staleness_max"] == 0 < metrics[1]["staleness_mean"]
+    assert all(row["staleness_mean"] <= row["staleness_max"] <= staleness for row in metrics)
     assert len(rows_of(tmp_path / "run/eval_rollouts.jsonl")) == 3 * PROMPTS
 
 
