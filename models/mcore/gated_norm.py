@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from isoloss.models.mcore.norm import through_norm, weight_gradient
+from isoloss.models.mcore.norm import scale_of, through_norm, weight_gradient
 from isoloss.parallel.one_kernel import Function, OneKernel, precise
 from isoloss.parallel.slabs import by_slabs
 
@@ -45,13 +45,9 @@ def _with_gradient_of_weight(
     return grad_x, grad_gate, weight_gradient(grad_normed, x, weight, scale)[None]
 
 
-def _scale(x: Tensor, eps: float) -> Tensor:
-    return torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
-
-
 @OneKernel
 def gated_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return (precise(x) * _scale(x, eps) * precise(weight) * silu(precise(gate))).to(x.dtype)
+    return (precise(x) * scale_of(x, eps) * precise(weight) * silu(precise(gate))).to(x.dtype)
 
 
 @OneKernel
@@ -59,7 +55,7 @@ def gated_norm_backward(
     grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of x, of the gate and of the norm, and what each head was multiplied by."""
-    scale, open_, grad_precise = _scale(x, eps), precise(gate), precise(grad)
+    scale, open_, grad_precise = scale_of(x, eps), precise(gate), precise(grad)
     grad_normed = grad_precise * silu(open_)
     grad_opened = grad_precise * (precise(x) * scale * precise(weight))
     grad_gate = torch.ops.aten.silu_backward(grad_opened, open_)

@@ -117,6 +117,11 @@ def joint_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, 
     return (scale * (precise(grad) * weight - precise(x) * scale * mean)).to(x.dtype)
 
 
+def scale_of(x: Tensor, eps: float) -> Tensor:
+    """What the norm multiplies each row by, [..., 1], in at least fp32; a part of a kernel."""
+    return torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
+
+
 def unit_norm(x: Tensor, eps: float) -> Tensor:
     """Root-mean-square norm over the last dimension, without a weight."""
     return _UnitNorm.apply(x, eps)
@@ -139,7 +144,7 @@ class _UnitNorm(torch.autograd.Function):
 @OneKernel
 def unit_norm_forward(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """The norm, and what each row was multiplied by."""
-    scale = torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
+    scale = scale_of(x, eps)
     return (precise(x) * scale).to(x.dtype), scale
 
 
@@ -168,7 +173,7 @@ class _OffsetNorm(torch.autograd.Function):
 @OneKernel
 def offset_norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """The norm, and what each row was multiplied by."""
-    scale = torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
+    scale = scale_of(x, eps)
     return (precise(x) * scale * (precise(weight) + offset)).to(x.dtype), scale
 
 

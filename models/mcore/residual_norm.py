@@ -12,7 +12,7 @@ from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from isoloss.models.mcore.norm import RMSNorm, through_norm, weight_gradient
+from isoloss.models.mcore.norm import RMSNorm, scale_of, through_norm, weight_gradient
 from isoloss.parallel.one_kernel import OneKernel, precise
 
 
@@ -88,7 +88,7 @@ def add_and_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, its norm, and what each row was multiplied by. The norm is of the sum before it is rounded."""
     total = precise(output) + residual
-    scale = torch.rsqrt(total.square().mean(-1, keepdim=True) + eps)
+    scale = scale_of(total, eps)
     return total.to(output.dtype), (total * scale * (precise(weight) + offset)).to(output.dtype), scale
 
 
