@@ -4,24 +4,19 @@ Parameter by parameter in fp64 against one rank and one micro-batch. Some decays
 next document shows in the last digits of the loss only where it lasts.
 """
 
-import dataclasses
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-import torch
 from support import invariance as world
+from support import rl_grids
 from support.families import GATED_DELTA, VOCAB, published, write_config
 from support.grid import Grid
 from support.invariance import QWEN3, cases
 
 from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import weight_map
-from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.parity import Case
 
 # Linear layers and attention in turn. Key heads are fewer than the widest context has ranks: they are repeated.
 SIZES = GATED_DELTA | QWEN3 | {
@@ -101,33 +96,14 @@ def test_twenty_fp32_steps(grid, layout):
     assert one[-1] < one[0] - 0.5
 
 
-RL_LOSSES = {
-    "grpo": (AlgorithmConfig(kl_coef=0.2, entropy_coef=0.05), "token-mean"),
-    "gspo": (AlgorithmConfig(loss="gspo", clip_low=0.02, clip_high=0.03), "seq-mean-token-mean"),
-}
-
-
 @pytest.fixture(scope="module")
 def rl_grid(pool, tmp_path_factory) -> Grid:
-    folder, rng = tmp_path_factory.mktemp("delta-rl"), np.random.default_rng(17)
-    samples = []
-    for index, length in enumerate((40, 6, 17, 29, 96, 66, 9, 13)):
-        mask = torch.arange(length) >= int(rng.integers(2, 5))
-        tokens = torch.from_numpy(rng.integers(0, VOCAB, length))
-        fields = rollout_fields(rng.normal(-np.log(VOCAB), 0.3, length), mask, rng)
-        samples.append(Sample(tokens, mask, index // 4, fields))
-    config = RLConfig(
-        ModelConfig(str(write_config(folder / "model", published("qwen3.5", **SIZES))), from_scratch=True),
-        train=TrainConfig(precision="fp64", seed=3),
-        rollout=RolloutConfig(max_new_tokens=96, temperature=0.8),
+    folder = tmp_path_factory.mktemp("delta-rl")
+    return rl_grids.make(
+        pool, ModelConfig(str(write_config(folder / "model", published("qwen3.5", **SIZES))), from_scratch=True), folder
     )
-    return Grid(pool, config, samples, folder)
 
 
 @pytest.mark.parametrize("layout", ("tp2+pp2", "ulysses2+ring2", "tp2+ring2+nosp"))
 def test_losses_of_reinforcement_learning(rl_grid, layout):
-    policies = [
-        Case(budget, LossConfig(mode), dataclasses.replace(rl_grid.config, algorithm=algorithm, loss=LossConfig(mode)))
-        for budget, (algorithm, mode) in zip((96, 0), RL_LOSSES.values(), strict=True)
-    ]
-    rl_grid.check(layout, policies)
+    rl_grids.check(rl_grid, layout)
