@@ -1,18 +1,17 @@
 """Steps whose loss or gradient is not finite, or far above those before: told with their samples, and not applied."""
 
-import json
 import math
 import statistics
-import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from isoloss.engine.batch import Sample
 from isoloss.engine.config import TrainConfig
+from isoloss.engine.console import say
 from isoloss.engine.engine import Limits, OptimResult
-from isoloss.engine.metrics import finite_or_text, open_after
+from isoloss.engine.metrics import finite_or_text
+from isoloss.engine.run_files import JsonLines
 from isoloss.engine.step import StepMetrics
 from isoloss.parallel import UserError
 
@@ -35,16 +34,13 @@ class BadStepGuard:
         config: TrainConfig,
         watched: Sequence[str] = ("loss", "grad_norm"),
         state: Mapping[str, Any] | None = None,
-        file: Path | None = None,
-        start_step: int = 0,
+        file: JsonLines | None = None,
     ):
         state = state or {}
         self._config = config
         self._usual = {name: deque(state.get(name, ()), WINDOW) for name in watched}
         self._bad_steps = int(state.get("bad_steps", 0))
-        self._file, self._start_step = file, start_step
-        if file is not None and file.exists():
-            open_after(file, start_step).close()
+        self._file = file
 
     def state(self) -> dict[str, object]:
         return {"bad_steps": self._bad_steps, **{name: list(values) for name, values in self._usual.items()}}
@@ -98,11 +94,10 @@ class BadStepGuard:
         if self._file is None:
             return
         applied = "not applied" if skipped else "applied (train.skip_spikes=true leaves such steps out)"
-        print(
+        say(
             f"step {step}: loss {numbers['loss']:.6g}, gradient norm {numbers['grad_norm']:.6g}: {why}: {applied}; its "
-            f"samples are in {self._file}",
-            file=sys.stderr,
+            f"samples are in {self._file.path}",
+            error=True,
         )
         row = {"step": step, "why": why, **finite_or_text(numbers), "applied": not skipped}
-        with self._file.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({**row, "samples": [sample.id for sample in samples]}) + "\n")
+        self._file.write([{**row, "samples": [sample.id for sample in samples]}])

@@ -1,7 +1,6 @@
 """Checkpoints go to the disk while training goes on."""
 
 import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -12,6 +11,7 @@ import torch.distributed as dist
 from isoloss.engine.checkpoint import NotWrittenError, Staged, prune
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import CheckpointConfig
+from isoloss.engine.console import say
 from isoloss.engine.run_folder import is_main
 from isoloss.parallel.launch import host_group
 
@@ -85,7 +85,7 @@ class Saver:
             for each in staged if is_main() else ():  # after all were written: until then older ones count
                 prune(each.folder.parent, self._keep)
         except OSError as problem:  # the next save tries again
-            print(f"isoloss: an old checkpoint could not be deleted: {problem}", file=sys.stderr, flush=True)
+            say(f"isoloss: an old checkpoint could not be deleted: {problem}", error=True)
         return None
 
 
@@ -101,5 +101,5 @@ def _given_up(staged: Sequence[Staged], problem: NotWrittenError) -> NotWrittenE
     for each in staged:
         each.discard()
     if is_main():
-        print(f"isoloss: {problem}", file=sys.stderr, flush=True)
+        say(f"isoloss: {problem}", error=True)
     return problem

@@ -235,24 +235,36 @@ def file_hash(path: Path) -> str:
 
 
 def write_cache(folder: Path, dataset: TokenDataset) -> None:
-    """Write under a name of this process's own, then rename: a folder of the right name is complete."""
+    """Write under a name of this process's own, then rename: a folder of the right name is complete. Raises UserError,
+    and leaves nothing, where the disk refuses."""
     temporary = folder.with_name(f".{folder.name}.{platform.node()}-{os.getpid()}.partial")
     shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had the same number
-    temporary.mkdir(parents=True)
-    checksums = {}
-    for name, dtype in ARRAYS.items():
-        path = temporary / f"{name}.npy"
-        np.save(path, np.ascontiguousarray(getattr(dataset, name), dtype))
-        checksums[name] = checksum(path)
-    stats = asdict(dataset.stats)
-    meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
-    meta["rejects"] = [asdict(reject) for reject in dataset.rejects]
-    (temporary / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
+    try:
+        _fill(temporary, dataset)
+    except OSError as problem:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise UserError(
+            f"tokenized rows could not be written into data.cache_dir={folder.parent} ({problem}): make room there, or "
+            "set data.cache_dir to another place"
+        ) from None
     shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been loaded
     try:
         os.rename(temporary, folder)
     except OSError:  # another machine that shares this file system was faster, with the same contents
         shutil.rmtree(temporary)
+
+
+def _fill(folder: Path, dataset: TokenDataset) -> None:
+    folder.mkdir(parents=True)
+    checksums = {}
+    for name, dtype in ARRAYS.items():
+        path = folder / f"{name}.npy"
+        np.save(path, np.ascontiguousarray(getattr(dataset, name), dtype))
+        checksums[name] = checksum(path)
+    stats = asdict(dataset.stats)
+    meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
+    meta["rejects"] = [asdict(reject) for reject in dataset.rejects]
+    (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
 def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:

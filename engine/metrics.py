@@ -1,8 +1,7 @@
 """What a run reports: metrics.jsonl, TensorBoard scalars, a progress bar; and model FLOPs utilisation (MFU)."""
 
-import json
+import contextlib
 import math
-import os
 import re
 import sys
 from collections.abc import Mapping
@@ -10,9 +9,11 @@ from functools import cache
 from numbers import Integral
 from pathlib import Path
 from time import monotonic, perf_counter
-from typing import TextIO
 
 import torch
+
+from isoloss.engine.console import say
+from isoloss.engine.run_files import AppendOnlyFile, JsonLines
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
 # pattern found in torch.cuda.get_device_name() counts, so variants come before the plain name.
@@ -35,6 +36,7 @@ class MetricsLog:
     output_dir/metrics.jsonl: a JSON object per optimizer step, in the file when `log` returns. output_dir/eval.jsonl:
     one per evaluation. output_dir/tensorboard: the same scalars as train/<key> and eval/<key>. Progress goes to stderr:
     a bar on a terminal, else a line at the first and last step and at most every 10 seconds between.
+    A disk that refuses any of them for a while ends no run, and no row is lost: see `AppendOnlyFile`.
 
     enabled: True on the one rank that writes; on the others every method does nothing. No collective is entered.
     start_step: optimizer steps already done, 0 for a new run. What an earlier run wrote about later steps, which this
@@ -47,16 +49,25 @@ class MetricsLog:
         self.enabled = enabled
         if not enabled:
             return
-        from torch.utils.tensorboard import SummaryWriter  # takes a second, which only this rank has to spend
+        from isoloss.engine.event_file import EventFile  # takes a second, which only this rank has to spend
 
-        output_dir = Path(output_dir)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        self._train = open_after(output_dir / "metrics.jsonl", start_step)
-        self._eval = open_after(output_dir / "eval.jsonl", start_step - 1)
-        first_step = start_step + 1 if start_step else 0
-        self._tensorboard = SummaryWriter(str(output_dir / "tensorboard"), purge_step=first_step, flush_secs=10)
+        self._folder, self._start_step = Path(output_dir), start_step
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
+        self._files: list[AppendOnlyFile] = [self._tensorboard.file]
+        self._train = self.file("metrics.jsonl")
+        self._eval = self.file("eval.jsonl", of_evaluations=True)
+        for file in (self._train, self._eval):
+            file.append()
         progress = _Bar if sys.stderr.isatty() else _Lines
-        self._progress = progress(start_step, total_steps, sys.stderr)
+        self._progress = progress(start_step, total_steps)
+
+    def file(self, name: str, *, of_evaluations: bool = False) -> JsonLines:
+        """Another file of the run's folder, which goes on and ends with this log; the first `append` makes it. Only
+        where `enabled`."""
+        file = JsonLines(self._folder / name, self._start_step - of_evaluations)
+        self._files.append(file)
+        return file
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them."""
@@ -68,24 +79,29 @@ class MetricsLog:
         if self.enabled:
             self._record("eval", self._eval, step, values)
 
-    def _record(self, group: str, file: TextIO, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
+    def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}
-        _write(file, step, row)
-        for key, value in row.items():
-            self._tensorboard.add_scalar(f"{group}/{key}", value, step)
+        assert "step" not in row, "the step is an argument of its own"
+        file.write([{"step": step, **finite_or_text(row)}])
+        self._tensorboard.scalars(step, {f"{group}/{key}": value for key, value in row.items()})
         return row
 
     def text(self, name: str, markdown: str, step: int) -> None:
         """Show a text in TensorBoard."""
         if self.enabled:
-            self._tensorboard.add_text(name, markdown, step)
+            self._tensorboard.text(step, name, markdown)
+
+    def retry(self) -> None:
+        """Write what the disk refused, if it takes it now: before a checkpoint, which is not to know of more."""
+        for file in self._files if self.enabled else ():
+            file.retry()
 
     def close(self) -> None:
         """Flush and close everything. Twice does no harm."""
         if not self.enabled:
             return
-        for stream in (self._train, self._eval, self._tensorboard, self._progress):
-            stream.close()
+        for each in (*self._files, self._progress):
+            each.close()
 
     def __enter__(self) -> "MetricsLog":
         return self
@@ -101,43 +117,23 @@ def _number(value: float) -> int | float:
     return int(value) if isinstance(value, Integral) else float(value)
 
 
-def _write(file: TextIO, step: int, row: Mapping[str, float]) -> None:
-    """One line. JSON has no nan and no infinity: they are written as the strings "nan", "inf" and "-inf"."""
-    assert "step" not in row, "the step is an argument of its own"
-    file.write(json.dumps({"step": step, **finite_or_text(row)}, allow_nan=False) + "\n")
-    file.flush()
-
-
 def finite_or_text(row: Mapping[str, float]) -> dict[str, float | str]:
+    """JSON has no nan and no infinity: they are told as "nan", "inf" and "-inf"."""
     return {key: value if math.isfinite(value) else str(value) for key, value in row.items()}
-
-
-def open_after(path: Path, last_step: int) -> TextIO:
-    """The file opened for appending, holding the rows up to last_step.
-
-    A last line without its newline was cut short by a crash and is dropped. The new file replaces the old one at once,
-    so that a crash in here loses no row.
-    """
-    if path.exists():
-        with path.open(encoding="utf-8", newline="\n") as rows:  # a text in a row may hold other ends of line (U+2028)
-            kept = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step]
-        shorter = path.with_suffix(".jsonl.new")
-        shorter.write_text("".join(kept), encoding="utf-8")
-        os.replace(shorter, path)
-    return path.open("a", encoding="utf-8")
 
 
 class _Bar:
     """Progress on a terminal."""
 
-    def __init__(self, start_step: int, total_steps: int, stream: TextIO):
+    def __init__(self, start_step: int, total_steps: int):
         from tqdm import tqdm
 
-        self._bar = tqdm(total=total_steps, initial=start_step, file=stream, unit="step", dynamic_ncols=True)
+        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
         self._bar.set_postfix_str(_summary(row), refresh=False)
-        self._bar.update(step - self._bar.n)
+        with contextlib.suppress(OSError):  # the terminal is gone
+            self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
         self._bar.close()
@@ -146,8 +142,8 @@ class _Bar:
 class _Lines:
     """Progress in a log file: few lines, each whole."""
 
-    def __init__(self, start_step: int, total_steps: int, stream: TextIO):
-        self._start_step, self._total_steps, self._stream = start_step, total_steps, stream
+    def __init__(self, start_step: int, total_steps: int):
+        self._start_step, self._total_steps = start_step, total_steps
         self._started, self._last = monotonic(), -math.inf
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
@@ -157,7 +153,7 @@ class _Lines:
         self._last = now
         left = round((now - self._started) / max(1, step - self._start_step) * (self._total_steps - step))
         eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        print(f"step {step}/{self._total_steps}  {_summary(row)}  ETA {eta}", file=self._stream, flush=True)
+        say(f"step {step}/{self._total_steps}  {_summary(row)}  ETA {eta}", error=True)
 
     def close(self) -> None:
         pass

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from isoloss.engine.console import say
+
 # Phases in the order of a step, below those that they are part of.
 PHASES = {
     "step": 0,
@@ -50,9 +52,12 @@ class StepProfile:
                 yield
             if on_gpu:
                 torch.cuda.synchronize()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        found.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
-        (self._folder / f"rank{self._rank}.txt").write_text(table(found, on_gpu))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / f"rank{self._rank}.txt").write_text(table(found, on_gpu))
+            found.export_chrome_trace(str(self._folder / f"rank{self._rank}.json.gz"))
+        except OSError as problem:  # no reason to end a run
+            say(f"isoloss: the profile of step {step} could not be written: {problem}", error=True)
 
 
 def table(found: profile, on_gpu: bool) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from isoloss.engine.config import DataConfig
 from isoloss.engine.rows import UnreadRow, place_of
+from isoloss.engine.run_files import replace_text
 from isoloss.parallel.errors import UserError
 
 NAME = "rejects.jsonl"
@@ -90,6 +91,7 @@ class RejectsOfRun:
             for key, paths, rejects in self.splits
             for reject in rejects
         ]
-        (folder / NAME).unlink(missing_ok=True)  # of the run that goes on here
-        if lines:  # a name of a file need not be UTF-8
-            (folder / NAME).write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        if lines:
+            replace_text(folder / NAME, "".join(lines))
+        else:
+            (folder / NAME).unlink(missing_ok=True)  # of the run that goes on here

@@ -3,7 +3,6 @@ in an optimizer step is theirs."""
 
 import shutil
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_saver import Saver
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import Config
+from isoloss.engine.console import say
 from isoloss.engine.engine import Engine, Limits, OptimResult
 from isoloss.engine.garbage import Garbage
 from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
@@ -84,9 +84,9 @@ class Run:
         state = self._load_newest() if config.checkpoint.resume else None
         self.state: Mapping[str, Any] | None = state
         self.done = 0 if state is None else int(state["step"])
-        bad_steps = output_dir / BAD_STEPS if is_main() else None
-        guarded = (state or {}).get("guard"), bad_steps, self.done
-        self._guard = BadStepGuard(config.train, config.judged_by, *guarded)
+        self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
+        bad_steps = self.metrics.file(BAD_STEPS) if is_main() else None
+        self._guard = BadStepGuard(config.train, config.judged_by, (state or {}).get("guard"), bad_steps)
         self._peak = peak_flops(engine.device)
         self._memory = device_memory.PeakReport(self._planned_peak)
         self._garbage = Garbage(config.train.gc_every)
@@ -99,7 +99,6 @@ class Run:
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
-        self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
 
     def __enter__(self) -> "Run":
         self._garbage.begin()
@@ -185,6 +184,7 @@ class Run:
             return
         if self._config.train.check_replicas_every:
             self._check_replicas()
+        self.metrics.retry()
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
         extra = {"step": self.done, "guard": self._guard.state(), **fingerprint, **of_data, **state}
@@ -202,7 +202,7 @@ class Run:
     def print(self, lines: Sequence[str]) -> None:
         """Print on the rank that speaks to the user."""
         if lines and is_main():
-            print(*lines, sep="\n", flush=True)
+            say(*lines)
 
     def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
         """What is about to be trained, on what, and where it goes: a wrong path or preset shows here, not hours later.
@@ -237,7 +237,7 @@ class Run:
         folder, state, damaged = found
         for each, problem in damaged.items() if is_main() else ():
             kept = checkpoint.set_aside(each)
-            print(f"passed over, and kept as {kept}: {problem}; going on from {folder}", file=sys.stderr)
+            say(f"passed over, and kept as {kept}: {problem}; going on from {folder}", error=True)
         return state
 
     def _check_replicas(self) -> None:

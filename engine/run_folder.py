@@ -20,6 +20,7 @@ import yaml
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
+from isoloss.engine.run_files import replace_text
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.parallel import UserError, device, environment, flash_attention
@@ -166,8 +167,8 @@ def _claim(config: Config, run_name: str) -> Iterator[Path]:
         check_free(config, folder)  # once more: a run may have begun and ended here since
         resolved = dataclasses.replace(config, output_dir=str(folder))
         plain = json.loads(json.dumps(dataclasses.asdict(resolved)))  # tuples become lists
-        (folder / "config.yaml").write_text(yaml.safe_dump(plain, sort_keys=False))
-        (folder / "run.json").write_text(json.dumps(_provenance(config), indent=2) + "\n")
+        replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
+        replace_text(folder / "run.json", json.dumps(_provenance(config), indent=2) + "\n")
         yield folder
 
 

@@ -13,7 +13,6 @@ import os
 import re
 import shutil
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,8 @@ from typing import Any, ParamSpec, TypeVar
 
 import psutil
 import torch
+
+from isoloss.engine.console import say
 
 SECONDS_FOR_OTHERS = 10.0  # how long the stacks of the other ranks are waited for
 ISOLOSS = f"{Path(__file__).parents[1]}{os.sep}"
@@ -150,7 +151,7 @@ class Watchdog:
         c10d: Any = torch._C
         trace = json.loads(c10d._distributed_c10d._dump_fr_trace_json(onlyActive=True))
         lines = [*report(found, silent, self._timeout, self._folder), *unfinished(trace)]
-        print(*lines, sep="\n", file=sys.stderr, flush=True)
+        say(*lines, error=True)
 
     def _written(self, rank: int) -> str:
         file = _file(self._folder, rank)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from isoloss.engine import startup
 from isoloss.engine.config import Config
 from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
+from isoloss.engine.console import say
 from isoloss.engine.key_help import terminal_help
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError, environment
@@ -33,6 +35,8 @@ ASSETS = Path(__file__).parent / "assets"
 # Without preset=NAME: the shipped demonstration, or plain defaults as soon as you name a model of your own (the
 # demonstration's random weights, schedule and evaluation set would have nothing to do with it).
 DEMONSTRATION, PLAIN = "tiny", "plain"
+# What a disk refuses with: nobody's mistake in the code.
+OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 ConfigT = TypeVar("ConfigT", bound=Config)
 # What a recipe is configured by.
 CONFIGS = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
@@ -45,8 +49,8 @@ def main(
 ) -> int:
     """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
 
-    Returns the exit status: 0 done; 2 a mistake of the user (told once on standard error); 75 told to end by a signal,
-    and saved. Anything else is a crash, which keeps its traceback.
+    Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (told once on standard error); 75
+    told to end by a signal, and saved. Anything else is a crash, which keeps its traceback.
     """
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
@@ -76,6 +80,12 @@ def main(
         return 0
     except UserError as error:
         print_error_once(str(error))
+        return 2
+    except OSError as error:
+        if error.errno not in OF_THE_DISK:
+            raise
+        what = error.filename or "a file of the run"
+        print_error_once(f"{what}: {error.strerror}; make room for it, or mend the disk")
         return 2
     except PreemptedError as end:
         end_torchrun(end.told)
@@ -167,4 +177,6 @@ def print_error_once(message: str) -> None:
             marker.touch(exist_ok=False)
         except FileExistsError:
             return
-    print(f"isoloss: error: {message}", file=sys.stderr, flush=True)
+        except OSError:  # then each says it
+            pass
+    say(f"isoloss: error: {message}", error=True)

@@ -47,8 +47,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         beside = [each for each in (reference, critic) if each is not None]
         rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
         run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
-        log = stack.enter_context(RolloutLog(folder, run.metrics, enabled=is_main(), start_step=run.done))
-        return _train(config, data, policy, reference, critic, rollout, run, log)
+        return _train(config, data, policy, reference, critic, rollout, run, RolloutLog(run.metrics))
 
 
 def _train(

@@ -1,12 +1,10 @@
 """What a reinforcement learning run tells: statistics of batches and evaluations, and every completion by its id."""
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from isoloss.engine.engine import Engine
-from isoloss.engine.metrics import MetricsLog, open_after
+from isoloss.engine.metrics import MetricsLog
 from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rollout import SampledGroups
@@ -65,21 +63,21 @@ class RolloutLog:
     """output_dir/rollouts.jsonl: a line for every completion ever generated for training, kept or dropped, and
     eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
 
-    enabled: True on the one rank that writes.
-    start_step: optimizer steps already done; what an earlier run wrote about later ones, and its evaluation after that
-        one, is taken out.
+    log: of the run; its rank writes these files as well, and they go on as its own do.
     Enters no collective.
     """
 
-    def __init__(self, output_dir: Path, log: MetricsLog, *, enabled: bool, start_step: int):
-        self._log, self._enabled = log, enabled
-        if enabled:
-            self._train = open_after(output_dir / "rollouts.jsonl", start_step)
-            self._eval = open_after(output_dir / "eval_rollouts.jsonl", start_step - 1)
+    def __init__(self, log: MetricsLog):
+        self._log = log
+        if log.enabled:
+            self._train = log.file("rollouts.jsonl")
+            self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
+            for file in (self._train, self._eval):
+                file.append()
 
     def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
         """step: the first optimizer step that the batch feeds."""
-        if not self._enabled:
+        if not self._log.enabled:
             return
         samples = iter(batch.samples)
         lines = []
@@ -91,29 +89,16 @@ class RolloutLog:
                 lines.append(_line(step, trajectory, {"kept": True, "masked": len(advantages) == 0} | values))
         for group in groups.dropped:
             lines += [_line(step, t, {"kept": False}) for t in group.trajectories]
-        self._write(self._train, lines)
+        self._train.write(lines)
         self._log.text("rollouts", table(lines[:TABLE_ROWS]), step)
 
     def evaluation(self, step: int, trajectories: Sequence[Trajectory]) -> None:
         """step: optimizer steps done."""
-        if not self._enabled:
+        if not self._log.enabled:
             return
         lines = [_line(step, trajectory, {}) for trajectory in trajectories]
-        self._write(self._eval, lines)
+        self._eval.write(lines)
         self._log.text("evaluation", table(lines[:TABLE_ROWS]), step)
-
-    def _write(self, file, lines: Sequence[Mapping[str, object]]) -> None:
-        # An answer of a Parquet file may be a date or a decimal number: told as text.
-        file.writelines(json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) + "\n" for line in lines)
-        file.flush()
-
-    def __enter__(self) -> "RolloutLog":
-        return self
-
-    def __exit__(self, *_) -> None:
-        if self._enabled:
-            self._train.close()
-            self._eval.close()
 
 
 def _line(step: int, trajectory: Trajectory, more: Mapping[str, object]) -> dict[str, object]:

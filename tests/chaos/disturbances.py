@@ -21,6 +21,7 @@ from support.small_disk import filled
 from support.waiting import until
 
 PREEMPTED = 75
+OPERATIONS = 116  # on the disk, of a save of one process; the deletion of the one before takes 16 more
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def running(job: Job) -> None:
 
 def refused(number: int, job: Job, chance: Random) -> str:
     """One operation on the disk fails, in a save or in the deletion of the old ones. The next save is tried."""
-    at = chance.randint(0, 40)
+    at = chance.randrange(OPERATIONS)
     job.strike(Strike("writing", disk=number, at=at))
     before = job.newest_saved()
     job.leash(4)
@@ -141,12 +142,12 @@ def refused(number: int, job: Job, chance: Random) -> str:
 
 
 def full(job: Job, _: Random) -> str:
-    """No room for two saves in a row: the run ends, or under torchrun is started again and again, until there is."""
-    checkpoints = job.out / "checkpoints"
-    if not checkpoints.is_mount():
+    """No room for two saves in a row, nor for the rows of metrics meanwhile: the run ends, or under torchrun is started
+    again and again, until there is."""
+    if not job.out.is_mount():
         return "not done: nothing can be mounted here"
     running(job)
-    with filled(checkpoints):
+    with filled(job.out):
         job.leash(8)
         ends = lambda: "isoloss: error: checkpoint" in job.said() and (job.kind.ranks or not job.alive)
         until(ends, "two saves had failed", lambda: job.alive)

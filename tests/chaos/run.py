@@ -105,7 +105,7 @@ def disturb(
     chance = Random(f"{seed} {kind.name}")
     planned = [row for row in rows for _ in range(row.times)]
     chance.shuffle(planned)
-    steps = STEPS_EACH * len(planned) + 4
+    steps = STEPS_EACH * len(planned) + 8
     whole, job = (Job(kind, folder / name, steps, KEEP) for name in ("undisturbed", "disturbed"))
     running.jobs += whole, job
     outcomes: list[Outcome] = []
@@ -151,7 +151,7 @@ def disturb(
 
     with contextlib.ExitStack() as stack:
         if any(row.do is disturbances.full for row in planned):
-            stack.enter_context(small_disk(job.out / "checkpoints"))
+            stack.enter_context(small_disk(job.out))
         stack.callback(job.end)
         note("undisturbed", "", undisturbed, lambda: f"done: weights {checks.weights(whole.out)}")
         for done, row in enumerate(planned):

@@ -2,17 +2,20 @@
 
 import errno
 import gc
+import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import DISK_BROKEN, DISK_FULL
+from support.faults import DISK_BROKEN, DISK_FULL, FullDisk
 from support.runs import numbers
 from support.struck_saves import Job, saved_until
 
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
+from isoloss.engine.run import Run
 from isoloss.models.weights import manifest
 from isoloss.recipes import launch, sft
 from isoloss.tools.pool import WorkerError, WorkerPool
@@ -98,6 +101,52 @@ def test_one_checkpoint_that_fails_does_not_end_a_run(steps_that_fail, status, a
     assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0
     assert [row["step"] for row in numbers("out")] == [1, 2, 3, 4, 5]
     assert not list(Path("out/checkpoints").glob(".*"))
+
+
+def test_rows_that_were_refused_are_there_before_the_next_checkpoint(arguments, monkeypatch):
+    """Else a run that dies after it, and goes on from it, would lack them."""
+    disk, log, write, found = FullDisk(monkeypatch), Run.log, checkpoint.Share.write, []
+
+    def logged(run, *rest):
+        disk.room = 0
+        log(run, *rest)
+        disk.room = math.inf
+
+    def written(share):
+        found.append([row["step"] for row in numbers("out")])
+        return write(share)
+
+    monkeypatch.setattr(Run, "log", logged)
+    monkeypatch.setattr(checkpoint.Share, "write", written)
+    keys = ["train.steps=3", "checkpoint.every=1", "checkpoint.export_hf=false"]
+    assert launch.main("sft", Config, sft.run, [*arguments, *keys]) == 0
+    assert found == [[1], [1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE])
+def test_whatever_a_disk_refuses_at_the_start_is_one_line(number, arguments, capsys, monkeypatch):
+    """And what was in the run's folder stays. Another error keeps its traceback."""
+    assert launch.main("sft", Config, sft.run, arguments) == 0
+    before = Path("out/config.yaml").read_text()
+    write = Path.write_text
+
+    def refuse(path, text, **options):
+        write(path, text[:10], **options)
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    start = partial(launch.main, "sft", Config, sft.run, [*arguments, "checkpoint.resume=true", "train.steps=3"])
+    capsys.readouterr()
+    if number == errno.EPIPE:
+        with pytest.raises(OSError):
+            start()
+    else:
+        assert start() == 2
+        told = capsys.readouterr().err.splitlines()
+        assert told == [
+            f"isoloss: error: out/config.yaml.new: {os.strerror(number)}; make room for it, or mend the disk"
+        ]
+    assert Path("out/config.yaml").read_text() == before
 
 
 def test_a_folder_that_cannot_be_written_is_told(arguments, capsys, monkeypatch):

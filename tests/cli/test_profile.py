@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.rl_runs import write_inputs
+from torch.profiler import profile
 
 from isoloss.engine.config import Config
 from isoloss.engine.rl.config import RLConfig
@@ -22,6 +23,15 @@ def events_of(trace: Path, name: str) -> list[float]:
     """Seconds of each event of that name."""
     with gzip.open(trace) as file:
         return [event["dur"] / 1e6 for event in json.load(file)["traceEvents"] if event.get("name") == name]
+
+
+def test_a_disk_that_refuses_it_does_not_end_the_run(inputs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(profile, "export_chrome_trace", lambda *_: Path("/dev/full").write_text("trace"))
+    keys = [f"data.train={inputs}/rows.jsonl", "data.eval=[]", "train.steps=2", "train.profile=1:profile"]
+    assert launch.main("sft", Config, sft.run, [*keys, "checkpoint.export_hf=false"]) == 0
+    told = [line for line in capsys.readouterr().err.splitlines() if "profile" in line]
+    assert told == ["isoloss: the profile of step 1 could not be written: [Errno 28] No space left on device"]
 
 
 def test_a_step_of_sft(inputs, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from isoloss.engine.data import step_indices
 from isoloss.engine.engine import Engine, Limits, OptimResult
 from isoloss.engine.losses import Loss, Term
 from isoloss.engine.replicas import minority
+from isoloss.engine.run_files import JsonLines
 from isoloss.engine.step import StepMetrics
 from isoloss.engine.stragglers import Share, slow_ranks
 from isoloss.parallel import UserError
@@ -32,7 +33,7 @@ def step(guard: BadStepGuard, number: int, loss: float = 2.0, norm: float = 1.0)
 
 
 def guard_after(steps: int, tmp_path: Path, watched=("loss", "grad_norm"), **options) -> BadStepGuard:
-    guard = BadStepGuard(TrainConfig(**options), watched, None, tmp_path / "bad_steps.jsonl")
+    guard = BadStepGuard(TrainConfig(**options), watched, None, JsonLines(tmp_path / "bad_steps.jsonl", 0))
     for number in range(1, steps + 1):
         step(guard, number, 2.0 + number % 2, 1.0 + number % 2)  # medians 2.5 and 1.5 of an even number of steps
     return guard
@@ -58,7 +59,7 @@ def test_a_spike_is_told_and_not_usual_from_then_on(tmp_path, capsys):
     rows = rows_of(tmp_path / "bad_steps.jsonl")
     assert [row["step"] for row in rows] == [12, 13, 14, 15]
     assert rows[0]["samples"] == ["a.jsonl:3"] and rows[0]["applied"] and "grad_norm" in rows[0]["why"]
-    BadStepGuard(TrainConfig(), file=tmp_path / "bad_steps.jsonl", start_step=13)  # a run that goes on after step 13
+    JsonLines(tmp_path / "bad_steps.jsonl", 13)  # of a run that goes on after step 13
     assert [row["step"] for row in rows_of(tmp_path / "bad_steps.jsonl")] == [12, 13]
 
 

@@ -208,6 +208,24 @@ time.sleep(1000)
     assert not alive
 
 
+@pytest.mark.parametrize("hides", [[], ["--hide", "API_KEY"]], ids=["without a key", "with one"])
+def test_a_server_whose_log_is_on_a_full_disk_goes_on(hides, tmp_path):
+    """What it prints is dropped, and what it leaves behind still ends with it."""
+    command = ["bash", "-c", f"sleep 1006 & head -c 1000000 /dev/zero 2>/dev/null; touch {tmp_path}/goes-on"]
+    with open("/dev/full", "w") as full:
+        guard = [sys.executable, "-IS", GUARD, *hides, *command]
+        ended = subprocess.run(guard, stdout=full, env=os.environ | {"API_KEY": "1"}, process_group=0, timeout=LONG)
+    assert ended.returncode == -signal.SIGKILL and (tmp_path / "goes-on").exists()
+
+
+def test_a_log_that_cannot_be_begun_ends_no_run(tmp_path):
+    (tmp_path / "server-5.log").symlink_to("/dev/full")
+    server = ServerProcess("sleep 1003", "http://127.0.0.1:5", tmp_path, tmp_path)
+    server.start()
+    assert server.running
+    server.stop()
+
+
 def test_starting_again_ends_what_ran(tmp_path):
     server = ServerProcess("sleep 1003", "http://127.0.0.1:5", tmp_path, tmp_path)
     server.start()

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import errno
 import io
+import math
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,10 @@ import time
 import traceback
 from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+from isoloss.engine import run_files
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "sendfile")
 DISK_FULL, DISK_BROKEN = errno.ENOSPC, errno.EIO
@@ -58,6 +63,8 @@ class Operations:
             return self._open(file, mode, buffering, *args, **options)
         raw = _Counted(file, mode.replace("b", "").replace("t", ""), opener=os.open)
         raw.operate = self._operate
+        if buffering == 0:
+            return raw
         buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
         return buffered if "b" in mode else io.TextIOWrapper(buffered, *args, **options)
 
@@ -113,3 +120,22 @@ def struck(
         text = pipe.read().decode()
     status = os.waitpid(pid, 0)[1]
     return ("killed" if os.WIFSIGNALED(status) else text), operations.count
+
+
+class FullDisk:
+    """Of the files that runs append to: `room` bytes are left of it."""
+
+    room: float = math.inf
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        disk = self
+
+        class File(io.FileIO):
+            def write(self, block: Any) -> int:
+                if disk.room <= 0:
+                    raise OSError(DISK_FULL, os.strerror(DISK_FULL))
+                written = super().write(bytes(block)[: min(len(block), disk.room)])
+                disk.room -= written
+                return written
+
+        monkeypatch.setattr(run_files, "FileIO", File)

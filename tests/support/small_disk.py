@@ -1,4 +1,4 @@
-"""A disk of a few megabytes, which can be filled, where this machine lets us mount one."""
+"""A small disk, which can be filled, where this machine lets us mount one."""
 
 import contextlib
 import os
@@ -7,11 +7,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-LEFT = 100_000  # bytes on a disk that is full: less than a checkpoint needs, and more than a folder
-
 
 @contextlib.contextmanager
-def small_disk(folder: Path, megabytes: int = 24) -> Iterator[bool]:
+def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
     """A disk of its own for what is in `folder`. Gives False, and mounts nothing, where that is not allowed."""
     folder.mkdir(parents=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
@@ -28,14 +26,14 @@ def small_disk(folder: Path, megabytes: int = 24) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def filled(folder: Path) -> Iterator[None]:
-    """Until the end of the block hardly anything fits on the disk of `folder`, whatever is deleted meanwhile."""
+    """Until the end of the block nothing fits on the disk of `folder`, whatever is deleted meanwhile."""
     ballast, over = folder / "ballast", threading.Event()
 
     def fill() -> None:
         while True:
             disk = os.statvfs(folder)
             with contextlib.suppress(OSError), ballast.open("ab") as opened:  # somebody else may be faster to fill it
-                opened.write(bytes(max(0, disk.f_bavail * disk.f_frsize - LEFT)))
+                opened.write(bytes(disk.f_bavail * disk.f_frsize))
             if over.wait(0.02):
                 break
 

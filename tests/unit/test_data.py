@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -249,6 +250,21 @@ def test_leftovers_of_a_killed_process(load, write, tmp_path, monkeypatch):
             load(path)
     assert len(load(path)) == 3
     assert [p.name for p in (tmp_path / "cache").iterdir() if "partial" in p.name] == []
+
+
+@pytest.mark.parametrize("file", ["tokens.npy", "meta.json"])
+def test_a_cache_that_finds_no_room_is_told_and_leaves_nothing(load, write, tmp_path, monkeypatch, file):
+    made = Path.mkdir
+
+    def without_room(folder, *args, **options):
+        made(folder, *args, **options)
+        if folder.name.endswith(".partial"):
+            (folder / file).symlink_to("/dev/full")
+
+    monkeypatch.setattr(Path, "mkdir", without_room)
+    with pytest.raises(UserError, match=rf"could not be written into data.cache_dir={tmp_path}/cache .*: make room"):
+        load(write(*ROWS))
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):

@@ -99,11 +99,8 @@ def logged(tmp_path):
 
     def log(groups: SampledGroups, samples: list[Sample], step: int = 3, start_step: int = 2) -> list[dict]:
         batch = RolloutBatch(tuple(samples), (tuple(range(len(samples))),))
-        with (
-            MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=start_step) as metrics,
-            RolloutLog(tmp_path, metrics, enabled=True, start_step=start_step) as rollouts,
-        ):
-            rollouts.batch(step, groups, batch)
+        with MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=start_step) as metrics:
+            RolloutLog(metrics).batch(step, groups, batch)
         return [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
 
     return log
@@ -134,11 +131,8 @@ def test_a_resumed_run_takes_out_what_comes_again(tmp_path):
     """The lines of the steps that are done stay, and so does the evaluation before the last of them."""
     (tmp_path / "rollouts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3, 4)))
     (tmp_path / "eval_rollouts.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in (0, 1, 2, 3)))
-    with (
-        MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=2) as metrics,
-        RolloutLog(tmp_path, metrics, enabled=True, start_step=2),
-    ):
-        pass
+    with MetricsLog(tmp_path, enabled=True, total_steps=9, start_step=2) as metrics:
+        RolloutLog(metrics)
     kept = {name: (tmp_path / name).read_text().split() for name in ("rollouts.jsonl", "eval_rollouts.jsonl")}
     assert [len(lines) // 2 for lines in kept.values()] == [2, 2]
 

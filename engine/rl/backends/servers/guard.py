@@ -4,10 +4,11 @@
 
 It leads the process group that ends with its owner (`isoloss.parallel.processes`). A command may close every descriptor
 that it was given, as ssh does, and its children may outlive it: the guard keeps the lifeline open until all are gone.
-With --hide, the value of that environment variable is taken out of what the command prints.
-It imports nothing of isoloss: a guard is small.
+What the command prints goes through the guard, so that a full disk does not stop it; with --hide, without the value of
+that environment variable. It imports nothing of isoloss: a guard is small.
 """
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -20,27 +21,33 @@ LAST_LINES_SECONDS = 1.0  # what the command left behind may keep its output ope
 
 def main() -> None:
     if sys.argv[1] == "--hide":
-        status = call_without(os.environb[sys.argv[2].encode()], sys.argv[3:])
+        status = call(sys.argv[3:], os.environb[sys.argv[2].encode()])
     else:
-        status = subprocess.call(sys.argv[1:])
-    print(f"the command ended with status {status}", flush=True)
+        status = call(sys.argv[1:], b"")
+    log(f"the command ended with status {status}\n".encode())
     os.killpg(0, signal.SIGKILL)  # what it left behind, and this process
 
 
-def call_without(secret: bytes, command: list[str]) -> int:
+def call(command: list[str], secret: bytes) -> int:
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
-    copying = threading.Thread(target=copy_without, args=(secret, process.stdout), daemon=True)
+    copying = threading.Thread(target=copy, args=(process.stdout, secret), daemon=True)
     copying.start()
     status = process.wait()
     copying.join(LAST_LINES_SECONDS)
     return status
 
 
-def copy_without(secret: bytes, lines: IO[bytes]) -> None:
-    for line in lines:
-        sys.stdout.buffer.write(line.replace(secret, b"***"))
-        sys.stdout.buffer.flush()
+def copy(printed: IO[bytes], secret: bytes) -> None:
+    """Whole lines where there is a secret, which could lie on both sides of a cut."""
+    for piece in printed if secret else iter(lambda: os.read(printed.fileno(), 65536), b""):
+        log(piece.replace(secret, b"***") if secret else piece)
+
+
+def log(text: bytes) -> None:
+    """What a full disk does not take is lost."""
+    with contextlib.suppress(OSError):
+        os.write(sys.stdout.fileno(), text)
 
 
 if __name__ == "__main__":

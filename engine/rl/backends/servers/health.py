@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from isoloss.engine.console import say
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
 
@@ -29,7 +30,7 @@ def wait_until(check: Check, server: Server, timeout: float, lost: Callable[[Ser
                     "the URL, or let rollout.server_command start one"
                 ) from None
             if not announced:
-                print(f"waiting for a server: {why}", flush=True)
+                say(f"waiting for a server: {why}")
                 lost(server)
             announced = True
         time.sleep(POLL_SECONDS)

@@ -4,9 +4,11 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from isoloss.engine.console import say
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.parallel import UserError, environment
 from isoloss.parallel.processes import Helper
@@ -49,9 +51,9 @@ class ServerProcess:
         """Run the command, whether it ever ran before or not; `wait_ready` tells when it serves."""
         self.stop()
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("ab") as log:
-            log.write(f"$ {shlex.join(self._command)}\n".encode())
-            log.flush()
+        with self.log.open("ab", buffering=0) as log:
+            with suppress(OSError):  # a full disk, which a server need not mind
+                log.write(f"$ {shlex.join(self._command)}\n".encode())
             command = [sys.executable, "-IS", GUARD, *self._hides, *self._command]
             self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
@@ -66,7 +68,7 @@ class ServerProcess:
             if not self.running:
                 if not again:
                     raise UserError(f"rollout.server_command: the server for {self.url} ended twice: {self._told()}")
-                print(f"the server for {self.url} ended before it served: started once more", flush=True)
+                say(f"the server for {self.url} ended before it served: started once more")
                 self.start()
                 again = False
             if time.monotonic() > deadline:
