@@ -18,8 +18,13 @@ def _capped(logits_MV: Tensor, softcap: float | None) -> Tensor:
     return logits_MV if softcap is None else softcap * (logits_MV / softcap).tanh()
 
 
+def cap_slope(capped: Tensor, softcap: float) -> Tensor:
+    """d/dz of softcap * tanh(z / softcap), by what that gives."""
+    return 1 - (capped / softcap).square()
+
+
 def _through_cap(grad_MV: Tensor, capped_MV: Tensor, softcap: float | None) -> Tensor:
-    return grad_MV if softcap is None else grad_MV * (1 - (capped_MV / softcap).square())
+    return grad_MV if softcap is None else grad_MV * cap_slope(capped_MV, softcap)
 
 
 @OneKernel

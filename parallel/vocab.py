@@ -159,7 +159,7 @@ def _gradient(
     """
     for block in slabs(x_MV):
         x_IV, grad_I = x_MV[block], grad_M[block, None]
-        slope_IV = None if softcap is None else _slope(x_IV, softcap)
+        slope_IV = None if softcap is None else kernels.cap_slope(x_IV, softcap)
         if top_M is None and temperature != 1.0:
             x_IV.div_(temperature)
         if entropies_M is not None:  # dH/dz_j = -p_j (log p_j + H)
@@ -173,11 +173,6 @@ def _gradient(
             x_IV.sub_(lse_M[block, None]).exp_().mul_(-grad_I)
         if slope_IV is not None:
             x_IV.mul_(slope_IV)
-
-
-def _slope(capped: Tensor, softcap: float) -> Tensor:
-    """Of softcap * tanh(z / softcap), by what that gives."""
-    return 1 - (capped / softcap).square()
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
@@ -252,7 +247,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 target, grad_own_M = (row_M[: grad_MV.shape[0]], column_N[rows]), grad_own_N[rows]
                 if ctx.softcap is not None:
                     softcapped(grad_MV, ctx.softcap)
-                    grad_own_M = grad_own_M * _slope(grad_MV[target], ctx.softcap)
+                    grad_own_M = grad_own_M * kernels.cap_slope(grad_MV[target], ctx.softcap)
                 _gradient(grad_MV, lse_M, grad_M, ctx.temperature, ctx.softcap, top_M, entropies_M)
                 grad_MV[target] += grad_own_M
                 low_MV = grad_MV.to(hidden_ND.dtype)

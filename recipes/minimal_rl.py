@@ -148,4 +148,3 @@ if __name__ == "__main__":
     if len(sys.argv) < 2:
         sys.exit("name the folder of a model to start from: python -m isoloss.recipes.minimal_rl DIR [STEPS]")
     main(sys.argv[1], *(int(argument) for argument in sys.argv[2:]))
-    dist.destroy_process_group()

@@ -49,4 +49,3 @@ def main(steps: int = 20) -> list[float]:
 
 if __name__ == "__main__":
     main(*(int(argument) for argument in sys.argv[1:]))
-    dist.destroy_process_group()

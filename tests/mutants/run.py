@@ -104,7 +104,8 @@ class Copy:
         self._warm = subprocess.Popen(
             [str(folder / ".venv/bin/python"), str(WARM), *preload],
             cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Without the PYTHONPATH of whoever calls: an isoloss there would be tested instead of the copy.
+            env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

@@ -21,7 +21,7 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
         yield mounted
     finally:
         if mounted:
-            subprocess.run(["umount", str(folder)], check=True)
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @contextlib.contextmanager
