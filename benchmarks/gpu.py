@@ -1,13 +1,14 @@
 """Steps on one GPU: how fast, how near the plan, what each kernel brings; and the phases of GRPO.
 
-    python benchmarks/gpu.py [--out gpu.json] [--only step kernels rl] [--minutes 18] [--device cpu]
+    python benchmarks/gpu.py [--out gpu.json] [--only step plan kernels rl] [--minutes 18] [--device cpu]
 
 Layers have the shapes of Qwen3-8B and Qwen3-30B-A3B, and are as many as fit; weights are random, in bf16. Every figure
 comes from a process of its own, and is written as soon as it is known; what no time is left for is named.
 
 step: rows of 8k, 32k and 128k tokens, of one and of many documents. Tokens a second; MFU, of the FLOPs that the model
-    needs, without recomputation, and of the data sheet; the peak of memory beside that of a dry run (docs/plan.md); the
-    kernels that take most time.
+    needs, without recomputation, and of the data sheet; the peak of memory; of one more step, under a profiler, the
+    milliseconds of all kernels and of those that take most.
+plan: the peak of the same steps by a dry run (docs/plan.md). It needs no GPU.
 kernels: the 8B row of 8k with each of `kernels.*`, and parallel.gradient_accumulation_fusion, off, and all of them.
 rl: GRPO with generation in process: seconds to generate, for log-probabilities and training, and to sync weights.
 
@@ -79,7 +80,7 @@ def write_model(folder: Path, shape: str, layers: int, *, tiny: bool) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def measure_step(folder: str, tokens: int, documents: int, keys: Sequence[str], *, profile: bool) -> dict[str, Any]:
+def measure_step(folder: str, tokens: int, documents: int, keys: Sequence[str]) -> dict[str, Any]:
     """Of MICRO_BATCHES rows of so many tokens, in this process."""
     overrides = step_keys(folder, tokens, keys)
     config = compose_config("sft", Config, overrides)[0]
@@ -110,9 +111,7 @@ def measure_step(folder: str, tokens: int, documents: int, keys: Sequence[str], 
     }
     if gpu := data_sheet():
         row["mfu"] = flops / seconds / gpu.flops
-    if profile:
-        row |= kernel_table(engine, samples, loss)
-    return row
+    return row | kernel_table(engine, samples, loss)
 
 
 def step_keys(folder: str, tokens: int, keys: Sequence[str]) -> list[str]:
@@ -131,7 +130,8 @@ def kernel_table(engine: Engine, samples: Sequence[Sample], loss: Any) -> dict[s
     spent = [((event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e3, event) for event in events]
     spent.sort(key=lambda each: -each[0])
     table = [{"kernel": event.key, "ms": ms, "calls": event.count} for ms, event in spent[:TOLD_KERNELS]]
-    return {"kernels": table, "launches": sum(event.count for _, event in spent)}
+    busy = sum(ms for ms, _ in spent)
+    return {"kernels": table, "launches": sum(event.count for _, event in spent), "kernels_ms": busy}
 
 
 def synchronize() -> None:
@@ -189,9 +189,9 @@ def run_task(task: Mapping[str, Any]) -> dict[str, Any]:
         if task["kind"] == "rl":
             return measure_rl(folder, keys)
         write_model(folder, task["shape"], task["layers"], tiny=tiny)
-        row = measure_step(name, task["tokens"], task["documents"], keys, profile=task["profile"])
-        planned = planned_gib(name, task["tokens"], task["documents"], keys) if task["plan"] else None
-        return row | {"planned_gib": planned}
+        if task["kind"] == "plan":
+            return {"planned_gib": planned_gib(name, task["tokens"], task["documents"], keys)}
+        return measure_step(name, task["tokens"], task["documents"], keys)
 
 
 def tasks(only: Sequence[str], on: str) -> dict[str, dict[str, Any]]:
@@ -201,9 +201,10 @@ def tasks(only: Sequence[str], on: str) -> dict[str, dict[str, Any]]:
     for shape, layers, tokens, documents, keys in STEP_CASES[::4] if tiny else STEP_CASES:
         size = {"layers": 2, "tokens": 64, "documents": 2} if tiny else {}
         of_step = {"kind": "step", "shape": shape, "layers": layers, "tokens": tokens, "documents": documents}
-        name = f"step {shape} {tokens // 1024}k x{documents}"
-        named[name] = of_step | size | {"keys": keys, "profile": True, "plan": True}
-    first = next(iter(named.values())) | {"kind": "kernels", "plan": False}
+        name = f"{shape} {tokens // 1024}k x{documents}"
+        named[f"step {name}"] = of_step | size | {"keys": keys}
+        named[f"plan {name}"] = named[f"step {name}"] | {"kind": "plan"}
+    first = next(iter(named.values())) | {"kind": "kernels"}
     off = {**{name: (key,) for name, key in OFF.items()}, "all": tuple(OFF.values())}
     named |= {f"kernels without {name}": first | {"keys": keys} for name, keys in off.items()}
     named["rl grpo"] = {"kind": "rl", "keys": ("train.steps=2", "batch.global_size=4") if tiny else RL_KEYS}
@@ -225,7 +226,7 @@ def told(row: Mapping[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--only", nargs="*", default=["step", "kernels", "rl"])
+    parser.add_argument("--only", nargs="*", default=["step", "plan", "kernels", "rl"])
     parser.add_argument("--minutes", type=float, default=18)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--task", help=argparse.SUPPRESS)
@@ -233,7 +234,7 @@ def main() -> None:
     if arguments.task is not None:
         print(json.dumps(run_task(json.loads(arguments.task))))
         return
-    if arguments.device == "cuda" and not torch.cuda.is_available():
+    if arguments.device == "cuda" and arguments.only != ["plan"] and not torch.cuda.is_available():
         print("no GPU: nothing was measured (--device cpu tries the script)")
         return
     deadline = time.monotonic() + 60 * arguments.minutes

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 
 from isoloss.engine import checkpoint, device_memory, watchdog
@@ -32,7 +33,7 @@ from isoloss.engine.stragglers import Stragglers
 from isoloss.engine.watchdog import Watchdog
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.parallel import PreemptedError, device
+from isoloss.parallel import PreemptedError, device, flash_linear_attention
 from isoloss.parallel.launch import host_group
 
 
@@ -218,6 +219,7 @@ class Run:
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
             f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
+            *self._without_kernels(),
             *data,
             f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
             f"into {self.output_dir}",
@@ -227,6 +229,14 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left]
+
+    def _without_kernels(self) -> list[str]:
+        """What is slow on a GPU because a package lacks."""
+        wanted = self._config.kernels.delta_rule and self._config.train.precision == "bf16"
+        if self._engine.model.arch.delta is None or not wanted or not torch.cuda.is_available():
+            return []
+        why = flash_linear_attention.why_not()
+        return [f"Gated DeltaNet runs as products by chunks, which is slow: {why}"] if why else []
 
     def _load_newest(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that

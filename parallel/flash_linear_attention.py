@@ -5,13 +5,14 @@ and `isoloss.parallel.short_convolution`.
 Shape suffixes are theirs.
 """
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from isoloss.parallel.ragged import Uploads
@@ -19,13 +20,26 @@ from isoloss.parallel.ragged import Uploads
 CONVOLUTION, RULE = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"
 
 
-def installed() -> bool:
-    return find_spec("fla") is not None
+@cache
+def why_not() -> str | None:
+    """What keeps the kernels from this process's GPU; None where they run.
+
+    Triton from 3.4 on, before 3.7.1, computes a gradient of the rule wrongly on Hopper GPUs
+    (fla-org/flash-linear-attention, issue 640). fla then ends the first backward by an exception, unless tilelang is
+    there, whose kernel it takes.
+    """
+    if find_spec("fla") is None:
+        return "flash-linear-attention is not installed"
+    triton = Version(import_module("triton").__version__)
+    wrong = torch.cuda.get_device_capability()[0] == 9 and Version("3.4") <= triton < Version("3.7.1")
+    if wrong and find_spec("tilelang") is None:
+        return f"on Hopper GPUs flash-linear-attention trains with triton>=3.7.1 or tilelang; here is {triton}"
+    return None
 
 
 def takes(x: Tensor) -> bool:
     """Whether there is a kernel: 16-bit numbers on a GPU, with the package."""
-    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and installed()
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) and why_not() is None
 
 
 def short_convolution(x_TX: Tensor, weight_XK: Tensor, lengths: tuple[int, ...], uploads: Uploads) -> Tensor:

@@ -20,28 +20,27 @@ class OneKernel:
 
     function: of tensors first, all on one device, and of numbers; from and to tensors only, and without autograd: it
     is called inside of an autograd.Function, or without gradients.
-    pointwise_cat: see `compiled`.
     """
 
-    def __init__(self, function: Function, *, pointwise_cat: bool = True):
+    def __init__(self, function: Function):
         functools.update_wrapper(self, function)
-        self.op_by_op, self.pointwise_cat = function, pointwise_cat
+        self.op_by_op = function
 
     def __call__(self, first: Tensor, *more: Any) -> Any:
         return (self.compiled if first.is_cuda else self.op_by_op)(first, *more)
 
     @functools.cached_property
     def compiled(self) -> Function:
-        return compiled(self.op_by_op, pointwise_cat=self.pointwise_cat)
+        return compiled(self.op_by_op)
 
 
-def compiled(function: Function, *, pointwise_cat: bool = True) -> Function:
+def compiled(function: Function) -> Function:
     """One kernel for all sizes. A dry run, which has nothing to compile for, counts one in its place.
 
-    pointwise_cat: what `cat` joins is made in its place, over the joined size; else by loops over the parts, which may
-    become kernels of their own, but share a loop with a reduction over a part.
+    What `cat` joins is made in its place, over the joined size: the compiler does so for a GPU of itself. A reduction
+    over a part has no loop in common with it.
     """
-    return torch.compile(function, fullgraph=True, dynamic=True, options={"force_pointwise_cat": pointwise_cat})
+    return torch.compile(function, fullgraph=True, dynamic=True, options={"force_pointwise_cat": True})
 
 
 def precise(x: Tensor) -> Tensor:

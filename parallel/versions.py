@@ -96,7 +96,9 @@ SETS = (
     ),
     VersionSet(
         "GPU", ">=3.11", "2.13.0", "13.0", "2.29.7", "0.16.1", ">=2.9,<2.12", "0.5.23", ("tensor", "disk"), 580,
-        "not run on a GPU. The same torch, built for the CPU, ran the tests.",
+        "not run on a GPU; torch 2.11.0 with CUDA 13.0, NCCL 2.28.9 and Python 3.12 ran `tests/gpu`, `isoloss-sft` and "
+        "`isoloss-grpo` on one H200, without Transformer Engine and SGLang. The same torch, built for the CPU, ran the "
+        "tests.",
     ),
     VersionSet(
         "GPU, weights by NCCL", ">=3.11", "2.14.1", "13.0", "2.30.7", "0.16.1", ">=2.9,<2.12", "0.5.23", WEIGHT_SYNCS,

@@ -9,7 +9,7 @@ HEAD = """# Versions
 Which versions go together, and what was run with them. [`isoloss-doctor`](doctor.md) compares an installation with this
 page. It is generated: `python -m isoloss.tools.doctor --versions > docs/versions.md`, from `parallel/versions.py`.
 
-The facts are those of package metadata on PyPI, for Linux on x86-64. **Nothing was run on a GPU.**
+The facts are those of package metadata on PyPI, for Linux on x86-64.
 """
 ABOUT_NCCL = """NCCL forms a group only between processes of one version ("Mismatched NCCL version detected"). So
 `rollout.weight_sync=broadcast` needs servers with the trainer's NCCL; `tensor` and `disk` form no group with them.

@@ -12,7 +12,6 @@ columns of any of their matrices.
 # pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -96,7 +95,8 @@ class _Experts(torch.autograd.Function):
         inner_ENK, grad_RD = torch.stack(inner), grad_RD.contiguous()
         wide_RI = kept[0] if kept else _times(rows_RD, inner_ENK.mT, ends_E)
         grad_RI = _times(grad_RD, torch.stack(outer), ends_E)
-        active_RI, grad_wide_RI, grad_weights_R = weighted_swiglu_backward(wide_RI, weights_R, grad_RI)
+        active_RI, grad_weights_R = weighted_swiglu_again(wide_RI, weights_R, grad_RI)
+        grad_wide_RI = weighted_swiglu_backward(wide_RI, weights_R, grad_RI)
         of_outer = _of_matrices(grad_RD, active_RI, ends_E, ctx.empty, outer)
         of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, ctx.empty, inner)
         grad_rows_RD = _times(grad_wide_RI, inner_ENK, ends_E)
@@ -157,16 +157,22 @@ def weighted_swiglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
     return (silu(gate_RI) * up_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
 
 
-@partial(OneKernel, pointwise_cat=False)
-def weighted_swiglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What `weighted_swiglu` gave, which nobody kept; and the gradients of its inputs."""
+@OneKernel
+def weighted_swiglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """What `weighted_swiglu` gave, which nobody kept, and the gradient of the weights: sums over the loop that gives
+    it. The gradient of gate and up runs over both, and is a kernel of its own."""
     width = grad_RI.shape[1]  # of one name for the compiler, which else makes a loop of each
     gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
-    grad_RI, weights_R1 = precise(grad_RI), precise(weights_R)[:, None]
+    active_RI = silu(gate_RI) * up_RI
+    output_RI = (active_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+    return output_RI, (precise(grad_RI) * active_RI).sum(1).to(weights_R.dtype)
+
+
+@OneKernel
+def weighted_swiglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> Tensor:
+    """The gradient of gate and up."""
+    gate_RI, up_RI = precise(wide_RI).chunk(2, dim=-1)
     sigmoid_RI = gate_RI.sigmoid()
-    active_RI = gate_RI * sigmoid_RI
-    weighted_RI = grad_RI * weights_R1
+    weighted_RI = precise(grad_RI) * precise(weights_R)[:, None]
     grad_gate_RI = weighted_RI * up_RI * sigmoid_RI * (1 + gate_RI * (1 - sigmoid_RI))
-    grad_wide_RI = torch.cat([grad_gate_RI.to(wide_RI.dtype), (weighted_RI * active_RI).to(wide_RI.dtype)], -1)
-    output_RI = (active_RI * up_RI * weights_R1).to(wide_RI.dtype)
-    return output_RI, grad_wide_RI, (grad_RI * active_RI * up_RI).sum(1).to(weights_R.dtype)
+    return torch.cat([grad_gate_RI, weighted_RI * gate_RI * sigmoid_RI], -1).to(wide_RI.dtype)

@@ -13,5 +13,5 @@ def as_on_a_gpu(kernel: OneKernel, *args: Any) -> tuple[Any, int]:
     as for a GPU; whether it was is no part of the key of the compiler's cache."""
     metrics.reset()
     with mock.patch.object(ir, "is_cpu", lambda device: False), config.patch(fx_graph_cache=False):
-        found = compiled(kernel.op_by_op, pointwise_cat=kernel.pointwise_cat)(*args)
+        found = compiled(kernel.op_by_op)(*args)
     return found, metrics.generated_kernel_count

@@ -82,6 +82,10 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
     "geglu_forward": (activations.geglu_forward, lambda: (_bf16(ROWS, 2 * WIDTH),)),
     "geglu_backward": (activations.geglu_backward, lambda: (_bf16(ROWS, 2 * WIDTH), _bf16(ROWS, WIDTH, seed=1))),
     "weighted_swiglu": (grouped_experts.weighted_swiglu, lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs())),
+    "weighted_swiglu_again": (
+        grouped_experts.weighted_swiglu_again,
+        lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
+    ),
     "weighted_swiglu_backward": (
         grouped_experts.weighted_swiglu_backward,
         lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),

@@ -134,3 +134,5 @@ def test_plan_and_measurement_are_told_side_by_side():
     assert again is not None and "planned peak 10.0 GiB, measured 11.1 GiB: more than planned" in again
     assert report.after_step(12 * GIB) is None
     assert "more than planned" in (PeakReport(lambda: 10 * GIB).after_step(11.1 * GIB) or "")
+    of_a_small_model = PeakReport(lambda: GIB / 4).after_step(GIB / 4 + (64 << 20))  # which cuBLAS took
+    assert of_a_small_model is not None and of_a_small_model.endswith("in the first step")

@@ -1,5 +1,6 @@
 """What the kernels of flash-linear-attention are asked: a stand-in with their arguments (fla-core 0.6.0), in fp64."""
 
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -73,12 +74,48 @@ def test_the_layer_is_the_same_with_the_kernels(one_rank, kernels, switched_on, 
         assert (a - b).norm() <= 1e-6 * b.norm()  # the kernels' decays and rates are fp32
 
 
-def test_only_16_bits_on_a_gpu_with_the_package(monkeypatch, tmp_path):
-    def on(is_cuda, dtype):
-        return flash_linear_attention.takes(SimpleNamespace(is_cuda=is_cuda, dtype=dtype))  # pyright: ignore
-
-    assert not on(True, torch.bfloat16)
-    (tmp_path / "fla.py").touch()
+@pytest.fixture
+def installed(monkeypatch, tmp_path):
+    """installed(packages, Triton's version, GPU's capability): a process that has them and has not looked yet."""
     monkeypatch.syspath_prepend(tmp_path)
+
+    def of(packages: tuple[str, ...], triton: str, capability: int) -> None:
+        for name in packages:
+            (tmp_path / f"{name}.py").touch()
+        importlib.invalidate_caches()
+        monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
+        flash_linear_attention.why_not.cache_clear()
+
+    yield of
+    flash_linear_attention.why_not.cache_clear()
+
+
+def on(is_cuda: bool, dtype: torch.dtype) -> bool:
+    return flash_linear_attention.takes(SimpleNamespace(is_cuda=is_cuda, dtype=dtype))  # pyright: ignore
+
+
+def test_only_16_bits_on_a_gpu_with_the_package(installed):
+    installed((), "3.7.1", 9)
+    assert not on(True, torch.bfloat16)
+    installed(("fla",), "3.7.1", 9)
     assert on(True, torch.bfloat16) and on(True, torch.float16)
     assert not on(True, torch.float32) and not on(True, torch.float64) and not on(False, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("packages", "triton", "capability", "runs"),
+    [
+        (("fla",), "3.3.1", 9, True),
+        (("fla",), "3.4.0", 9, False),
+        (("fla",), "3.6.0", 9, False),
+        (("fla",), "3.7.1", 9, True),
+        (("fla",), "3.6.0", 10, True),
+        (("fla", "tilelang"), "3.6.0", 9, True),
+    ],
+)
+def test_not_with_the_triton_that_fla_refuses_on_hopper(installed, packages, triton, capability, runs):
+    """chunk_bwd_dqkwg of fla-core 0.6.0 raises there, in the first backward."""
+    installed(packages, triton, capability)
+    assert on(True, torch.bfloat16) == runs
+    assert runs or triton in (flash_linear_attention.why_not() or "")

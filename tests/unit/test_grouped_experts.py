@@ -15,6 +15,7 @@ from isoloss.models.mcore.dispatch import add_rows, rows_by_expert
 from isoloss.models.mcore.grouped_experts import (
     _Experts,
     weighted_swiglu,
+    weighted_swiglu_again,
     weighted_swiglu_backward,
     without_empty,
 )
@@ -119,12 +120,14 @@ def test_what_is_computed_again_is_not_kept(monkeypatch):
     assert kept(False) - kept(True) == 16 * 2 * INNER * 8
 
 
+def gradient_problem():
+    return torch.randn(50, 2 * INNER).bfloat16(), torch.rand(50), torch.randn(50, INNER).bfloat16()
+
+
 KERNELS = {
     "forward": (weighted_swiglu, lambda: (torch.randn(50, 2 * INNER).bfloat16(), torch.rand(50))),
-    "backward": (
-        weighted_swiglu_backward,
-        lambda: (torch.randn(50, 2 * INNER).bfloat16(), torch.rand(50), torch.randn(50, INNER).bfloat16()),
-    ),
+    "again": (weighted_swiglu_again, gradient_problem),
+    "backward": (weighted_swiglu_backward, gradient_problem),
     "sum": (add_rows, lambda: (torch.randn(50, HIDDEN).bfloat16(), torch.randint(0, 50, (20, 4)))),
     "mask": (without_empty, lambda: (torch.randn(3, 8, 8).bfloat16(), torch.tensor([4, 4, 9], dtype=torch.int32))),
 }

@@ -11,12 +11,12 @@ from isoloss.parallel.one_kernel import OneKernel
 
 def test_a_gpu_gets_what_was_compiled_and_a_cpu_the_function(monkeypatch):
     asked = []
-    monkeypatch.setattr(one_kernel, "compiled", lambda function, **options: asked.append(options) or (lambda *_: "one"))
-    kernel = OneKernel(lambda first, second: "several", pointwise_cat=False)
+    monkeypatch.setattr(one_kernel, "compiled", lambda function: asked.append(function) or (lambda *_: "one"))
+    kernel = OneKernel(several := lambda first, second: "several")
     on = {where: SimpleNamespace(is_cuda=where == "gpu") for where in ("cpu", "gpu")}
     assert kernel(on["cpu"], 1) == "several" and asked == []
     assert [kernel(on["gpu"], 1) for _ in range(2)] == ["one", "one"]
-    assert asked == [{"pointwise_cat": False}]  # once, however often it is called
+    assert asked == [several]  # once, however often it is called
 
 
 def test_every_kernel_has_a_case_for_a_gpu():

@@ -92,7 +92,7 @@ def _install(kernels: Kernels, device: Device) -> None:
     _answer_the_host()
     files.stand_in()
     torch.cuda.get_device_capability = lambda *args: (9, 0)  # of an H100
-    flash_linear_attention.installed = lambda: False  # its kernels want values
+    flash_linear_attention.why_not = lambda: "its kernels want values"
     if kernels == "cuda":
         torch.cuda.synchronize = lambda *args, **kwargs: wait("synchronize")
         Tensor.is_cuda = property(lambda self: self.device.type == device)

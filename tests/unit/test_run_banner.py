@@ -1,0 +1,45 @@
+"""What a run tells and records of the machine and of the packages that it found there."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.gated_delta import architecture
+
+from isoloss.engine import run_folder
+from isoloss.engine.config import Config, ModelConfig
+from isoloss.engine.run import Run
+from isoloss.models.mcore.kernels import Kernels
+from isoloss.parallel import flash_linear_attention
+
+
+@pytest.mark.parametrize(
+    ("precision", "wanted", "has_layers", "on_gpu", "why", "told"),
+    [
+        ("bf16", True, True, True, "Triton is old", ["Triton is old"]),
+        ("bf16", True, True, True, None, []),
+        ("bf16", True, True, False, "Triton is old", []),
+        ("bf16", True, False, True, "Triton is old", []),
+        ("bf16", False, True, True, "Triton is old", []),
+        ("fp32", True, True, True, "Triton is old", []),
+    ],
+)
+def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
+    monkeypatch, precision, wanted, has_layers, on_gpu, why, told
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(flash_linear_attention, "why_not", lambda: why)
+    config = Config(ModelConfig("somewhere"), kernels=Kernels(delta_rule=wanted))
+    config = replace(config, train=replace(config.train, precision=precision))
+    arch = architecture() if has_layers else replace(architecture(), delta=None)
+    run: Any = SimpleNamespace(_config=config, _engine=SimpleNamespace(model=SimpleNamespace(arch=arch)))
+    lines = Run._without_kernels(run)
+    assert len(lines) == len(told) and all(reason in line for reason, line in zip(told, lines))
+
+
+def test_a_checkout_that_nobody_installed_has_no_version():
+    """A run from one ended when it wrote run.json."""
+    assert run_folder._version("torch") == str(torch.__version__)
+    assert run_folder._version("a package that nobody installed") is None
