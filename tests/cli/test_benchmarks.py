@@ -193,17 +193,20 @@ def test_device_step(script, capsys, tmp_path):
 
 @pytest.mark.full
 def test_gpu(script, monkeypatch, tmp_path):
-    """On a CPU: a step of dense layers and of experts, both with a plan, and one without each kernel."""
-    module = script("gpu", "--device", "cpu", "--only", "step", "--out", tmp_path / "figures.json")
+    """On a CPU: a step of dense layers and of experts, a plan of each, and a step without each kernel."""
+    module = script("gpu", "--device", "cpu", "--only", "step", "plan", "--out", tmp_path / "figures.json")
     module.main()
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert len(figures["rows"]) == 2 and figures["left_out"] == []
-    for row in figures["rows"].values():
-        assert "failed" not in row, row
-        assert row["planned_gib"] > 0 and row["launches"] > 100 and row["micro_batches"] == module.MICRO_BATCHES
+    assert len(figures["rows"]) == 4 and figures["left_out"] == []
+    assert not [row for row in figures["rows"].values() if "failed" in row]
+    steps, plans = ([row for name, row in figures["rows"].items() if name.startswith(of)] for of in ("step", "plan"))
+    for row in steps:
+        assert row["kernels_ms"] >= sum(each["ms"] for each in row["kernels"]) > 0
+        assert row["launches"] > 100 and row["micro_batches"] == module.MICRO_BATCHES
+    assert len(plans) == 2 and all(row["planned_gib"] > 0 for row in plans)
     on_cpu = module.tasks(["kernels", "rl"], "cpu")
-    without = module.run_task(on_cpu["kernels without all"] | {"profile": False})
-    assert without["loss"] == pytest.approx(next(iter(figures["rows"].values()))["loss"], rel=1e-3)
+    without = module.run_task(on_cpu["kernels without all"])
+    assert without["loss"] == pytest.approx(steps[0]["loss"], rel=1e-3)
     assert module.run_task(on_cpu["rl grpo"])["train_seconds"] > 0
 
 
