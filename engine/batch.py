@@ -37,7 +37,7 @@ class Sample:
                 f"mask_T must be bool of shape {tuple(self.tokens_T.shape)}, not {self.mask_T.dtype} "
                 f"{tuple(self.mask_T.shape)}"
             )
-        if bool(self.mask_T[0]):
+        if not self.mask_T.is_meta and bool(self.mask_T[0]):
             raise ValueError("mask_T[0] must be False: the first token of a sequence is not predicted from anything")
         for name, values in self.fields.items():
             if values.shape != self.tokens_T.shape:
@@ -47,6 +47,12 @@ class Sample:
 
     def __len__(self) -> int:
         return self.tokens_T.numel()
+
+
+def outline(sample: Sample) -> Sample:
+    """The sample without its values: tensors of the same shapes and types, that are nowhere (torch's meta device)."""
+    fields = {name: values_T.to("meta") for name, values_T in sample.fields.items()}
+    return replace(sample, tokens_T=sample.tokens_T.to("meta"), mask_T=sample.mask_T.to("meta"), fields=fields)
 
 
 def grouped_by_prompt(samples: Sequence[Sample]) -> list[Sample]:

@@ -31,10 +31,12 @@ from isoloss.engine.optimizer import (
     wrap_ddp,
 )
 from isoloss.engine.packing import PackedBatch
+from isoloss.engine.placement import Placement, place, plan_step
 from isoloss.engine.plan import CostModel, Plan
 from isoloss.engine.profiling import phase
 from isoloss.engine.residents import Residents
-from isoloss.engine.step import Head, StepBatch, StepMetrics, plan_step, prepare_step, run_step, run_targets
+from isoloss.engine.scatter import HeldByRankZero
+from isoloss.engine.step import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.value_head import CriticWeights
@@ -42,7 +44,7 @@ from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import copy_sidecars
-from isoloss.parallel import Mesh, flash_attention, launch
+from isoloss.parallel import Layout, Mesh, flash_attention, launch
 from isoloss.parallel.aggregation import Aggregation
 
 TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
@@ -78,8 +80,8 @@ class Engine:
     source: what `resolve` gives for `config`; None: resolve it here.
     critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
 
-    Every rank calls every method with the same arguments: all samples of a step, on every rank. The plan then decides,
-    purely from their lengths, which rank sees which.
+    Every rank calls every method with the same arguments: all samples of a step, on every rank, or `HeldByRankZero` by
+    its `Scatter`. The plan then decides, purely from their lengths, which rank sees which.
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
@@ -353,8 +355,14 @@ class Engine:
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
         """Which dp rank runs which samples in which micro-batch; the same on every rank."""
-        budget = self.config.batch.max_tokens
-        return plan_step(samples, self.mesh.layout, budget, self.cost_model, share_prefixes=self.shares_prefixes)
+        return plan_step(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
+
+    def _place(self, samples: Sequence[Sample]) -> Placement:
+        return place(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
+
+    @property
+    def _limits_of_a_plan(self) -> tuple[Layout, int, CostModel]:
+        return self.mesh.layout, self.config.batch.max_tokens, self.cost_model
 
     def _come_back(self) -> None:
         self._weights.come_back()
@@ -371,8 +379,11 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        plan = self.plan(samples)
-        batch = prepare_step(samples, loss, plan, self.mesh, self.device, share_prefixes=self.shares_prefixes)
+        if isinstance(samples, HeldByRankZero):
+            placement, samples = samples.placed(self._place)
+        else:
+            placement = self._place(samples)
+        batch = prepare_step(samples, loss, placement, self.mesh, self.device)
         self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))

@@ -68,7 +68,6 @@ class Run:
 
     done: optimizer steps done so far.
     total_steps: of the whole run.
-    state: what `save` was given in the checkpoint that the run resumed from; None for a new run.
     metrics: metrics.jsonl, TensorBoard and the progress bar.
     """
 
@@ -83,7 +82,7 @@ class Run:
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
         state = self._load_newest() if config.checkpoint.resume else None
-        self.state: Mapping[str, Any] | None = state
+        self._state = state
         self.done = 0 if state is None else int(state["step"])
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
         bad_steps = self.metrics.file(BAD_STEPS) if is_main() else None
@@ -100,6 +99,12 @@ class Run:
         self._started = time.perf_counter()
         self._first_eval: Mapping[str, float] = {}
         self._last_eval: Mapping[str, float] = {}
+
+    def take_state(self) -> Mapping[str, Any] | None:
+        """What `save` was given in the checkpoint that the run resumed from; None for a new run. It may be large: the
+        run has it no more."""
+        taken, self._state = self._state, None
+        return taken
 
     def __enter__(self) -> "Run":
         self._garbage.begin()

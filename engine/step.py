@@ -18,15 +18,15 @@ from isoloss.engine.batch import Sample
 from isoloss.engine.load_balancing import reduce_losses, routed_tokens
 from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
-from isoloss.engine.plan import CostModel, Plan, make_plan
-from isoloss.engine.prefixes import Piece, fold, shared_beginnings, unfolded
+from isoloss.engine.placement import Placement
+from isoloss.engine.prefixes import Piece
 from isoloss.engine.profiling import phase
 from isoloss.engine.stopwatch import Stopwatch
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
-from isoloss.parallel import Layout, Mesh
+from isoloss.parallel import Mesh
 from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts, count_tokens
 from isoloss.parallel.schedule import run_schedule
 from isoloss.parallel.sequence import row_length
@@ -124,31 +124,16 @@ class StepMetrics:
     total_cost: float = 0.0
 
 
-def plan_step(
-    samples: Sequence[Sample], layout: Layout, max_tokens: int, cost_model: CostModel, *, share_prefixes: bool = False
-) -> Plan:
-    """`make_plan` of samples on a layout.
-
-    share_prefixes: what samples of a group begin with alike costs once in a micro-batch, where that pays.
-    """
-    groups = []
-    if share_prefixes:
-        groups = shared_beginnings([sample.tokens_T for sample in samples], [sample.group for sample in samples])
-    lengths, multiple_of = [len(sample) for sample in samples], layout.pp if layout.vpp > 1 else 1
-    return make_plan(lengths, layout.dp, max_tokens, cost_model, multiple_of, groups, layout.pp)
-
-
 def prepare_step(
-    samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device, *, share_prefixes: bool = False
+    samples: Sequence[Sample], loss: Loss, placement: Placement, mesh: Mesh, device: torch.device
 ) -> StepBatch:
-    """Count and weigh this rank's share of `samples`, which every rank passes whole; packing waits for its turn.
+    """Count and weigh this rank's share of `samples`; packing waits for its turn.
 
-    share_prefixes: what samples of a micro-batch begin with alike is computed once, where that pays.
-
+    samples: all of the step, on every rank; of those that are placed elsewhere an outline will do.
     Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
     aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
     """
-    mine = plan.micro_batches[mesh.dp.rank()]
+    mine = placement.plan.micro_batches[mesh.dp.rank()]
     order = [index for micro_batch in mine for index in micro_batch]
     masks = [samples[index].mask_T for index in order]
     # Numbered without gaps, from all samples of the step: the same numbers on every rank.
@@ -170,20 +155,14 @@ def prepare_step(
         packed = pack(*row, mesh, device, names, len(loss.aggregations), own_pieces[index])
         return replace(packed, longest=longest[index])
 
-    def pieces_of(rank: int) -> list[list[Piece]]:
-        if share_prefixes:
-            return [fold([samples[i].tokens_T for i in m]) for m in plan.micro_batches[rank]]
-        return [unfolded([lengths[i] for i in m]) for m in plan.micro_batches[rank]]
-
     def rows_of(pieces: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
         return tuple(row_length([len(piece) for piece in m], mesh) for m in pieces)
 
-    pieces = [pieces_of(rank) for rank in range(mesh.dp.size())]
-    own_pieces = pieces[mesh.dp.rank()]
+    own_pieces = placement.pieces[mesh.dp.rank()]
     rows = longest = rows_of(own_pieces)
     if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
-        longest = [max(ranks) for ranks in zip(*map(rows_of, pieces))]
-    spans = [[(piece.start, piece.stop) for m in of_rank for piece in m] for of_rank in pieces]
+        longest = [max(ranks) for ranks in zip(*map(rows_of, placement.pieces))]
+    spans = [[(piece.start, piece.stop) for m in of_rank for piece in m] for of_rank in placement.pieces]
     return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths, spans)
 
 

@@ -35,9 +35,21 @@ def gather_shards(shard: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
 
 def gather_objects(mine: Item, group: dist.ProcessGroup | None = None) -> list[Item]:
     """`mine` of every rank of the group (default: the world), in their order. One all-gather, by pickle."""
+    if dist.get_world_size(group) == 1:
+        return [mine]
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
+
+
+def collect_objects(mine: Item, group: dist.ProcessGroup) -> list[Item]:
+    """`mine` of every rank of a group whose first rank is 0, in their order, there; nothing on the others. One gather,
+    by pickle."""
+    if group.size() == 1:
+        return [mine]
+    everyone: list[Any] = [None] * group.size()
+    dist.gather_object(mine, everyone if group.rank() == 0 else None, dst=0, group=group)
+    return everyone if group.rank() == 0 else []
 
 
 def pass_on(x: Tensor, group: dist.ProcessGroup, channel: int = 0) -> Callable[[], Tensor]:

@@ -2,6 +2,7 @@
 
 import atexit
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -25,13 +26,21 @@ def choose_kernels(*, deterministic: bool) -> None:
 
 
 def host_group(timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """A group of the whole world over gloo, for what must not wait for a device, nor for the training's collectives.
+    """A group over gloo, for what must not wait for a device, nor for the training's collectives.
 
     timeout: None: torch's. Collective over the world.
     """
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def own_host_group(parts: Sequence[list[int]]) -> dist.ProcessGroup:
+    """As `host_group`, of the part of the world that has this rank. parts: the ranks of each. Collective over the
+    world."""
+    groups = [dist.new_group(ranks, backend="gloo") for ranks in parts]
+    (own,) = [group for group in groups if isinstance(group, dist.ProcessGroup)]
+    return own
 
 
 def init_process_group(timeout: timedelta = timedelta(minutes=30)) -> None:

@@ -23,11 +23,11 @@ from isoloss.engine.config import Config, LossConfig, MoeConfig
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy
 from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.placement import place, plan_step
 from isoloss.engine.plan import CostModel, Plan
-from isoloss.engine.prefixes import fold
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss, value_loss
-from isoloss.engine.step import CanaryError, plan_step
+from isoloss.engine.step import CanaryError
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.parallel import Layout
@@ -76,21 +76,25 @@ class Case:
         self, layout: Layout, samples: Sequence[Sample], arch: Architecture, moe: MoeConfig | None = None
     ) -> RunTraits:
         """The case as a planted bug sees it. moe: of a model with experts."""
-        plan = self.plan(layout, samples, arch)
-        micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
+        how = layout, self._budget(samples), CostModel.of(arch)
+        placement = place(samples, *how, share_prefixes=self._shares(arch))
+        micro_batches = [m for rank_batches in placement.plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        folded = [fold([samples[i].tokens_T for i in m]) for m in micro_batches] if self._shares(arch) else []
-        children = [Counter(piece.parent for piece in pieces if piece.parent >= 0) for pieces in folded]
+        rows = [pieces for rank_rows in placement.pieces for pieces in rank_rows]
+        children = [Counter(piece.parent for piece in pieces if piece.parent >= 0) for pieces in rows]
         branches = any(max(of_row.values(), default=0) > 1 for of_row in children)
         return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe, branches=branches)
 
     def plan(self, layout: Layout, samples: Sequence[Sample], arch: Architecture) -> Plan:
         """What an engine with this budget does."""
-        budget = self.max_tokens or sum(map(len, samples))
-        return plan_step(samples, layout, budget, CostModel.of(arch), share_prefixes=self._shares(arch))
+        how = layout, self._budget(samples), CostModel.of(arch)
+        return plan_step(samples, *how, share_prefixes=self._shares(arch))
+
+    def _budget(self, samples: Sequence[Sample]) -> int:
+        return self.max_tokens or sum(map(len, samples))
 
     def _shares(self, arch: Architecture) -> bool:
         return self.policy is not None and compatibility.shares_prefixes(self.policy)

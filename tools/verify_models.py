@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from isoloss.engine.batch import Sample
 from isoloss.engine.losses import Loss, negative_log_likelihood
 from isoloss.engine.packing import PackedBatch
+from isoloss.engine.placement import Placement
 from isoloss.engine.plan import Plan
 from isoloss.engine.step import prepare_step, run_targets
 from isoloss.models.architecture import Architecture
@@ -64,7 +65,8 @@ class IsolossModel:
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
         loss = Loss.of(negative_log_likelihood, aggregation="sum")
-        batch = prepare_step([Sample(tokens_T, mask_T)], loss, Plan((((0,),),)), self._model.mesh, device)
+        placement = Placement.apart(Plan((((0,),),)), [len(tokens_T)])
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, placement, self._model.mesh, device)
         with torch.no_grad():
             logits = run_targets(self._model, batch, self._head, (self._model.arch.vocab_size,))
         return logits[targets_N].float().cpu()

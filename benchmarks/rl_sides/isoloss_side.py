@@ -8,7 +8,7 @@ import json
 import platform
 import pstats
 import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
+from isoloss.engine.scatter import Scatter
 
 
 def config_of(job: dict) -> RLConfig:
@@ -56,6 +57,7 @@ class Side:
     config: RLConfig
     policy: Engine
     rollout: Rollout
+    scatter: Scatter
     loss: Loss
     steps: int = 0
 
@@ -68,7 +70,7 @@ class Side:
             waves = list(sample_groups(self.rollout, groups, self.config))
         with phase("logprobs"):
             for wave in waves:
-                samples += with_logprobs(wave, self.policy, None, None, self.config)
+                samples += with_logprobs(wave, self.scatter, self.policy, None, None, self.config)
         with phase("train"):
             samples = with_advantages(samples, groups.kept, self.config)
             parts = minibatches([sample.group for sample in samples], self.steps, self.config)
@@ -91,7 +93,7 @@ class Side:
             trajectories.append(Trajectory(Prompt(str(index // count), tuple(prompt), ""), completion, "", reward))
         parts = [trajectories[i : i + count] for i in range(0, len(trajectories), count)]
         groups = [Group(draw, part[0].prompt, tuple(part)) for draw, part in enumerate(parts)]
-        samples = with_logprobs(groups, self.policy, None, None, self.config)
+        samples = with_logprobs(groups, self.scatter, self.policy, None, None, self.config)
         metrics, result = self.policy.train_step(with_advantages(samples, groups, self.config), self.loss, lr=0.0)
         return {"loss": metrics.loss, "grad_norm": result.grad_norm}
 
@@ -128,7 +130,8 @@ def main() -> None:
         rewarder = stack.enter_context(open_rewarder(config, data))
         policy = Engine(config, source)
         rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, Path(job["folder"])))
-        side = Side(config, policy, rollout, policy_loss(config))
+        scatter = stack.enter_context(closing(Scatter(policy.mesh)))
+        side = Side(config, policy, rollout, scatter, policy_loss(config))
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         python = platform.python_version()
         turns.loaded({**versions, "megatron-core": megatron.core.__version__, "python": python})

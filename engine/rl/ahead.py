@@ -12,7 +12,7 @@ from isoloss.engine.engine import Engine
 from isoloss.engine.rl.backends.protocol import BesideTraining
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reward.scoring import Awaited, GivesRewards, Scoring
-from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, Tenant, lost_too_often
+from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, Tenant, lost_too_often, outlines
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
 
 CLOSE_SECONDS = 5.0  # for servers to let go of what is under way when a run ends
@@ -60,7 +60,10 @@ class AheadRollout(Rollout):
         competing = self.ledger.in_flight[: count + self._more]
         needed = [draw for draw in competing if not self._more or draw in self.ledger.left_over][:count]
         for _ in range(MAX_ATTEMPTS):
-            found = self._rank0.run(lambda: self._on_rank_0.wait(competing, needed, count))
+            found = self._rank0.run(
+                lambda: self._on_rank_0.wait(competing, needed, count),
+                lambda groups: groups and dict(zip(groups, outlines(groups.values()))),
+            )
             if found is not None:
                 break
             self._stop()

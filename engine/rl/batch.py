@@ -21,12 +21,13 @@ from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.losses import kl_estimator
 from isoloss.engine.rl.reference import Reference
 from isoloss.engine.rl.trajectory import Group, Trajectory
+from isoloss.engine.scatter import Scatter
 from isoloss.parallel import UserError
 
 
 @dataclass(frozen=True)
 class RolloutBatch:
-    """A generated batch, and how far the run has come in it.
+    """A generated batch, and how far the run has come in it. Rank 0 has its samples, the others outlines.
 
     steps: the samples of each of its optimizer steps.
     done: how many of them have been taken.
@@ -47,7 +48,8 @@ class RolloutBatch:
         return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
 
     def state(self) -> dict[str, object]:
-        """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along."""
+        """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along, whole
+        on rank 0."""
         if self.exhausted:
             return {"experience": None}
         samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
@@ -56,19 +58,25 @@ class RolloutBatch:
         return {"experience": rest}
 
     @classmethod
-    def from_state(cls, state: Mapping) -> "RolloutBatch":
+    def from_state(cls, state: Mapping, scatter: Scatter) -> "RolloutBatch":
+        """state: what rank 0's gave; other ranks may have the same. Collective over the world."""
         rest = state["experience"]
         if rest is None:
             return cls()
-        samples = tuple(Sample(*sample) for sample in rest["samples"])
+        samples = tuple(scatter.make(lambda: [Sample(*sample) for sample in rest["samples"]]))
         return cls(samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
 
 
 @phase("log-probabilities")
 def with_logprobs(
-    groups: Sequence[Group], policy: Engine, reference: Reference | None, critic: Critic | None, config: RLConfig
+    groups: Sequence[Group],
+    scatter: Scatter,
+    policy: Engine,
+    reference: Reference | None,
+    critic: Critic | None,
+    config: RLConfig,
 ) -> list[Sample]:
-    """The completions as samples, with what the models say of each token as fields.
+    """The completions as samples, with what the models say of each token as fields; outlines on ranks but 0.
 
     rollout_logprobs: of the backend.
     train_logprobs: of the policy, only asked for where the first optimizer step will not compute the same number.
@@ -80,27 +88,26 @@ def with_logprobs(
     so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
     """
     algorithm, temperature = config.algorithm, config.rollout.temperature
-    trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
     kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
-    learned = [to_sample(t, group, algorithm) for t, group in trajectories]
-    asked = [to_sample(t, group, replace(algorithm, mask_truncated=False)) for t, group in trajectories]
-    asked = asked if kl_in_reward else learned
-    fields: dict[str, list[Tensor]] = {
-        "rollout_logprobs": [
-            on_completion(sample, torch.from_numpy(np.asarray(t.completion.logprobs, dtype=np.float64)))
-            for sample, (t, _) in zip(learned, trajectories)
-        ]
-    }
+    learned = scatter.make(lambda: to_samples(groups, algorithm))
+    asked = learned
+    if kl_in_reward:
+        asked = scatter.make(lambda: to_samples(groups, replace(algorithm, mask_truncated=False)))
+    asked = scatter.hold(asked)
+    answers: dict[str, list[Tensor]] = {}
     if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
-        fields["train_logprobs"] = on_the_host(policy.logprobs(asked, temperature))
+        answers["train_logprobs"] = policy.logprobs(asked, temperature)
     if reference is not None:
-        fields["ref_logprobs"] = on_the_host(reference.logprobs(asked, temperature))
+        answers["ref_logprobs"] = reference.logprobs(asked, temperature)
     if critic is not None:
-        fields["old_values"] = on_the_host(critic.values(asked))
-    return [
-        replace(sample, fields={name: values[index] for name, values in fields.items()})
-        for index, sample in enumerate(learned)
-    ]
+        answers["old_values"] = critic.values(asked)
+    return scatter.make(lambda: with_fields(learned, {n: on_the_host(values) for n, values in answers.items()}))
+
+
+def with_fields(samples: Sequence[Sample], fields: Mapping[str, Sequence[Tensor]]) -> list[Sample]:
+    """fields: by name, of each sample."""
+    added = [{name: values[index] for name, values in fields.items()} for index in range(len(samples))]
+    return [replace(sample, fields={**sample.fields, **more}) for sample, more in zip(samples, added)]
 
 
 def on_the_host(values: list[Tensor]) -> list[Tensor]:
@@ -129,6 +136,17 @@ def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: 
     return [
         replace(sample, group=group, fields={**kept, **added})
         for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
+    ]
+
+
+def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Sample]:
+    """`to_sample` of every completion, with `rollout_logprobs`."""
+    trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
+    samples = [to_sample(t, group, algorithm) for t, group in trajectories]
+    logprobs = (np.asarray(t.completion.logprobs, dtype=np.float64) for t, _ in trajectories)
+    return [
+        replace(sample, fields={"rollout_logprobs": on_completion(sample, torch.from_numpy(logprobs_C))})
+        for sample, logprobs_C in zip(samples, logprobs)
     ]
 
 

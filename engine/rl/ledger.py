@@ -97,7 +97,3 @@ class Ledger:
     @classmethod
     def from_state(cls, state: Mapping) -> "Ledger":
         return cls(**state)
-
-
-def mean_and_max(numbers: Sequence[int]) -> tuple[float, int]:
-    return sum(numbers) / max(len(numbers), 1), max(numbers, default=0)

@@ -16,6 +16,7 @@ from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
 from isoloss.engine.run_folder import check_fingerprints, check_folder, is_main, open_folder
+from isoloss.engine.scatter import Scatter
 from isoloss.parallel import device
 
 
@@ -45,9 +46,10 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = stack.enter_context(open_folder(config, run_name))
         beside = [each for each in (reference, critic) if each is not None]
+        scatter = stack.enter_context(contextlib.closing(Scatter(policy.mesh)))
         rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
         run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
-        return _train(config, data, policy, reference, critic, rollout, run, RolloutLog(run.metrics))
+        return _train(config, data, policy, reference, critic, scatter, rollout, run, RolloutLog(run.metrics))
 
 
 def _train(
@@ -56,12 +58,13 @@ def _train(
     policy: Engine,
     reference: Reference | None,
     critic: Critic | None,
+    scatter: Scatter,
     rollout: Rollout,
     run: Run,
     log: RolloutLog,
 ) -> RunResult:
     loss = policy_loss(config)
-    batch = restore(run, critic, rollout)
+    batch = restore(run, critic, scatter, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
         data.rejects(config.data).write(run.output_dir)
@@ -72,14 +75,19 @@ def _train(
     for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
         if batch.exhausted:
             rollout.sync_weights(step)
-            groups, samples = SampledGroups(), []
-            for wave in sample_groups(rollout, groups, config):  # generates and rewards
-                samples += with_logprobs(wave, policy, reference, critic, config)
-            samples = with_advantages(samples, groups.kept, config)
+            groups = SampledGroups()
+            samples = [
+                sample
+                for wave in sample_groups(rollout, groups, config)  # generates and rewards
+                for sample in with_logprobs(wave, scatter, policy, reference, critic, config)
+            ]
+            samples = scatter.make(lambda made=samples, kept=groups.kept: with_advantages(made, kept, config))
             steps = minibatches([sample.group for sample in samples], step, config)
             batch = RolloutBatch(tuple(samples), steps, batch_stats(groups))
             log.batch(step + 1, groups, batch)
+            del groups  # the steps need the samples alone
         samples, batch = batch.next()
+        samples = scatter.hold(samples)
         values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
         of_rollout = {**batch.stats, **rollout.take_seconds(), **rollout.take_counts()}
@@ -105,11 +113,12 @@ def save(run: Run, critic: Critic | None, batch: RolloutBatch, rollout: Rollout)
     run.save({**batch.state(), "rollout": rollout.state()}, critic.stage if critic else None)
 
 
-def restore(run: Run, critic: Critic | None, rollout: Rollout) -> RolloutBatch:
+def restore(run: Run, critic: Critic | None, scatter: Scatter, rollout: Rollout) -> RolloutBatch:
     """Where the checkpoint was taken that the run goes on from."""
-    if run.state is None:
+    state = run.take_state()
+    if state is None:
         return RolloutBatch()
     if critic is not None:
         critic.load(run.output_dir, run.done)
-    rollout.restore(run.state["rollout"])
-    return RolloutBatch.from_state(run.state)
+    rollout.restore(state["rollout"])
+    return RolloutBatch.from_state(state, scatter)

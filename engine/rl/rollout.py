@@ -1,17 +1,20 @@
 """Prompts -> completions -> rewards: the groups of a batch; and the weights that go the other way."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
+
+import numpy as np
 
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
 from isoloss.engine.profiling import phase
+from isoloss.engine.rank0 import RankZero
 from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, unnoticed
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.ledger import Ledger, mean_and_max
-from isoloss.engine.rl.rank0 import RankZero
+from isoloss.engine.rl.ledger import Ledger
 from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
@@ -130,7 +133,7 @@ class Rollout:
 
     def groups(self, count: int, then: int = 0) -> list[Group]:
         """Rewarded completions of the next `count` prompts, rollout.num_generations of each, in the order of their
-        draws; the same on every rank. The ledger has them in flight until it is told what becomes of them.
+        draws; their outlines on ranks but 0. The ledger has them in flight until it is told what becomes of them.
 
         then: how many will be asked for next, which may be begun already.
         Collective over the world.
@@ -142,6 +145,20 @@ class Rollout:
             Group(draw, prompt, tuple(trajectories))
             for draw, (prompt, _), trajectories in zip(self.ledger.in_flight, asked, rewarded)
         ]
+
+    def token_ages(self, groups: Sequence[Group]) -> dict[str, float]:
+        """staleness_mean, staleness_max: of their tokens, in batches. Collective over the world."""
+
+        def ages() -> dict[str, float]:
+            tokens_of: Counter[int] = Counter()
+            for versions in (t.completion.versions for group in groups for t in group.trajectories):
+                distinct, tokens = np.unique(np.asarray(versions), return_counts=True)
+                tokens_of.update(dict(zip(distinct.tolist(), tokens.tolist())))
+            age_of = dict(zip(tokens_of, self.ledger.staleness(tokens_of)))
+            mean = sum(age_of[version] * tokens for version, tokens in tokens_of.items()) / max(tokens_of.total(), 1)
+            return {"staleness_mean": mean, "staleness_max": max(age_of.values(), default=0)}
+
+        return self._rank0.compute(ages)
 
     def _asked(self, draws: Sequence[int]) -> list[tuple[Prompt, list[str]]]:
         """Of each draw the prompt, and the ids of its completions."""
@@ -156,7 +173,8 @@ class Rollout:
         ]
 
     def evaluate(self, prompts: Sequence[Prompt]) -> list[Trajectory]:
-        """One rewarded completion of each prompt, with the same randomness every time. Collective over the world.
+        """One rewarded completion of each prompt, with the same randomness every time; their outlines on ranks but 0.
+        Collective over the world.
 
         Raises UserError where none could be rewarded.
         """
@@ -183,7 +201,7 @@ class Rollout:
             return scoring.take(awaited)
 
         with phase("rewards"):
-            rewarded = self._rank0.run(rewards)
+            rewarded = self._rank0.run(rewards, outlines)
         self._seconds["generate_seconds"] += time.perf_counter() - started
         return rewarded
 
@@ -205,6 +223,10 @@ class Rollout:
             self.backend.check_health()  # with the device to themselves, as servers take memory when they start
             self.sync_weights(self.version)
         raise lost_too_often(len(pending), len(requests))
+
+
+def outlines(groups: Iterable[Iterable[Trajectory]]) -> list[list[Trajectory]]:
+    return [[trajectory.outline() for trajectory in group] for group in groups]
 
 
 def lost_too_often(lost: int, asked: int) -> UserError:
@@ -270,17 +292,10 @@ def sample_groups(rollout: Rollout, sampled: SampledGroups, config: RLConfig) ->
             "medium difficulty" + (", or set algorithm.on_shortage=smaller" if kept else "")
         )
     lengths = ledger.mean_lengths() if config.rollout.over_sample > 1 else {}
-    sampled.counts = {**ledger.counts(), **lengths, **token_ages(kept, ledger)}
+    sampled.counts = {**ledger.counts(), **lengths, **rollout.token_ages(kept)}
 
 
 def wave_sizes(groups: int, waves: int) -> list[int]:
     """As even as can be, and none of 0."""
     waves = min(waves, groups)
     return [(n + 1) * groups // waves - n * groups // waves for n in range(waves)]
-
-
-def token_ages(groups: Sequence[Group], ledger: Ledger) -> dict[str, float]:
-    """staleness_mean, staleness_max: of their tokens, in batches."""
-    versions = [version for group in groups for t in group.trajectories for version in t.completion.versions]
-    mean, largest = mean_and_max(ledger.staleness(versions))
-    return {"staleness_mean": mean, "staleness_max": largest}

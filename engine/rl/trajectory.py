@@ -1,5 +1,7 @@
 """The nouns of a rollout. Tokens are those that the backend really read and produced: text is never tokenized again.
 
+Rank 0 has the numbers of completions, and the other ranks outlines: everything else of them.
+
 An id leads from a prompt's row to everything made of it: "train.jsonl:17" is the prompt of that line, and
 "train.jsonl:17/42/3" completion 3 of the 42nd prompt drawn in the run.
 """
@@ -7,7 +9,7 @@ An id leads from a prompt's row to everything made of it: "train.jsonl:17" is th
 import math
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
 import numpy as np
@@ -95,11 +97,29 @@ class Numbers(Sequence):
         return np.array(self._numbers, dtype=dtype)
 
 
+class Absent(Sequence):
+    """As many numbers as are on rank 0. Raises RuntimeError where one is asked for."""
+
+    __slots__ = ("_length",)
+
+    def __init__(self, length: int):
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index):
+        raise RuntimeError("the numbers of completions are on rank 0; this rank has an outline")
+
+    def __repr__(self) -> str:
+        return f"<{self._length} on rank 0>"
+
+
 @dataclass(frozen=True)
 class Completion:
     """What came out for a request.
 
-    tokens, logprobs, versions: kept as `Numbers`, whatever they are given as.
+    tokens, logprobs, versions: kept as `Numbers`, whatever they are given as; `Absent` in an outline.
     logprobs: of each token under softmax(logits / temperature) of the whole vocabulary (top_p does not renormalize;
         with temperature 0, of softmax(logits)).
     versions: the weight version that produced each token.
@@ -114,12 +134,18 @@ class Completion:
 
     def __post_init__(self):
         for name, kind in (("tokens", "i"), ("logprobs", "d"), ("versions", "i")):
-            object.__setattr__(self, name, Numbers(kind, getattr(self, name)))
+            if not isinstance(getattr(self, name), Absent):
+                object.__setattr__(self, name, Numbers(kind, getattr(self, name)))
         if not len(self.tokens) == len(self.logprobs) == len(self.versions):
             raise ValueError(
                 f"completion {self.id}: {len(self.tokens)} tokens, {len(self.logprobs)} log-probabilities and "
                 f"{len(self.versions)} versions must be as many"
             )
+
+    def outline(self) -> "Completion":
+        """What other ranks than 0 have of it."""
+        absent = Absent(len(self.tokens))
+        return Completion(self.id, absent, absent, absent, self.finish)
 
     def followed_by(self, more: "Completion") -> "Completion":
         """This one and the tokens that continue it; `more` says how it ended."""
@@ -141,6 +167,7 @@ class Request:
 class Trajectory:
     """A completion of a prompt and its reward.
 
+    text: "" in an outline.
     reward: math.nan where the reward function failed, which `error` tells; the completion is then masked.
     parts: of a weighted sum, by the function's name.
     """
@@ -155,6 +182,10 @@ class Trajectory:
     @property
     def valid(self) -> bool:
         return math.isfinite(self.reward) and len(self.completion.tokens) > 0
+
+    def outline(self) -> "Trajectory":
+        """What other ranks than 0 have of it."""
+        return replace(self, completion=self.completion.outline(), text="")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ def test_every_rank_hears_it(pool, kind, of_rank_0, of_others):
     assert pool.run(3, rank0.told, kind) == [(*of_rank_0, 1), (*of_others, 0), (*of_others, 0)]
 
 
+def test_others_are_shown_a_part(pool):
+    assert pool.run(3, rank0.told_in_part) == [("whole", "all"), ("wh", "a"), ("wh", "a")]
+
+
 def test_ranks_agree_on_the_failure_of_the_first(pool):
     """That rank has the exception itself."""
     heard = ("RuntimeError", "rank 1 failed: 'spoiled by 1'")

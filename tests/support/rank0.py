@@ -1,8 +1,11 @@
-"""What the ranks of the tests of rank 0's calls run."""
+"""What the ranks of the tests of rank 0's calls run, and what rank 0 has that the others see the outlines of."""
+
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from isoloss.engine.rl.rank0 import RankZero
+from isoloss.engine.rank0 import RankZero
+from isoloss.engine.rl.trajectory import Absent, Completion
 from isoloss.parallel import UserError, launch
 
 
@@ -37,3 +40,27 @@ def agreed() -> tuple[None, tuple[str, str]]:
     fine, failure = rank0.agree(None), rank0.agree(rank0.attempt_here(call))
     rank0.close()
     return fine, (type(failure).__name__, str(failure))
+
+
+def told_in_part() -> tuple[str, str]:
+    """What a rank gets of a result that the others are shown a part of."""
+    launch.init_process_group()
+    rank0 = RankZero()
+    found = (
+        rank0.run(lambda: "whole", lambda result: result[:2]),
+        rank0.compute(lambda: "all", lambda result: result[0]),
+    )
+    rank0.close()
+    return found
+
+
+def of_rank_0(completions: Sequence[Completion | None]) -> list[Completion | None]:
+    """Rank 0's, on every rank. The others have outlines of them."""
+    told = [list(completions)]
+    dist.broadcast_object_list(told, src=0)
+    for whole, mine in zip(told[0], completions if dist.get_rank() else (), strict=bool(dist.get_rank())):
+        assert (whole is None) == (mine is None)
+        if whole is not None and mine is not None:
+            assert all(isinstance(each, Absent) for each in (mine.tokens, mine.logprobs, mine.versions))
+            assert (mine.id, len(mine.tokens), mine.finish) == (whole.id, len(whole.tokens), whole.finish)
+    return told[0]

@@ -23,6 +23,7 @@ from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.proof import on_layout
 from support.phases import GRPO, watch
+from support.rank0 import of_rank_0
 from support.runs import write_model, write_rows
 from support.training import Arrays, Killed, weights
 
@@ -186,15 +187,17 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
 
     def noting(self, *args, **options):
         found = groups(self, *args, **options)
-        completions.extend(t.completion for group in found for t in group.trajectories)
+        completions.extend(of_rank_0([t.completion for group in found for t in group.trajectories]))
         return found
 
-    def comparing(groups, policy, reference, critic, config):
+    def comparing(groups, scatter, policy, reference, critic, config):
         trajectories = [t for group in groups for t in group.trajectories]
+        whole = of_rank_0([t.completion for t in trajectories])
+        trajectories = [replace(t, completion=each) for t, each in zip(trajectories, whole)]
         samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
         found = engines[0].logprobs(samples, config.rollout.temperature)
         worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
-        return with_logprobs(groups, policy, reference, critic, config)
+        return with_logprobs(groups, scatter, policy, reference, critic, config)
 
     with (
         mock.patch.object(InProcessBackend, "generate", counting),

@@ -18,6 +18,7 @@ from isoloss.engine.rl.backends.megatron import MegatronBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.mcore.weight_stream import Named, Receives
 from support.families import VOCAB
+from support.rank0 import of_rank_0
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 from support.waiting import until
 
@@ -99,7 +100,7 @@ def rounds(
         stale = worst_difference(engine, requests, completions) if completions else math.inf
         backend.update_weights(stream(engine), version)
         assert backend.weight_version() == version
-        completions = backend.generate(requests, sampling)
+        completions = of_rank_0(backend.generate(requests, sampling))
         done.append(Round(completions, worst_difference(engine, requests, completions), stale))
     return done
 
@@ -115,7 +116,7 @@ def completions(folder: Path, requests: Sequence[Request], sampling: Sampling, p
     engine = make_engine(folder, precision)
     backend = make_backend(engine, folder)
     backend.update_weights(stream(engine), 4)
-    return backend.generate(requests, sampling)
+    return of_rank_0(backend.generate(requests, sampling))
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def interrupted(
 
         thread = threading.Thread(target=later)
         thread.start()
-        found = backend.generate(requests, sampling)
+        found = of_rank_0(backend.generate(requests, sampling))
         thread.join()
         return found
 
@@ -154,7 +155,7 @@ def interrupted(
     aborted = generate_and(backend.abort)
     backend.resume()
     dist.barrier()
-    return Interrupted(resumed, aborted, backend.generate(requests, sampling))
+    return Interrupted(resumed, aborted, of_rank_0(backend.generate(requests, sampling)))
 
 
 def failure_of_rank_1(folder: Path, requests: Sequence[Request], sampling: Sampling) -> str:

@@ -15,6 +15,7 @@ from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 from support import families
+from support.rank0 import of_rank_0
 
 VOCAB = 131
 MODEL = {"gain": 1.0, "vocab_size": VOCAB, "max_position_embeddings": 1024, "bos_token_id": 1, "eos_token_id": 2}
@@ -91,7 +92,7 @@ def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[s
     try:
         backend.update_weights(mine(), 3)
         seen["version"] = backend.weight_version()
-        seen["completions"] = backend.generate(requests(3), Sampling(6))
+        seen["completions"] = of_rank_0(backend.generate(requests(3), Sampling(6)))
         seen["mistakes"], seen["claimed"] = [], []
         for wrong in (
             lambda: backend.update_weights(mine(spoiled=(0, 1)), 4),

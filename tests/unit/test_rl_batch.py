@@ -86,6 +86,16 @@ def values_of(tokens):
     return torch.sin(3 * tokens)
 
 
+class OneRank:
+    """What a `Scatter` does where rank 0 is alone."""
+
+    def make(self, call):
+        return call()
+
+    def hold(self, samples):
+        return samples
+
+
 def models():
     return Models(Model(policy_of), Model(reference_of), Model(values_of))
 
@@ -112,7 +122,7 @@ def prepared(batch=BATCH, step=0, asked=None, **options):
 
 
 def prepare(groups, models, config, step, stats):
-    samples = with_logprobs(groups, models.policy, models.reference, models.critic, config)
+    samples = with_logprobs(groups, OneRank(), models.policy, models.reference, models.critic, config)
     samples = with_advantages(samples, groups, config)
     return RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
 
@@ -128,8 +138,9 @@ def test_a_batch_in_waves_is_the_batch():
     """The same samples, with their own groups, whatever part of the batch the models were asked about at a time."""
     groups, config, asked = make_groups(BATCH), config_of(BATCH, minibatches=2, kl_coef=0.1), models()
     parts = [*groups[:1]], [*groups[1:3]], [*groups[3:]]
-    samples = [sample for part in parts for sample in with_logprobs(part, asked.policy, asked.reference, None, config)]
-    wanted = with_advantages(with_logprobs(groups, asked.policy, asked.reference, None, config), groups, config)
+    who = OneRank(), asked.policy, asked.reference, None, config
+    samples = [sample for part in parts for sample in with_logprobs(part, *who)]
+    wanted = with_advantages(with_logprobs(groups, *who), groups, config)
     for found, sample in zip(with_advantages(samples, groups, config), wanted, strict=True):
         assert found.group == sample.group and found.id == sample.id and torch.equal(found.tokens_T, sample.tokens_T)
         assert found.fields.keys() == sample.fields.keys()
@@ -413,7 +424,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
     rollout_batch = prepared(minibatches=2, epochs=2, advantage=advantage)
     _, left = rollout_batch.next()
     torch.save(left.state(), tmp_path / "state.pt")
-    again = RolloutBatch.from_state(torch.load(tmp_path / "state.pt", weights_only=True))
+    again = RolloutBatch.from_state(torch.load(tmp_path / "state.pt", weights_only=True), OneRank())
     assert (again.steps, again.done, again.stats) == (left.steps, 1, left.stats)
     while not left.exhausted:
         samples, left = left.next()
@@ -422,7 +433,7 @@ def test_state_goes_through_a_file(advantage, tmp_path):
             assert torch.equal(sample.tokens_T, other.tokens_T) and torch.equal(sample.mask_T, other.mask_T)
             assert sample.group == other.group and sample.fields.keys() == other.fields.keys()
             assert all(torch.equal(values_T, other.fields[name]) for name, values_T in sample.fields.items())
-    assert again.exhausted and RolloutBatch.from_state(again.state()) == RolloutBatch()
+    assert again.exhausted and RolloutBatch.from_state(again.state(), OneRank()) == RolloutBatch()
 
 
 def test_numbers_of_a_completion_are_compact_and_equal_their_tuples():

@@ -46,6 +46,9 @@ class Stream:
         self.ledger.draw(count)
         return [group(number, self.rewards[number % len(self.rewards)]) for number in self.ledger.in_flight]
 
+    def token_ages(self, groups):
+        return {"staleness_max": 0}
+
 
 def sample_groups(stream, config):
     """All of them, of which `waves` has been told."""

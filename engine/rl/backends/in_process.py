@@ -68,8 +68,8 @@ class InProcessBackend(LocalBackend):
         self._version = version
 
     def close(self) -> None:
-        """Give the model's memory back; a closed backend serves no weights."""
-        self._version = None
+        """As `RolloutBackend.close`: gives the model's memory back."""
+        super().close()
         self._slots.clear()
         nn.Module.to(self.model, device="meta")
 

@@ -5,12 +5,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from isoloss.engine.rank0 import PATIENCE
 from isoloss.engine.rl.backends.gate import Gate
 from isoloss.engine.rl.backends.generation import Decoder, check_requests, generate
 from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.architecture import Architecture
-from isoloss.parallel.collectives import gather_objects
+from isoloss.parallel.collectives import collect_objects, gather_objects
+from isoloss.parallel.launch import host_group
 
 
 class LocalBackend:
@@ -24,6 +26,8 @@ class LocalBackend:
         self.arch, self.concurrency = arch, concurrency
         self._version: int | None = None
         self._gate = Gate()
+        self._group = host_group(PATIENCE)
+        self._closed = False
 
     def decoder(self) -> Decoder:
         """This rank's model."""
@@ -33,6 +37,10 @@ class LocalBackend:
         """Which of how many models this rank has, or a part of."""
         return dist.get_rank(), dist.get_world_size()
 
+    def speaks(self) -> bool:
+        """Whether what this rank's model generates is asked of this rank."""
+        return True
+
     def proceed(self, working: bool) -> bool:
         """Asked before every token: whether to go on. working: whether this model has rows left."""
         return working and self._gate.open()
@@ -40,7 +48,8 @@ class LocalBackend:
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
     ) -> list[Completion]:
-        """As `RolloutBackend.generate`; none is ever lost. One all-gather of the completions over the world.
+        """As `RolloutBackend.generate`; none is ever lost. Over the world one all-gather of outlines, and one gather of
+        the completions to rank 0.
 
         Each model takes a block of neighbours, so that completions of one prompt mostly read it together. What a
         request gives depends on neither the ranks nor the other requests, beyond rounding.
@@ -58,12 +67,14 @@ class LocalBackend:
             done = generate(self.decoder(), mine, sampling, self.concurrency, self._version, self.proceed, arrived)
         except Exception:  # the other ranks wait below and have to be told
             failure = traceback.format_exc()
-        everyone = gather_objects((failure, done))
+        everyone = gather_objects((failure, [completion.outline() for completion in done]), self._group)
         for rank, (failure, _) in enumerate(everyone):
             if failure:
                 raise RuntimeError(f"generation failed on rank {rank}:\n{failure}")
-        completions = {completion.id: completion for _, done in everyone for completion in done}
-        return [completions[request.id] for request in requests]
+        outlines = {completion.id: completion for _, done in everyone for completion in done}
+        shares = collect_objects(done if self.speaks() else [], self._group)
+        completions = {completion.id: completion for share in shares for completion in share}
+        return [(completions or outlines)[request.id] for request in requests]
 
     def weight_version(self) -> int | None:
         """As `RolloutBackend.weight_version`. One all-gather over the world."""
@@ -89,3 +100,10 @@ class LocalBackend:
     def take_counts(self) -> dict[str, int]:
         """As `RolloutBackend.take_counts`: none, for there is no server."""
         return {}
+
+    def close(self) -> None:
+        """As `RolloutBackend.close`; a closed backend serves no weights."""
+        self._version = None
+        if not self._closed:
+            self._closed = True
+            dist.destroy_process_group(self._group)

@@ -35,6 +35,9 @@ class MegatronBackend(LocalBackend):
         replicas = self._engine.mesh.dp_context
         return replicas.rank(), replicas.size()
 
+    def speaks(self) -> bool:
+        return self._engine.mesh.stage.rank() == 0
+
     def proceed(self, working: bool) -> bool:
         """All ranks that decode together go on, or none: as long as one has rows left. One all-reduce among them."""
         if self._together.size() == 1:
@@ -46,7 +49,3 @@ class MegatronBackend(LocalBackend):
     def update_weights(self, buckets: Iterable[Bucket], version: int) -> None:
         """The weights are those of the engine already: nothing is asked of `buckets`."""
         self._version = version
-
-    def close(self) -> None:
-        """The model is the trainer's."""
-        self._version = None

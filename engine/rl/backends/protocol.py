@@ -27,7 +27,8 @@ class RolloutBackend(Protocol):
     def generate(
         self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
     ) -> Sequence[Completion | None]:
-        """One completion a request, in the order of the requests, on every rank. Collective over the world.
+        """One completion a request, in the order of the requests; its outline on ranks but 0. Collective over the
+        world.
 
         arrived: called with each completion that this rank sees end, when it does and from any thread: on rank 0 with
             all of servers, in process on every rank with its own.

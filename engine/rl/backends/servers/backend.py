@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from isoloss.engine import watchdog
+from isoloss.engine.rank0 import RankZero
 from isoloss.engine.rl.backends.protocol import Arrived, Bucket, Receives, unnoticed
 from isoloss.engine.rl.backends.servers.answers import damage
 from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
@@ -32,12 +33,15 @@ from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.engine.rl.rank0 import RankZero
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
 
 MEMORY = ("weights", "kv_cache")
+
+
+def outlines(completions: Sequence[Completion | None]) -> list[Completion | None]:
+    return [completion and completion.outline() for completion in completions]
 
 
 class ServerBackend:
@@ -94,7 +98,7 @@ class ServerBackend:
         """See `RolloutBackend`. A server takes part if it serves the version of the last update (behind a router all
         must); with none that does, every completion is None."""
         self._aborted.clear()
-        return self._rank0.run(lambda: self._generate(requests, sampling, arrived))
+        return self._rank0.run(lambda: self._generate(requests, sampling, arrived), outlines)
 
     def begin(
         self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived

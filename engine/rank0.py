@@ -17,6 +17,11 @@ PATIENCE = timedelta(days=7)
 Result = TypeVar("Result")
 
 
+def whole(result: Result) -> Result:
+    """What other ranks get of a result, unless something is said."""
+    return result
+
+
 class RankZero:
     """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers or rewards must neither
     trip the time limit of the training's groups nor mix with their collectives.
@@ -52,14 +57,24 @@ class RankZero:
         return None
 
     @watchdog.patiently  # servers and rewards have limits of their own
-    def run(self, call: Callable[[], Result]) -> Result:
-        """call() on rank 0; its result, or its UserError, on every rank. Collective over the world."""
+    def run(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
+        """`compute`, where call() waits for somebody."""
+        return self.compute(call, shown)
+
+    def compute(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
+        """call() on rank 0; its result, or its UserError, on every rank. Collective over the world.
+
+        shown: what the other ranks get of the result.
+        """
         results: list[Result] = []
         failure = self.attempt(lambda: results.append(call()))
-        outcome: list[Any] = [(results, _told(failure))]
-        dist.broadcast_object_list(outcome, src=0, group=self.group)
+        if self.group.size() > 1:
+            outcome: list[Any] = [([shown(result) for result in results], _told(failure))]
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
         if failure is not None:
             raise failure
+        if self.here:
+            return results[0]
         results, told = outcome[0]
         if told is not None:
             raise _heard(told, 0)

@@ -1,0 +1,87 @@
+"""What the ranks of the tests of samples that rank 0 holds run."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from isoloss.engine.batch import Sample
+from isoloss.engine.engine import Engine
+from isoloss.engine.losses import Loss
+from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.losses import policy_loss
+from isoloss.engine.scatter import Scatter
+
+
+def refused(config: RLConfig, samples: Sequence[Sample]) -> str:
+    """What this rank raises where the samples cannot be made."""
+    scatter = Scatter(Engine(config).mesh)
+    try:
+        scatter.make(lambda: [Sample(torch.tensor([]), torch.tensor([]))])
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    finally:
+        scatter.close()
+    return "nothing"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of a rank. before, after: which samples it has before and after they are placed. placed: those placed on it.
+    differences: between a step of samples that every rank has, and of those that rank 0 holds."""
+
+    before: list[int]
+    after: list[int]
+    placed: list[int]
+    differences: list[str]
+
+
+def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
+    engine, loss = Engine(config), policy_loss(config)
+    scatter, differences = Scatter(engine.mesh), []
+    held = scatter.make(lambda: list(samples))
+    placement, found = scatter.placed(held, engine._place)
+    if placement != engine._place(samples):
+        differences.append("placement")
+    for index, (sample, before, after) in enumerate(zip(samples, held, found, strict=True)):
+        differences += (
+            [f"outline of {index}"] if tells(before) != tells(sample) or tells(after) != tells(sample) else []
+        )
+        differences += [] if after.tokens_T.is_meta or same(sample, after) else [f"sample {index}"]
+    for name, one, other in zip(
+        ("loss", "gradients", "logprobs"), step(engine, samples, loss), step(engine, scatter.hold(held), loss)
+    ):
+        differences += [] if torch.equal(one, other) else [name]
+    scatter.close()
+    placed = sorted(chain.from_iterable(engine.plan(samples).micro_batches[engine.mesh.dp.rank()]))
+    return Seen(present(held), present(found), placed, differences)
+
+
+def tells(sample: Sample) -> tuple:
+    """What an outline has."""
+    tensors = sample.tokens_T, sample.mask_T, *sample.fields.values()
+    return sample.id, sample.group, [*sample.fields], [(tensor.shape, tensor.dtype) for tensor in tensors]
+
+
+def same(one: Sample, other: Sample) -> bool:
+    pairs = (one.tokens_T, other.tokens_T), (one.mask_T, other.mask_T), *zip(one.fields.values(), other.fields.values())
+    return all(torch.equal(*pair) for pair in pairs)
+
+
+def present(samples: Sequence[Sample]) -> list[int]:
+    """Those whose every tensor has values; an assertion where some do."""
+    found = []
+    for index, sample in enumerate(samples):
+        absent = {tensor.is_meta for tensor in (sample.tokens_T, sample.mask_T, *sample.fields.values())}
+        assert len(absent) == 1, index
+        found += [] if True in absent else [index]
+    return found
+
+
+def step(engine: Engine, samples: Sequence[Sample], loss: Loss) -> list[torch.Tensor]:
+    """Loss, gradients, and log-probabilities, each in one vector; nothing is stepped."""
+    metrics = engine.forward_backward(samples, loss)
+    gradients = torch.cat([gradient.flatten().clone() for _, gradient in engine.gradients()])
+    engine.zero_grad()
+    return [torch.tensor(metrics.loss), gradients, torch.cat(engine.logprobs(samples))]
