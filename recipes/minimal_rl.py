@@ -87,7 +87,9 @@ class Policy:
     def generate(self, prompts: Sequence[Prompt], ids: Sequence[str]) -> tuple[list[Completion], list[float]]:
         """A completion of each prompt and its reward. An id seeds a completion: it depends on nothing else."""
         requests = [Request(id, prompt.tokens) for id, prompt in zip(ids, prompts)]
-        completions = self.backend.generate(requests, self.sampling)
+        told = [self.backend.generate(requests, self.sampling)]
+        dist.broadcast_object_list(told, src=0)  # rank 0 has them; what follows is the same on every rank
+        completions = told[0]
         texts = [self.tokenizer.decode([*each.tokens], skip_special_tokens=True) for each in completions]
         return completions, [reward(*each) for each in zip(texts, completions, prompts)]
 

@@ -150,10 +150,12 @@ def test_logprob_memory(script, tmp_path):
 def test_rollout_memory(script, tmp_path):
     """Each form in a process of its own: this one has free memory from other tests, and would not grow."""
     out = tmp_path / "figures.json"
-    script("rollout_memory", "--completions", 16, "--tokens", 20_000, "--out", out).main()
+    script("rollout_memory", "--completions", 16, "--tokens", 20_000, "--ranks", 2, "--out", out).main()
     found = json.loads(out.read_text())
     assert 0 < found["arrays"]["held"] < found["tuples"]["held"]
     assert found["arrays"]["held"] < found["arrays"]["peak"]
+    (given,), (sent,) = found["every rank"]["others"], found["rank 0"]["others"]
+    assert sent["held"] < given["held"] / 4 and sent["peak"] < given["peak"]
 
 
 def test_context_scaling(script, tmp_path):
