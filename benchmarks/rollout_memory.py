@@ -5,8 +5,8 @@
 First what `Completion` makes of a server's answer, which is JSON, beside a completion that keeps tuples of Python's own
 numbers: each is built, one answer after the other, pickled and read back, in a process of its own.
 
-Then a batch on data-parallel ranks, from the answers to the first optimizer step: once as rank 0 holds it and sends each
-rank what the plan places there (`engine/scatter.py`), and once as if every rank were given all of it.
+Then a batch on data-parallel ranks, from the answers to the first optimizer step: once as rank 0 holds it and sends
+each rank what the plan places there (`engine/scatter.py`), and once as if every rank were given all of it.
 
 The figures are a process's resident set less that before, and the largest (VmHWM). The allocator is told to give every
 freed tensor back, so that nothing hides in memory that was freed before.
@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -120,8 +121,7 @@ def generated(completions: int, tokens: int) -> list[list[Trajectory]]:
 
 
 def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
-    """MiB of a batch on this rank: held of its samples, for its steps, and at most, from its answers to the first step.
-    """
+    """MiB of a batch on this rank: held for its steps, and at most, from the answers to the first step."""
     ranks = dist.get_world_size()
     config = RLConfig(
         ModelConfig("unread"),
@@ -129,7 +129,8 @@ def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
         rollout=RolloutConfig(num_generations=GENERATIONS, max_new_tokens=tokens),
         algorithm=AlgorithmConfig(minibatches=STEPS, old_logprobs="rollout"),
     )
-    rank0, scatter = RankZero(), Scatter(SimpleNamespace(dp=dist.group.WORLD))
+    of_ranks: Any = SimpleNamespace(dp=dist.group.WORLD)
+    rank0, scatter = RankZero(), Scatter(of_ranks)
     holds = scatter if holder == "rank 0" else EveryRank()
     memory = Memory()
     shown = outlines if holder == "rank 0" else list
@@ -137,7 +138,7 @@ def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
     groups = [Group(number, group[0].prompt, tuple(group)) for number, group in enumerate(trajectories)]
     del trajectories
     samples = with_logprobs(groups, holds, None, None, None, config)
-    samples = holds.make(lambda made=samples: with_advantages(made, groups, config))
+    samples = holds.make(lambda made=samples, kept=groups: with_advantages(made, kept, config))
     batch = RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], 0, config))
     del samples, groups
     held = memory.held()

@@ -57,16 +57,18 @@ class MetricsLog:
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
         self._train = self.file("metrics.jsonl")
         self._eval = self.file("eval.jsonl", of_evaluations=True)
-        for file in (self._train, self._eval):
-            file.append()
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(start_step, total_steps)
 
-    def file(self, name: str, *, of_evaluations: bool = False) -> JsonLines:
-        """Another file of the run's folder, which goes on and ends with this log; the first `append` makes it. Only
-        where `enabled`."""
+    def file(self, name: str, *, of_evaluations: bool = False, begun: bool = True) -> JsonLines:
+        """Another file of the run's folder, which goes on and ends with this log. Only where `enabled`.
+
+        begun: it is there from now on, be it empty; else from its first row on.
+        """
         file = JsonLines(self._folder / name, self._start_step - of_evaluations)
         self._files.append(file)
+        if begun:
+            file.append()
         return file
 
     def log(self, step: int, values: Mapping[str, float]) -> None:

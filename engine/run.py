@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
 from isoloss.engine import checkpoint, device_memory, watchdog
@@ -85,7 +84,7 @@ class Run:
         self._state = state
         self.done = 0 if state is None else int(state["step"])
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
-        bad_steps = self.metrics.file(BAD_STEPS) if is_main() else None
+        bad_steps = self.metrics.file(BAD_STEPS, begun=False) if is_main() else None
         self._guard = BadStepGuard(config.train, config.judged_by, (state or {}).get("guard"), bad_steps)
         self._peak = peak_flops(engine.device)
         self._memory = device_memory.PeakReport(self._planned_peak)
@@ -221,10 +220,12 @@ class Run:
         layers = transformer_engine.description(config.model.transformer_engine)
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         source = self._engine.source.path
+        kernels = config.kernels.delta_rule, config.train.precision
+        slow = flash_linear_attention.missed(*kernels) if model.arch.delta is not None else None
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
             f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",
-            *self._without_kernels(),
+            *([slow] if slow else []),
             *data,
             f"run: {self.total_steps} {work}, layout {model.mesh.layout}{stages} on {dist.get_world_size()} rank(s), "
             f"into {self.output_dir}",
@@ -234,14 +235,6 @@ class Run:
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
         return [*lines, done + left]
-
-    def _without_kernels(self) -> list[str]:
-        """What is slow on a GPU because a package lacks."""
-        wanted = self._config.kernels.delta_rule and self._config.train.precision == "bf16"
-        if self._engine.model.arch.delta is None or not wanted or not torch.cuda.is_available():
-            return []
-        why = flash_linear_attention.why_not()
-        return [f"Gated DeltaNet runs as products by chunks, which is slow: {why}"] if why else []
 
     def _load_newest(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that

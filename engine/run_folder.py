@@ -11,7 +11,6 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from isoloss.engine.run_files import replace_text
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.parallel import UserError, device, environment, flash_attention
+from isoloss.parallel.versions import version_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,14 +200,6 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _version(package: str) -> str | None:
-    """None where it is imported from a folder in which nobody installed it."""
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _provenance(config: Config) -> dict:
     packages = ("isoloss", "torch", "megatron-core", "transformers", "numpy")
     git = subprocess.run(
@@ -223,7 +215,7 @@ def _provenance(config: Config) -> dict:
         "optimizer": OPTIMIZER,
         "device": device.describe(layout.world_size),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in packages},
+        "versions": {name: version_of(name) for name in packages},
         "environment": environment.added(),  # besides what the user had set
         "git_revision": git.stdout.strip() or None,
     }

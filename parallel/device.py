@@ -40,6 +40,11 @@ def describe(world_size: int) -> str:
     return f"CPU, {os.cpu_count()} core(s) a machine for {world_size} rank(s)"
 
 
+def is_hopper() -> bool:
+    """Whether this process's GPU is of NVIDIA's generation of the H100, for which there are kernels of its own."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+
+
 def memory_bytes() -> int | None:
     """Of this process's GPU; None on a CPU."""
     if not torch.cuda.is_available():

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import attention
 from torch.nn.functional import pad
 
+from isoloss.parallel.device import is_hopper
 from isoloss.parallel.ragged import Call
 
 WIDEST_HEAD = 256
@@ -85,8 +86,7 @@ def version(wanted: str) -> Version:
     """Of the kernels for kernels.attention=`wanted`: `auto` takes FlashAttention 3 on Hopper GPUs, which it is for."""
     if wanted != "auto":
         return "fa3" if wanted == "fa3" else "fa2"
-    hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
-    return "fa3" if hopper and has_fa3() else "fa2"
+    return "fa3" if is_hopper() and has_fa3() else "fa2"
 
 
 def activate(wanted: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from isoloss.parallel.device import is_hopper
 from isoloss.parallel.ragged import Uploads
 
 CONVOLUTION, RULE = "fla.modules.causal_conv1d", "fla.ops.gated_delta_rule"
@@ -31,10 +32,19 @@ def why_not() -> str | None:
     if find_spec("fla") is None:
         return "flash-linear-attention is not installed"
     triton = Version(import_module("triton").__version__)
-    wrong = torch.cuda.get_device_capability()[0] == 9 and Version("3.4") <= triton < Version("3.7.1")
+    wrong = is_hopper() and Version("3.4") <= triton < Version("3.7.1")
     if wrong and find_spec("tilelang") is None:
         return f"on Hopper GPUs flash-linear-attention trains with triton>=3.7.1 or tilelang; here is {triton}"
     return None
+
+
+def missed(wanted: bool, precision: str) -> str | None:
+    """What is slow on a GPU, and why, where a run would have the kernels; else None.
+
+    wanted, precision: kernels.delta_rule and train.precision.
+    """
+    why = why_not() if wanted and precision == "bf16" and torch.cuda.is_available() else None
+    return f"Gated DeltaNet runs as products by chunks, which is slow: {why}" if why else None
 
 
 def takes(x: Tensor) -> bool:

@@ -143,13 +143,18 @@ def nccl_of_sglang(sglang: str | None) -> str | None:
     return next((release.nccl for release in SERVER_RELEASES if release.sglang == sglang), None)
 
 
+def version_of(package: str) -> str | None:
+    """None where nobody installed it, such as a checkout that is imported from its folder."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def installed_nccl(cuda: str | None) -> str | None:
     """The NCCL that a torch for that CUDA loads: of its package, which may be another than torch was built with.
     None where torch brings its own, and in a build for the CPU."""
-    try:
-        return version(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
-    except PackageNotFoundError:
-        return None
+    return version_of(f"nvidia-nccl-cu{cuda.partition('.')[0]}") if cuda else None
 
 
 def foreign_nccl(torch: str, nccl: str | None, sglang: str | None) -> str | None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -150,7 +151,8 @@ class TransformersModel:
             yield
             return
         rule = getattr(module, name)
-        setattr(module, name, partial(rule, chunk_size=self._chunk))
+        # With flash-linear-attention on a GPU it is wrapped, and drops what that package's kernel does not take.
+        setattr(module, name, partial(inspect.unwrap(rule), chunk_size=self._chunk))
         try:
             yield
         finally:

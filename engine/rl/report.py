@@ -72,8 +72,6 @@ class RolloutLog:
         if log.enabled:
             self._train = log.file("rollouts.jsonl")
             self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
-            for file in (self._train, self._eval):
-                file.append()
 
     def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
         """step: the first optimizer step that the batch feeds."""

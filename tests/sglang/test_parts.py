@@ -218,6 +218,13 @@ def test_a_server_whose_log_is_on_a_full_disk_goes_on(hides, tmp_path):
     assert ended.returncode == -signal.SIGKILL and (tmp_path / "goes-on").exists()
 
 
+def test_a_key_in_the_command_is_not_in_the_log():
+    guard = [sys.executable, "-IS", GUARD, "--hide", "API_KEY", "echo", "it is k-1 2"]
+    environ = os.environ | {"API_KEY": "k-1 2"}
+    ended = subprocess.run(guard, stdout=subprocess.PIPE, env=environ, process_group=0, timeout=LONG)
+    assert ended.stdout.splitlines()[:2] == [b"$ echo 'it is ***'", b"it is ***"]
+
+
 def test_a_log_that_cannot_be_begun_ends_no_run(tmp_path):
     (tmp_path / "server-5.log").symlink_to("/dev/full")
     server = ServerProcess("sleep 1003", "http://127.0.0.1:5", tmp_path, tmp_path)

@@ -84,6 +84,7 @@ def installed(monkeypatch, tmp_path):
             (tmp_path / f"{name}.py").touch()
         importlib.invalidate_caches()
         monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__=triton))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (capability, 0))
         flash_linear_attention.why_not.cache_clear()
 

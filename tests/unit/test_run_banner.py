@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.gated_delta import architecture
 
-from isoloss.engine import run_folder
 from isoloss.engine.config import Config, ModelConfig
 from isoloss.engine.run import Run
 from isoloss.models.mcore.kernels import Kernels
-from isoloss.parallel import flash_linear_attention
+from isoloss.parallel import Layout, flash_linear_attention
+from isoloss.parallel.versions import version_of
 
 
 @pytest.mark.parametrize(
@@ -27,19 +27,23 @@ from isoloss.parallel import flash_linear_attention
     ],
 )
 def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
-    monkeypatch, precision, wanted, has_layers, on_gpu, why, told
+    monkeypatch, one_rank, precision, wanted, has_layers, on_gpu, why, told
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(flash_linear_attention, "why_not", lambda: why)
     config = Config(ModelConfig("somewhere"), kernels=Kernels(delta_rule=wanted))
     config = replace(config, train=replace(config.train, precision=precision))
     arch = architecture() if has_layers else replace(architecture(), delta=None)
-    run: Any = SimpleNamespace(_config=config, _engine=SimpleNamespace(model=SimpleNamespace(arch=arch)))
-    lines = Run._without_kernels(run)
-    assert len(lines) == len(told) and all(reason in line for reason, line in zip(told, lines))
+    model = SimpleNamespace(arch=arch, stages=(1,), mesh=SimpleNamespace(layout=Layout()))
+    engine = SimpleNamespace(model=model, source=SimpleNamespace(path="somewhere"))
+    run: Any = SimpleNamespace(_config=config, _engine=engine, total_steps=1, output_dir="here", done=0)
+    lines = Run.banner(run, "", (), "steps")
+    slow = [line for line in lines if "Gated DeltaNet" in line]
+    assert len(slow) == len(told) and all(reason in line for reason, line in zip(told, slow))
 
 
 def test_a_checkout_that_nobody_installed_has_no_version():
     """A run from one ended when it wrote run.json."""
-    assert run_folder._version("torch") == str(torch.__version__)
-    assert run_folder._version("a package that nobody installed") is None
+    assert version_of("torch") == str(torch.__version__)
+    assert version_of("a package that nobody installed") is None

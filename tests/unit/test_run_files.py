@@ -135,7 +135,7 @@ def test_before_a_checkpoint_it_is_tried_again(tmp_path, disk):
 def test_files_that_are_there_from_the_start(tmp_path):
     """For whoever follows them. bad_steps.jsonl is there only if there was one."""
     with MetricsLog(tmp_path, enabled=True, total_steps=4) as log:
-        log.file("bad_steps.jsonl")
+        log.file("bad_steps.jsonl", begun=False)
         RolloutLog(log)
         log.retry()
     names = ["eval.jsonl", "eval_rollouts.jsonl", "metrics.jsonl", "rollouts.jsonl", "tensorboard"]

@@ -3,12 +3,13 @@
 import re
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from isoloss.parallel import versions
+from isoloss.parallel.versions import version_of
 
 # The parts of Transformer Engine come as packages of their own; the first that is here tells the version.
 TRANSFORMER_ENGINE = tuple(f"transformer-engine{part}" for part in ("", "-torch", "-cu13", "-cu12"))
@@ -47,13 +48,6 @@ def read_installed() -> Installed:
         sglang,
         next((need for need in needs_of("sglang") if need.name == "torch"), None),
     )
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def needs_of(package: str) -> list[Requirement]:

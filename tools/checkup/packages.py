@@ -8,8 +8,9 @@ from packaging.version import Version
 
 from isoloss.models.mcore import nvidia_apex
 from isoloss.parallel import UserError, versions
+from isoloss.parallel.versions import version_of
 from isoloss.tools.checkup.findings import Finding, note, ok, problem
-from isoloss.tools.checkup.installed import Installed, needs_of, version_of
+from isoloss.tools.checkup.installed import Installed, needs_of
 from isoloss.tools.checkup.probe import failure_of
 
 JUDGED_APART = ("torch", "megatron-core")  # of isoloss's own requirements

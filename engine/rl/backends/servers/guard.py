@@ -10,6 +10,7 @@ that environment variable. It imports nothing of isoloss: a guard is small.
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -29,6 +30,7 @@ def main() -> None:
 
 
 def call(command: list[str], secret: bytes) -> int:
+    log(without(secret, f"$ {shlex.join(command)}\n".encode()))
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert process.stdout is not None
     copying = threading.Thread(target=copy, args=(process.stdout, secret), daemon=True)
@@ -41,7 +43,11 @@ def call(command: list[str], secret: bytes) -> int:
 def copy(printed: IO[bytes], secret: bytes) -> None:
     """Whole lines where there is a secret, which could lie on both sides of a cut."""
     for piece in printed if secret else iter(lambda: os.read(printed.fileno(), 65536), b""):
-        log(piece.replace(secret, b"***") if secret else piece)
+        log(without(secret, piece))
+
+
+def without(secret: bytes, text: bytes) -> bytes:
+    return text.replace(secret, b"***") if secret else text
 
 
 def log(text: bytes) -> None:

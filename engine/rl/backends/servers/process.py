@@ -4,7 +4,6 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -52,8 +51,6 @@ class ServerProcess:
         self.stop()
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab", buffering=0) as log:
-            with suppress(OSError):  # a full disk, which a server need not mind
-                log.write(f"$ {shlex.join(self._command)}\n".encode())
             command = [sys.executable, "-IS", GUARD, *self._hides, *self._command]
             self._process = Helper(command, stdout=log.fileno(), env=environment.of_other_programs())
 
