@@ -100,6 +100,8 @@ def of_form(form: str, completions: int, tokens: int) -> dict[str, float]:
 class EveryRank:
     """What a `Scatter` does, where every rank is given everything."""
 
+    here = True
+
     def make(self, call):
         return call()
 

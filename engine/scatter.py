@@ -25,10 +25,13 @@ class Scatter:
     model, and on to the replica's other ranks.
 
     The constructor is collective over the world.
+
+    here: whether this rank is the one that holds them.
     """
 
     def __init__(self, mesh: Mesh):
         self._rank0 = RankZero()
+        self.here = self._rank0.here
         self._dp_rank = mesh.dp.rank()
         dp_ranks = gather_objects(self._dp_rank, self._rank0.group)
         replicas = [[rank for rank, of in enumerate(dp_ranks) if of == dp_rank] for dp_rank in range(mesh.dp.size())]
@@ -55,7 +58,7 @@ class Scatter:
         placement, found = self._rank0.compute(lambda: place(samples)), list(samples)
         for dp_rank, first in enumerate(self._firsts):
             indices = [*chain.from_iterable(placement.plan.micro_batches[dp_rank])]
-            if indices and (self._rank0.here or dp_rank == self._dp_rank):
+            if indices and (self.here or dp_rank == self._dp_rank):
                 sent = self._sent([samples[index] for index in indices], dp_rank, first)
                 for index, sample in zip(indices, sent):
                     found[index] = sample
@@ -75,20 +78,20 @@ class Scatter:
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
         """Vectors of one type, in one message."""
-        if self._rank0.here:
+        if self.here:
             if first == 0 and self._replica.size() == 1:
                 return [*values]
             flat = torch.cat([*values])
         else:
             flat = torch.empty(sum(map(len, values)), dtype=values[0].dtype)
         if first != 0:
-            if self._rank0.here:
+            if self.here:
                 dist.send(flat.view(torch.uint8), first, group=self._rank0.group)
             elif dist.get_rank() == first:
                 dist.recv(flat.view(torch.uint8), 0, group=self._rank0.group)
         if dp_rank == self._dp_rank and self._replica.size() > 1:
             dist.broadcast(flat.view(torch.uint8), first, group=self._replica)
-        return [*values] if self._rank0.here else [*flat.split([len(each) for each in values])]
+        return [*values] if self.here else [*flat.split([len(each) for each in values])]
 
     def close(self) -> None:
         """Collective over the world."""

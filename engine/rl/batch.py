@@ -93,15 +93,19 @@ def with_logprobs(
     asked = learned
     if kl_in_reward:
         asked = scatter.make(lambda: to_samples(groups, replace(algorithm, mask_truncated=False)))
-    asked = scatter.hold(asked)
-    answers: dict[str, list[Tensor]] = {}
+    asked, answers = scatter.hold(asked), dict[str, list[Tensor]]()
+
+    def keep(name: str, values: list[Tensor]) -> None:
+        if scatter.here:
+            answers[name] = on_the_host(values)
+
     if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
-        answers["train_logprobs"] = policy.logprobs(asked, temperature)
+        keep("train_logprobs", policy.logprobs(asked, temperature))
     if reference is not None:
-        answers["ref_logprobs"] = reference.logprobs(asked, temperature)
+        keep("ref_logprobs", reference.logprobs(asked, temperature))
     if critic is not None:
-        answers["old_values"] = critic.values(asked)
-    return scatter.make(lambda: with_fields(learned, {n: on_the_host(values) for n, values in answers.items()}))
+        keep("old_values", critic.values(asked))
+    return scatter.make(lambda: with_fields(learned, answers))
 
 
 def with_fields(samples: Sequence[Sample], fields: Mapping[str, Sequence[Tensor]]) -> list[Sample]:

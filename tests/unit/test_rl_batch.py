@@ -89,6 +89,8 @@ def values_of(tokens):
 class OneRank:
     """What a `Scatter` does where rank 0 is alone."""
 
+    here = True
+
     def make(self, call):
         return call()
 
