@@ -13,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.engine.config import RECOMPUTE_MODULES, Config
+from isoloss.engine.config import Config
 from isoloss.engine.key_help import as_written
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import deep_ep, transformer_engine
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError, flash_attention
 
