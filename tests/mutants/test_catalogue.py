@@ -20,6 +20,7 @@ import pytest
 
 NO_LINE_RUNS = {"engine/rl/backends/protocol.py"}  # a protocol
 RUNNER = Path(__file__).with_name("run.py")
+sys.path.insert(0, str(RUNNER.parent))  # as where it runs as a script
 SPEC = importlib.util.spec_from_file_location("mutants_run", RUNNER)
 run = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = run
