@@ -46,7 +46,11 @@ PRELOAD = (
     "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.ssm.gated_delta_net",
-    "transformers.modeling_utils",
+    "transformers.models.mistral4.modeling_mistral4",
+    "transformers.models.qwen3_next",
+    "tokenizers",
+    "xdist.plugin",
+    "_hypothesis_pytestplugin",
     "torch.utils.tensorboard",
     "hydra",
 )
@@ -343,8 +347,15 @@ def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned
     rows. Raises ValueError where a row fails on the untouched copy."""
     mutants = [mutant for mutant in mutants if not found.has(mutant)]
     rows = rows_of(copies, sorted({test for mutant in mutants for test in mutant.tests}))
+    for mutant in mutants:
+        if len(names := {row for test in mutant.tests for row in rows[test]}) == 1:
+            pin = pinned.Pin.of(mutant, "pinned", names.pop(), "its only row, not tried", time.monotonic())
+            found.add_pin(pin)
+            yield pin
+    mutants = [mutant for mutant in mutants if not found.has(mutant)]
+    named = {row for mutant in mutants for test in mutant.tests for row in rows[test]}
     unmeasured: dict[str, list[str]] = {}
-    for row in sorted({row for names in rows.values() for row in names} - found.seconds.keys()):
+    for row in sorted(named - found.seconds.keys()):
         unmeasured.setdefault(row.partition("::")[0], []).append(row)
 
     def measure(copy: Copy, names: Sequence[str]) -> tuple[int, str, Record]:

@@ -10,6 +10,7 @@ has nothing of the tests, as the one that Python starts has not.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -173,6 +174,8 @@ def serve(modules: list[str]) -> None:
     assert forkserver._forkserver._forkserver_pid is None
     for module in modules:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # a collection in a fork would look at all of it, and copy it
     print(json.dumps(imported(Path.cwd())), flush=True)
     for line in sys.stdin:
         print(json.dumps(run(**json.loads(line))), flush=True)
