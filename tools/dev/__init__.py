@@ -1,0 +1,1 @@
+"""Scripts for developers. They work in a checkout, and do not ship."""
