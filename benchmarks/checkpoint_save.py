@@ -29,12 +29,12 @@ from statistics import median, quantiles
 import torch
 from sft_step import M27, make_samples
 
-from isoloss.engine.checkpoint_saver import Saver
-from isoloss.engine.config import CheckpointConfig, Config, LossConfig
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.garbage import Garbage
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.checkpoint.saver import Saver
+from isoloss.engine.config.parse import build
+from isoloss.engine.config.schema import CheckpointConfig, Config, LossConfig
+from isoloss.engine.instruments.garbage import Garbage
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 from isoloss.models.weights.weight_map import num_parameters
 
 M400 = M27 | {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "num_key_value_heads": 4,

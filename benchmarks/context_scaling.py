@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from logprob_memory import MIB, of_status
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, ParallelConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, ParallelConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, negative_log_likelihood
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
 from isoloss.parallel.attention import kv_repeats

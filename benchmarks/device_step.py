@@ -19,11 +19,11 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
-from isoloss.tools.dryrun.estimate import seconds_of
-from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.phases import HALF
-from isoloss.tools.dryrun.report import PhaseReport, RankReport
-from isoloss.tools.dryrun.stages import dry_run
+from isoloss.tools.plan.estimate import seconds_of
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.phases import HALF
+from isoloss.tools.plan.report import PhaseReport, RankReport
+from isoloss.tools.plan.stages import dry_run
 
 GIB, H100 = 1 << 30, GPUS["h100"]
 LONG = {"max_position_embeddings": 131072}

@@ -29,13 +29,13 @@ from sft_step import M27
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from isoloss.engine.config import Config
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backends.generation import Decoder, generate
-from isoloss.engine.rl.backends.megatron_decoder import MegatronDecoder
-from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
+from isoloss.engine.config.parse import build
+from isoloss.engine.config.schema import Config
+from isoloss.engine.rl.backends.local.continuous_batching import Decoder, generate
+from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.engine.step.engine import Engine
 
 # prompts, completions of each, tokens of a prompt, tokens of a completion
 ROWS = [(2, 8, 25, 32), (4, 8, 25, 32), (4, 8, 512, 32), (16, 8, 25, 32)]

@@ -32,14 +32,14 @@ from typing import Any
 import torch
 from device_step import SHAPES
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.parallel import device
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.parallel.runtime import device
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.stages import dry_run
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.stages import dry_run
 
 GIB = 1 << 30
 TOLD_KERNELS = 15

@@ -6,7 +6,7 @@ The model has the shape of Qwen3.5: 26M parameters, random weights, fp32; three 
 
 Speed: `Engine.forward_backward` on packed rows of one rank, against transformers' Qwen3_5ForCausalLM on its torch path,
 one document at a time: its CPU path lets states cross the documents of a packed row. It computes logits at every token,
-isoloss at labelled ones, so there is a row with all tokens labelled. Both start from the same weights. The first step
+isoloss at labeled ones, so there is a row with all tokens labeled. Both start from the same weights. The first step
 of each is not timed: there the losses must agree to 1e-6 and the gradient norms to 1e-5, or no ratio is printed. Then
 they take turns, and the least CPU seconds (of the process, all threads) of each count. No optimizer steps.
 
@@ -29,11 +29,11 @@ from logprob_memory import MIB, of_status
 from sft_step import LOSS_TOLERANCE, NORM_TOLERANCE, make_samples, versions
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.parse import build
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 
 MODEL = {"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 384,
          "num_hidden_layers": 8, "full_attention_interval": 4, "num_attention_heads": 6, "num_key_value_heads": 2,
@@ -46,8 +46,8 @@ ROW = 8192  # tokens of a row whose memory is measured
 ATTENTION = {"linear": 4, "full": 1}  # full_attention_interval
 
 
-def labelled(lengths: Sequence[int], vocab_size: int, first: float) -> list[Sample]:
-    """Random tokens, labelled from this share of each document on. A first token is never labelled."""
+def labeled(lengths: Sequence[int], vocab_size: int, first: float) -> list[Sample]:
+    """Random tokens, labeled from this share of each document on. A first token is never labeled."""
     random = torch.Generator().manual_seed(0)
     return [
         Sample(torch.randint(vocab_size, (n,), generator=random), torch.arange(n) >= max(1, int(first * n)))
@@ -60,8 +60,8 @@ def workloads(sequences: int, long: Sequence[int]) -> dict[str, list[Sample]]:
     mixed = make_samples(sequences, vocab, seed=0)
     return {
         "log-normal": mixed,
-        "log-normal, all labelled": labelled([len(s) for s in mixed], vocab, 0),
-        "long": labelled(long, vocab, 0.5),
+        "log-normal, all labeled": labeled([len(s) for s in mixed], vocab, 0),
+        "long": labeled(long, vocab, 0.5),
     }
 
 
@@ -154,12 +154,12 @@ def compare(ours: Isoloss, theirs: Transformers, samples: list[Sample], passes: 
 
 
 def measure_memory(folder: str, tokens: int) -> int:
-    """Bytes above the idle engine, of one document of so many tokens, half of them labelled. In a fresh process."""
+    """Bytes above the idle engine, of one document of so many tokens, half of them labeled. In a fresh process."""
     ours = Isoloss(make_engine(folder, tokens))
     vocab = ours.engine.arch.vocab_size
-    ours.forward_backward(labelled([64], vocab, 0.5))  # loads kernels
+    ours.forward_backward(labeled([64], vocab, 0.5))  # loads kernels
     ours.zero_grad()
-    samples = labelled([tokens], vocab, 0.5)
+    samples = labeled([tokens], vocab, 0.5)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = of_status("VmRSS")
     ours.forward_backward(samples)

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig
-from isoloss.engine.engine import Engine
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig
+from isoloss.engine.step.engine import Engine
 
 MIB = 1 << 20
 LENGTH = 512  # tokens of a sample, half of them targets

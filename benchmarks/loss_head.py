@@ -2,14 +2,14 @@
 
     python benchmarks/loss_head.py [--out loss_head.json] [--tokens 32768] [--vocab 151936] [--hidden 256]
 
-Memory: hidden states, output matrix and targets exist; what do log-probabilities at the labelled positions and the
+Memory: hidden states, output matrix and targets exist; what do log-probabilities at the labeled positions and the
 gradients of both inputs take on top? The gradients themselves are counted. It stands beside the fp32 logits of every
 position of the micro-batch, which a plain head holds in its forward alone (its backward holds at least as much again).
 On a CPU each row runs in a process of its own: the peak is the process's largest resident set (ru_maxrss) in the end,
 less its resident set before the forward; had anything before been larger, this would report too much, never too little.
 On a GPU it is torch.cuda.max_memory_allocated, less what was allocated before.
 
-Speed: forward and backward against torch's linear and cross_entropy at --dense-tokens positions, all labelled, where
+Speed: forward and backward against torch's linear and cross_entropy at --dense-tokens positions, all labeled, where
 the dense logits fit. They take turns; the least seconds of --passes count (CPU seconds of one thread; on a GPU wall
 time).
 """
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
-from isoloss.parallel import launch
+from isoloss.parallel.runtime import process_group
 from isoloss.parallel.vocab import CHUNK_ELEMENTS, vocab_parallel_logprobs
 
 MIB = 1 << 20
@@ -87,7 +87,7 @@ def measure_memory(tokens: int, vocab: int, hidden: int, fraction: float) -> dic
     loss = labelled_loss(hidden_TD, weight_VD, targets_T, labelled_N)
     forward = peak() - before
     loss.backward()
-    return {"labelled": labelled_N.numel(), "loss": loss.item(), "forward_bytes": forward,
+    return {"labeled": labelled_N.numel(), "loss": loss.item(), "forward_bytes": forward,
             "peak_bytes": peak() - before, "seconds": clock() - start}  # fmt: skip
 
 
@@ -138,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if args.child:
         name, *numbers = json.loads(args.child)
-        launch.init_process_group()
+        process_group.init_process_group()
         print(json.dumps({"memory": measure_memory, "speed": measure_speed}[name](*numbers)))
         return
 
@@ -153,14 +153,14 @@ def main() -> None:
         row |= {"fraction": fraction, "full_logits_bytes": full, "peak_over_full_logits": row["peak_bytes"] / full}
         rows.append(row)
         print(
-            f"{row['labelled']:>9} labelled: forward {row['forward_bytes'] / MIB:6.0f} MiB, with backward "
+            f"{row['labeled']:>9} labeled: forward {row['forward_bytes'] / MIB:6.0f} MiB, with backward "
             f"{row['peak_bytes'] / MIB:6.0f} MiB = {row['peak_over_full_logits']:.4f} of full logits "
             f"({'less' if row['peak_over_full_logits'] < CLAIM else 'NOT less'} than {CLAIM}), {row['seconds']:.1f} s"
         )
     speed = in_a_process("speed", args.dense_tokens, args.vocab, args.hidden, args.passes)
     least = speed["least"]
     print(
-        f"{args.dense_tokens} tokens, all labelled, forward and backward: isoloss {least['isoloss']:.3f} s, dense "
+        f"{args.dense_tokens} tokens, all labeled, forward and backward: isoloss {least['isoloss']:.3f} s, dense "
         f"{least['dense']:.3f} s: {speed['speed_over_dense']:.2f} x the speed of dense"
     )
     if args.out:

@@ -32,12 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.report import completion_stats
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
+from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
 from isoloss.recipes import grpo, launch, sft
 

@@ -36,10 +36,10 @@ from unittest import mock
 from rl_controls import rows_of, run, train_grpo, versions
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.backends.servers import generate
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.step.engine import Engine
 from isoloss.recipes import grpo, sft
 
 TESTS = Path(__file__).parents[1] / "tests"

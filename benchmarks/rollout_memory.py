@@ -6,7 +6,7 @@ First what `Completion` makes of a server's answer, which is JSON, beside a comp
 numbers: each is built, one answer after the other, pickled and read back, in a process of its own.
 
 Then a batch on data-parallel ranks, from the answers to the first optimizer step: once as rank 0 holds it and sends
-each rank what the plan places there (`engine/scatter.py`), and once as if every rank were given all of it.
+each rank what the plan places there (`engine/batching/distribute.py`), and once as if every rank were given all of it.
 
 The figures are a process's resident set less that before, and the largest (VmHWM). The allocator is told to give every
 freed tensor back, so that nothing hides in memory that was freed before.
@@ -28,18 +28,18 @@ import numpy as np
 import torch.distributed as dist
 from logprob_memory import MIB, of_status
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, ModelConfig
-from isoloss.engine.placement import Placement, place
-from isoloss.engine.plan import CostModel
-from isoloss.engine.rank0 import RankZero
-from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.batching.balance import CostModel
+from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.batching.plan import Placement, place
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.rollout import outlines
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
-from isoloss.engine.scatter import Scatter
 from isoloss.parallel import Layout
-from isoloss.tools.pool import WorkerPool
+from isoloss.parallel.rank0 import RankZero
+from isoloss.tools.prove.rank_pool import WorkerPool
 
 FORMS = ("tuples", "arrays")
 HOLDERS = ("every rank", "rank 0")

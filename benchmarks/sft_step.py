@@ -3,10 +3,10 @@
     python benchmarks/sft_step.py [--out sft_step.json] [--passes 3] [--max-tokens 2048] [--padded]
 
 The model is a Qwen3 of 27.5M parameters with random weights; 16 sequences of log-normal length (median 256, sigma 0.9,
-clipped to 64..2048), the second half of each labelled; fp32; AdamW, clipping at 1.
+clipped to 64..2048), the second half of each labeled; fp32; AdamW, clipping at 1.
 
 limit: plain PyTorch with everything unnecessary left out: flat documents, causal attention document by document, logits
-    at labelled positions only, no framework around it. It does nothing else: no parallelism, no invariance.
+    at labeled positions only, no framework around it. It does nothing else: no parallelism, no invariance.
 isoloss: `Engine`, as a recipe drives it, on a mesh of one rank.
 padded (--padded): transformers' model as its Trainer feeds it: four padded sequences at a time, logits everywhere.
 
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, embedding, linear, rms_norm, scaled_dot_product_attention, silu
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy as sft_loss
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.parse import build
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy as sft_loss
 
 M27 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "hidden_size": 384, "num_hidden_layers": 8,
        "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64, "intermediate_size": 1280,
@@ -44,7 +44,7 @@ LOSS_TOLERANCE, NORM_TOLERANCE = 1e-6, 1e-5
 
 
 def make_samples(count: int, vocab_size: int, seed: int) -> list[Sample]:
-    """Random tokens, the second half of each sequence labelled."""
+    """Random tokens, the second half of each sequence labeled."""
     random = np.random.default_rng(seed)
     lengths = np.clip(random.lognormal(np.log(256), 0.9, count), 64, 2048).astype(int).tolist()
     return [Sample(torch.from_numpy(random.integers(0, vocab_size, n)), torch.arange(n) >= n // 2) for n in lengths]

@@ -3,7 +3,7 @@
     python benchmarks/shared_prefixes.py [--out shared_prefixes.json] [--passes 5] [--linear]
 
 The model of `sft_step.py` (27.5M), or with --linear that of `linear_attention.py` (26M), fp32, one CPU thread: forward,
-backward and AdamW of a step, all tokens of the completions labelled. One engine takes both steps in turn, with
+backward and AdamW of a step, all tokens of the completions labeled. One engine takes both steps in turn, with
 `batch.share_prefixes` and without; the least CPU seconds of each count. The losses must agree to 1e-5, and the first
 step of each is not timed. Beside the gain stands what the FLOPs promise: matrices of the layers and linear attention
 once for each token that is computed, the output projection once for each label, attention once for each pair of tokens
@@ -26,12 +26,12 @@ import torch
 from linear_attention import MODEL as LINEAR
 from sft_step import M27, make_samples
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.engine.prefixes import fold
+from isoloss.engine.batching.prefixes import fold
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.parse import build
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 from isoloss.models.flops import output_parameters
 
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from isoloss.engine.plan import CostModel, assign_ranks, imbalance, make_plan
+from isoloss.engine.batching.balance import CostModel, assign_ranks, imbalance, make_plan
 from isoloss.models.architecture import Architecture
 from isoloss.models.rope import Rope
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 import isoloss.parallel  # noqa: F401 (before the first import of Megatron-Core, whatever is imported from here)
 
 if TYPE_CHECKING:
-    from isoloss.engine.batch import Sample
-    from isoloss.engine.config import (
+    from isoloss.engine.batching.sample import Sample
+    from isoloss.engine.config.schema import (
         BatchConfig,
         CheckpointConfig,
         Config,
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
         ParallelConfig,
         TrainConfig,
     )
-    from isoloss.engine.engine import Engine
-    from isoloss.engine.losses import Loss, Term, TokenInputs, negative_log_likelihood
+    from isoloss.engine.step.engine import Engine
+    from isoloss.engine.step.losses import Loss, Term, TokenInputs, negative_log_likelihood
 
 __all__ = [
     "BatchConfig",
@@ -39,12 +39,12 @@ __all__ = [
     "negative_log_likelihood",
 ]
 # Imported when they are first asked for: the engine's take seconds, a configuration's none.
-_LATER = {"Engine": "engine", "Sample": "batch"} | dict.fromkeys(
-    ("Loss", "Term", "TokenInputs", "negative_log_likelihood"), "losses"
+_LATER = {"Engine": "step.engine", "Sample": "batching.sample"} | dict.fromkeys(
+    ("Loss", "Term", "TokenInputs", "negative_log_likelihood"), "step.losses"
 )
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LATER.get(name, 'config')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_LATER.get(name, 'config.schema')}"), name)

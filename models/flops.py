@@ -1,5 +1,5 @@
-"""Forward FLOPs of a model, layer by layer: what micro-batches (engine/plan.py) and pipeline stages (stages.py) are
-split by.
+"""Forward FLOPs of a model, layer by layer: what micro-batches (engine/batching/balance.py) and pipeline stages
+(stages.py) are split by.
 
 A matrix costs 2 FLOPs (multiply, add) per token and parameter that the token meets. Source: Chowdhery et al. 2022
 (PaLM), appendix B, and Narayanan et al. 2021 (arXiv:2104.04473); both count the whole attention square, here it is the
@@ -12,7 +12,7 @@ from functools import cache
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.weights.weight_map import weight_map
-from isoloss.parallel.delta_rule import CHUNK
+from isoloss.parallel.ops.gated_delta import CHUNK
 
 
 def met_parameters(arch: Architecture) -> Iterator[tuple[int, float]]:

@@ -20,12 +20,12 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
-from isoloss.parallel.packed_matrix import PackedMatrix
+from isoloss.parallel.ops.prepacked import PackedMatrix
 from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True)
-class Owned:
+class LocalWeight:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
 
     tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
@@ -51,7 +51,7 @@ class Model:
     stages: layers of each pipeline stage, in the order of the model.
     kernels: those of a GPU.
 
-    Shape suffixes: N labelled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
+    Shape suffixes: N labeled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
     """
 
     chunks: Sequence[nn.Module]
@@ -114,7 +114,7 @@ class Model:
         temperature: float = 1.0,
         with_entropy: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities of the targets (and the entropy) at the labelled positions, [N].
+        """Log-probabilities of the targets (and the entropy) at the labeled positions, [N].
 
         labelled_N: indices into this rank's slice.
         targets_N: the tokens to be predicted there.
@@ -136,14 +136,14 @@ class Model:
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:
-        """A critic's expected returns at the labelled positions, [N].
+        """A critic's expected returns at the labeled positions, [N].
 
         Collectives over TP: a gather of the slice if it is sequence-parallel, and one all-reduce.
         """
         return self.modules[-1].output_layer(self._labelled(hidden, labelled_N))
 
     def logits(self, hidden: Tensor, labelled_N: Tensor, head: PackedMatrix | None = None) -> Tensor:
-        """All logits at the labelled positions, [N, vocab_size], on every TP rank: to look at, without gradients.
+        """All logits at the labeled positions, [N, vocab_size], on every TP rank: to look at, without gradients.
 
         head: the output matrix, packed.
         Collectives over TP: a gather of the slice if it is sequence-parallel, and one of the logits.
@@ -167,7 +167,7 @@ class Model:
             whole = source.whole(owned.weight)
             owned.parameter.copy_(owned.weight.mapping.shard(whole, owned.tp.size(), owned.tp.rank()))
 
-    def owned(self) -> list[Owned]:
+    def owned(self) -> list[LocalWeight]:
         """Every parameter and buffer of this rank, in the order of the model.
 
         Raises KeyError for one that the weight map lacks.
@@ -188,7 +188,7 @@ class Model:
                     tp, first = self.mesh.tp, self.mesh.dp_context.rank() == 0
                 else:
                     tp, first = self.mesh.etp, self.mesh.expert_dp.rank() == 0
-                owned.append(Owned(weight, parameter, tp, replica, first))
+                owned.append(LocalWeight(weight, parameter, tp, replica, first))
         return owned
 
     def _global_name(self, name: str, module: PackedGPT) -> str:
@@ -204,7 +204,7 @@ class Model:
             rest[place] = str(int(rest[place]) + first_expert)
         return ".".join([decoder, layers, str(layer), *rest])
 
-    def whole_tensors(self, of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[Owned, Tensor]]:
+    def whole_tensors(self, of: Callable[[Tensor], Tensor] = lambda p: p.data) -> Iterator[tuple[LocalWeight, Tensor]]:
         """Every weight of this rank, whole, one at a time (`of` picks the tensor: the data, the gradient ...).
 
         That is every weight of its pipeline stage, and with ep > 1 its share of the experts. A copy of a tied embedding

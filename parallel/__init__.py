@@ -7,8 +7,8 @@ import warnings
 from importlib.abc import MetaPathFinder
 from typing import TYPE_CHECKING, Any
 
-from isoloss.parallel.errors import PreemptedError, UserError
 from isoloss.parallel.layout import Layout
+from isoloss.parallel.runtime.errors import PreemptedError, UserError
 
 if TYPE_CHECKING:
     from isoloss.parallel.mesh import Mesh
@@ -36,7 +36,7 @@ class _BeforeMegatron(MetaPathFinder):
 
 
 def _install_cuda_stubs() -> None:
-    importlib.import_module("isoloss.parallel.cuda_stubs").install()
+    importlib.import_module("isoloss.parallel.runtime.cuda_stubs").install()
 
 
 if "megatron" in sys.modules:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 MODES = (
     "token-mean",

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from isoloss.parallel.collectives import all_to_all
-from isoloss.parallel.decoding import KeyValueCache
-from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.ops.kv_cache import KeyValueCache
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+from isoloss.parallel.ops.varlen import VarlenCache
 from isoloss.parallel.ring import ring_attention
-from isoloss.parallel.sequence import Forest
 
 
 @dataclass
@@ -31,7 +31,7 @@ class PackedRow(PackedSeqParams):
     and Megatron's THD branch, which assumes its own zigzag sharding, is not taken.
 
     lengths: tokens of each document of the *whole* row, in order; they add up to the row, padding included.
-    parents: where documents share what they begin with, `lengths` are of pieces: see `sequence.Forest`.
+    parents: where documents share what they begin with, `lengths` are of pieces: see `sequence.PrefixTree`.
     uploads: what its layers have told the device of it.
     cache: where rows that are generated keep their keys and values; the row is then of their prompts, or of the newest
         token of each, and every rank has a row of its own.
@@ -40,13 +40,13 @@ class PackedRow(PackedSeqParams):
 
     lengths: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
-    uploads: Uploads = field(default_factory=Uploads)
+    uploads: VarlenCache = field(default_factory=VarlenCache)
     cache: KeyValueCache | None = None
     query_factors_R: Tensor | None = None
 
     @property
-    def forest(self) -> Forest:
-        return Forest(self.lengths, self.parents)
+    def forest(self) -> PrefixTree:
+        return PrefixTree(self.lengths, self.parents)
 
     def scaled(self, query_RHD: Tensor) -> Tensor:
         if self.query_factors_R is None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from isoloss.parallel.attention import PackedRow
 from isoloss.parallel.collectives import all_to_all
 from isoloss.parallel.mesh import Mesh
-from isoloss.parallel.sequence import reordered, tokens_of
+from isoloss.parallel.ops.row_order import reordered, tokens_of
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass, fields, replace
 
-from isoloss.parallel.errors import UserError
-from isoloss.parallel.keys import Keys, key
+from isoloss.parallel.runtime.config_key import Keys, key
+from isoloss.parallel.runtime.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Mesh:
         return self.pp.rank() == self.layout.pp - 1 and chunk == self.layout.vpp - 1
 
     @property
-    def of_losses(self) -> list[dist.ProcessGroup]:
+    def loss_groups(self) -> list[dist.ProcessGroup]:
         """The groups over which something of the loss is summed, or gathered, one after the other: those that have more
         than one rank. Both also carry more than scalars."""
         return [group for group in (self.dp_context, self.pp) if group.size() > 1]
@@ -105,7 +105,7 @@ def _one(group) -> dist.ProcessGroup:
     return group
 
 
-def of_the_world(group: dist.ProcessGroup) -> dist.ProcessGroup:
+def reuse_world_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The world's own group where `group` has all its ranks in their order: on GPUs a second one would be a second
     communicator. For scalars: what is large overlaps with others in a group of its own."""
     world = dist.group.WORLD

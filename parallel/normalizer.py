@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.aggregation import Aggregation
-from isoloss.parallel.errors import UserError
-from isoloss.parallel.upload import upload
+from isoloss.parallel.runtime.errors import UserError
+from isoloss.parallel.runtime.upload import upload
 
 MASK_PLACEMENTS = ("replicated", "sharded")
 

@@ -10,22 +10,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.block_attention import attend, attend_backward
-from isoloss.parallel.blocks import Block, blocks_of
 from isoloss.parallel.collectives import pass_on
-from isoloss.parallel.ragged import Uploads
-from isoloss.parallel.sequence import Forest
+from isoloss.parallel.ops.block_attention import attend, attend_backward
+from isoloss.parallel.ops.mask_blocks import Block, blocks_of
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+from isoloss.parallel.ops.varlen import VarlenCache
 
 
 @dataclass(frozen=True)
 class _Ring:
     """What all steps of a layer's ring have in common."""
 
-    forest: Forest
+    forest: PrefixTree
     group: dist.ProcessGroup
     scale: float
     window: int | None
-    uploads: Uploads
+    uploads: VarlenCache
     flash: bool
 
     def blocks(self, step: int) -> tuple[Block, ...]:
@@ -38,8 +38,8 @@ def ring_attention(
     query_QHD: Tensor,
     key_YKD: Tensor,
     value_YKU: Tensor,
-    forest: Forest,
-    uploads: Uploads,
+    forest: PrefixTree,
+    uploads: VarlenCache,
     group: dist.ProcessGroup,
     scale: float,
     window: int | None = None,

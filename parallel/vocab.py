@@ -1,16 +1,16 @@
-"""Log-probabilities and entropy over a vocabulary split over TP, in chunks, at labelled positions only.
+"""Log-probabilities and entropy over a vocabulary split over TP, in chunks, at labeled positions only.
 
 Logits of a whole micro-batch never exist: the forward visits `chunk` positions at a time and keeps one log-sum-exp
 each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix
 product, so padding, hence TP, cannot reach the loss.
 
 What stands between two products passes over a chunk several times op by op, in blocks that stay in a CPU's cache, or
-twice in all as kernels of a GPU (`fused`, `isoloss.parallel.logits`).
+twice in all as kernels of a GPU (`fused`, `isoloss.parallel.ops.logits`).
 
 Logits are in at least fp32, also those of 16-bit weights, and it is they that a temperature divides: rounded to bf16,
 logits of standard deviation 6 move log p by 0.02 on average.
 
-Shape suffixes: N labelled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank,
+Shape suffixes: N labeled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank,
 M positions of a chunk, I of a block of it.
 """
 
@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel import logits as kernels
-from isoloss.parallel.products import add_product, added_to_main_grad, product
-from isoloss.parallel.slabs import slabs
+from isoloss.parallel.ops import logits as kernels
+from isoloss.parallel.ops.matmul import add_product, added_to_main_grad, product
+from isoloss.parallel.ops.row_blocks import slabs
 
 # Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
@@ -47,7 +47,7 @@ def vocab_parallel_logprobs(
     """log p(target) and, if asked, the entropy of p = softmax(hidden @ weight.T / temperature), the whole vocabulary's.
     With a softcap, logits z become softcap * tanh(z / softcap) before they are divided.
 
-    hidden_ND: last hidden states at the labelled positions, the same on every TP rank. N may be 0 (the result is then
+    hidden_ND: last hidden states at the labeled positions, the same on every TP rank. N may be 0 (the result is then
         empty but still connected to both inputs). Its gradient is this rank's *part*: the caller's region entry
         (`sum_gradient` or `gather_rows`) sums it over TP.
     weight_VD: this rank's rows of the output matrix, padded so that every rank has the same number.

@@ -21,14 +21,15 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from isoloss.engine import startup
-from isoloss.engine.config import Config
-from isoloss.engine.config_tree import build, defaults, known_keys, mappings, unknown_key
-from isoloss.engine.console import say
-from isoloss.engine.key_help import terminal_help
+from isoloss.engine.config.help import terminal_help
+from isoloss.engine.config.parse import build, defaults, known_keys, mappings, unknown_key
+from isoloss.engine.config.schema import Config
+from isoloss.engine.instruments import startup
+from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.config import RLConfig
-from isoloss.parallel import PreemptedError, UserError, environment
-from isoloss.parallel.errors import PREEMPTED
+from isoloss.parallel import PreemptedError, UserError
+from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.errors import PREEMPTED
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"

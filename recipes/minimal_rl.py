@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.data import draw_indices
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, TokenInputs
-from isoloss.engine.optimizer import learning_rate
-from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import draw_indices
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, TokenInputs
+from isoloss.engine.step.optimizer import learning_rate
 from isoloss.models.families.registry import read_architecture
 
 SORT = Path(__file__).parent / "assets" / "sort"

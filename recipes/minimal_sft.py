@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.data import load_dataset, step_indices
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, negative_log_likelihood
-from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.data.dataset import load_dataset, step_indices
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, negative_log_likelihood
+from isoloss.engine.step.optimizer import learning_rate
 
 TINY = Path(__file__).parent / "assets" / "tiny"
 GLOBAL_SIZE = 32  # sequences in an optimizer step, however many ranks and micro-batches there are

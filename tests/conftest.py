@@ -16,11 +16,11 @@ from support.runs import conversation, write_model, write_rows
 from support.te_pool import TransformerEnginePool
 from support.tiers import Schedule
 
-from isoloss.engine.config import Config
-from isoloss.parallel import launch as ranks
+from isoloss.engine.config.schema import Config
 from isoloss.parallel import mesh
+from isoloss.parallel.runtime import process_group as ranks
 from isoloss.recipes import launch, sft
-from isoloss.tools.pool import MAX_THREADS, WorkerPool, collect_garbage
+from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerPool, collect_garbage
 
 
 def pytest_configure(config: pytest.Config) -> None:

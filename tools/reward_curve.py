@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools import command_line
 
 

@@ -19,17 +19,17 @@ from reward import score
 from torch.profiler import ProfilerActivity, profile
 from turns import Turns
 
-from isoloss.engine.config_tree import build
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss
-from isoloss.engine.model_source import resolve
-from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.config.parse import build
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
-from isoloss.engine.scatter import Scatter
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss
+from isoloss.engine.step.model_source import resolve
 
 
 def config_of(job: dict) -> RLConfig:

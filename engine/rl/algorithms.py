@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from isoloss.engine.rl.user_functions import NotFoundError, load
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""The knobs of reinforcement learning, besides those of `isoloss.engine.config`."""
+"""The knobs of reinforcement learning, besides those of `isoloss.engine.config.schema`."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from isoloss.engine.config import Config, DataConfig
+from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.rl.algorithms import ADVANTAGES, KL_ESTIMATORS, LOSSES, advantage_of, loss_of
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import MODES
-from isoloss.parallel.keys import Keys, key, require
+from isoloss.parallel.runtime.config_key import Keys, key, require
 
 
 @dataclass(frozen=True)

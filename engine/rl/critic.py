@@ -8,13 +8,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine import checkpoint
-from isoloss.engine.batch import Sample
-from isoloss.engine.checkpoint_writer import HostCopies
-from isoloss.engine.engine import Engine
-from isoloss.engine.rank0 import is_main
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import value_loss
+from isoloss.engine.step.engine import Engine
+from isoloss.parallel.rank0 import is_main
 
 FOLDER = "critic_checkpoints"
 
@@ -44,9 +44,9 @@ class Critic:
             "critic_seconds": metrics.seconds + result.seconds,
         }
 
-    def leave_device(self) -> None:
-        """As `Engine.leave_device`."""
-        self._engine.leave_device()
+    def offload(self) -> None:
+        """As `Engine.offload`."""
+        self._engine.offload()
 
     def stage(self, output_dir: Path, step: int, copies: HostCopies | None) -> checkpoint.Staged:
         """Its checkpoint, to be written before the policy's of the same step: one that is there already was left by a

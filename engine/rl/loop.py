@@ -2,23 +2,23 @@
 
 import contextlib
 
-from isoloss.engine.engine import Engine
-from isoloss.engine.model_source import resolve
-from isoloss.engine.rank0 import is_main
+from isoloss.engine.batching.distribute import Scatter
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
-from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
+from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
-from isoloss.engine.run import Run, RunResult
-from isoloss.engine.run_folder import check_fingerprints, check_folder, open_folder
-from isoloss.engine.scatter import Scatter
-from isoloss.parallel import device
+from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.run import Run, RunResult
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.model_source import resolve
+from isoloss.parallel.rank0 import is_main
+from isoloss.parallel.runtime import device
 
 
 def train_rl(config: RLConfig, run_name: str) -> RunResult:
@@ -116,7 +116,7 @@ def save(run: Run, critic: Critic | None, batch: RolloutBatch, rollout: Rollout)
 
 def restore(run: Run, critic: Critic | None, scatter: Scatter, rollout: Rollout) -> RolloutBatch:
     """Where the checkpoint was taken that the run goes on from."""
-    state = run.take_state()
+    state = run.pop_resume_state()
     if state is None:
         return RolloutBatch()
     if critic is not None:

@@ -4,7 +4,7 @@ A loss reads of its samples (fields): `advantages`; `rollout_logprobs`, as the b
 policy that generated, as the trainer computes them (without them it is the present one, as in the first optimizer step
 after generating); `ref_logprobs`, of the initial policy; `returns` and `old_values`, with a critic.
 
-All tensors are [N], the labelled tokens of a micro-batch on this rank.
+All tensors are [N], the labeled tokens of a micro-batch on this rank.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isoloss.engine.config import LossConfig
-from isoloss.engine.losses import Loss, PerToken, Term, TokenInputs
+from isoloss.engine.config.schema import LossConfig
 from isoloss.engine.rl.algorithms import KL_ESTIMATORS, imported, loss_of
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.step.losses import Loss, PerToken, Term, TokenInputs
 from isoloss.parallel.aggregation import Aggregation
 
 # exp of it is far beyond any clipping range and still finite in fp32, where inf * 0 would be a NaN.

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
 
-from isoloss.engine.chat import check_messages, encode
-from isoloss.engine.chat_template import (
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.bad_rows import Reject, Rejects
+from isoloss.engine.data.chat import check_messages, encode
+from isoloss.engine.data.chat_template import (
     Template,
     check_template,
     check_template_kwargs,
@@ -21,12 +23,10 @@ from isoloss.engine.chat_template import (
     refuse_tools,
     render,
 )
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import nothing_left
-from isoloss.engine.rejects import Reject, Rejects
+from isoloss.engine.data.dataset import nothing_left
+from isoloss.engine.data.rows import Row, listed, shown, unread_rows
 from isoloss.engine.rl.trajectory import Prompt
-from isoloss.engine.rows import Row, listed, shown, unread_rows
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")
 # In this order; the dotted one is verl's, `solution` TRL's.

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine
-from isoloss.engine.model_source import ModelSource
-from isoloss.engine.residents import Residents, pinned_like
-from isoloss.engine.run_folder import Fingerprint
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.memory.offload import Offloader, pinned_like
+from isoloss.engine.run.folder import Fingerprint
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.model_source import ModelSource
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.collectives import gather_objects
 
@@ -35,16 +35,16 @@ class Reference:
         for kept, live in zip(self._kept, self._live):
             kept.copy_(live)
         self._left = torch.cuda.Event(), torch.cuda.Event()  # of each spare piece
-        self._residents = Residents(engine.device, lambda: () if offload else self._kept)
+        self._residents = Offloader(engine.device, lambda: () if offload else self._kept)
 
-    def leave_device(self) -> None:
-        """As `Engine.leave_device`, of the reference's own weights."""
+    def offload(self) -> None:
+        """As `Engine.offload`, of the reference's own weights."""
         self._residents.leave()
 
     def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[Tensor]:
         """As `Engine.logprobs`, of the initial policy."""
         self._engine.return_to_device()
-        self._residents.come_back()
+        self._residents.onload()
         self._exchange()
         try:
             return self._engine.logprobs(samples, temperature)

@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.engine import Engine
-from isoloss.engine.metrics import MetricsLog
-from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import RolloutBatch
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
-from isoloss.engine.run import Run, RunResult
+from isoloss.engine.run.metrics import MetricsLog
+from isoloss.engine.run.run import Run, RunResult
+from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows

@@ -8,28 +8,28 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from isoloss.engine import watchdog
-from isoloss.engine.data import draw_indices
-from isoloss.engine.engine import Engine
-from isoloss.engine.profiling import phase
-from isoloss.engine.rank0 import RankZero
-from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, unnoticed
+from isoloss.engine.data.dataset import draw_indices
+from isoloss.engine.instruments import watchdog
+from isoloss.engine.instruments.profiling import phase
+from isoloss.engine.rl.backends.protocol import Arrived, RolloutBackend, ignore
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.ledger import Ledger
+from isoloss.engine.rl.prompt_ledger import Ledger
 from isoloss.engine.rl.reward.rewarder import check_rewarded
 from isoloss.engine.rl.reward.scoring import GivesRewards, Scoring
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Request, Sampling, Trajectory
+from isoloss.engine.step.engine import Engine
 from isoloss.parallel import UserError
+from isoloss.parallel.rank0 import RankZero
 
 # How often a batch is asked for again after servers were lost, before the run gives up.
 MAX_ATTEMPTS = 10
 MAX_SYNCS = 3  # the same for an update of the weights
 
 
-class Tenant(Protocol):
+class Offloadable(Protocol):
     """Something of the trainer that is on the device."""
 
-    def leave_device(self) -> None: ...
+    def offload(self) -> None: ...
 
 
 class Rollout:
@@ -51,7 +51,7 @@ class Rollout:
         config: RLConfig,
         prompts: Sequence[Prompt],
         stop_token_ids: tuple[int, ...],
-        beside: Sequence[Tenant] = (),
+        beside: Sequence[Offloadable] = (),
     ):
         self.engine, self.backend, self._prompts = engine, backend, prompts
         self._scoring = None if rewarder is None else Scoring(rewarder)
@@ -118,9 +118,9 @@ class Rollout:
         """With rollout.colocated: the trainer leaves the device, on every rank. weights: False: but for the policy's
         weights, which the backend is about to be sent. Collective over the world."""
         if self._colocated:
-            self.engine.leave_device(weights=weights)
+            self.engine.offload(weights=weights)
             for tenant in self._beside:
-                tenant.leave_device()
+                tenant.offload()
             self._rank0.meet()
 
     def take_seconds(self) -> dict[str, float]:
@@ -193,7 +193,7 @@ class Rollout:
         requests = [Request(id, prompt.tokens) for prompt, of_group in zip(prompts, ids) for id in of_group]
         scoring = self._scoring
         awaited = [scoring.expect(*each) for each in zip(prompts, ids)] if scoring else []
-        completions = self._generate(requests, sampling, scoring.add if scoring else unnoticed)
+        completions = self._generate(requests, sampling, scoring.add if scoring else ignore)
 
         def rewards() -> list[list[Trajectory]]:
             assert scoring is not None, "this is rank 0"
@@ -207,9 +207,7 @@ class Rollout:
         return rewarded
 
     @phase("generate")
-    def _generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
-    ) -> list[Completion]:
+    def _generate(self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore) -> list[Completion]:
         """Ask, and where servers were lost on the way see to the weights and ask for the rest again."""
         self.calls += 1
         completions: dict[str, Completion] = {}

@@ -10,15 +10,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isoloss.engine import compatibility
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import check_files, steps_for_epochs
-from isoloss.engine.engine import Engine
-from isoloss.engine.rejects import RejectsOfRun
-from isoloss.engine.rl.ahead import AheadRollout
-from isoloss.engine.rl.backends.in_process import InProcessBackend
-from isoloss.engine.rl.backends.megatron import MegatronBackend
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.bad_rows import RejectsOfRun
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import check_files, steps_for_epochs
+from isoloss.engine.rl.async_rollout import AsyncRollout
+from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
@@ -26,11 +25,13 @@ from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
-from isoloss.engine.rl.rollout import Rollout, Tenant
-from isoloss.engine.run_folder import Fingerprint
+from isoloss.engine.rl.rollout import Offloadable, Rollout
+from isoloss.engine.run.folder import Fingerprint
+from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.parallel import UserError, environment
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
     """
     folder = hf_folder(config.model.path)
     if config.algorithm.uses_critic:
-        compatibility.check(config, arch.as_critic(), config.parallel.layout())
+        rules.check(config, arch.as_critic(), config.parallel.layout())
     check_files(config.data)
     limits = {
         "data.max_length": config.data.max_length,
@@ -132,12 +133,12 @@ def open_rollout(
     data: RLData,
     rewarder: Rewarder | None,
     output_dir: Path,
-    beside: Sequence[Tenant] = (),
+    beside: Sequence[Offloadable] = (),
 ) -> Iterator[Rollout]:
     """The rollout with the configured backend. beside: see `Rollout`. Collective over the world."""
     if config.rollout.colocated:  # servers that are started here find the device empty
         for tenant in (engine, *beside):
-            tenant.leave_device()
+            tenant.offload()
         dist.barrier()
     backend = open_backend(config, engine, output_dir)
     try:
@@ -145,7 +146,7 @@ def open_rollout(
         what = config, data.train.prompts, data.stop_token_ids, beside
         if config.generates_beside:
             assert isinstance(backend, ServerBackend), "the configuration refuses others"
-            rollout = AheadRollout(engine, backend, rewarder, *what)
+            rollout = AsyncRollout(engine, backend, rewarder, *what)
         else:
             rollout = Rollout(engine, backend, rewarder, *what)
         with contextlib.closing(rollout):

@@ -24,8 +24,8 @@ from isoloss.models.weights.hf_checkpoint import (
     sidecars,
 )  # fmt: skip
 from isoloss.models.weights.manifest import read_json
-from isoloss.models.weights.mapped import DTYPES
-from isoloss.parallel.errors import UserError
+from isoloss.models.weights.mmap import DTYPES
+from isoloss.parallel.runtime.errors import UserError
 
 _HEADER_MULTIPLE = 8
 # As the safetensors library orders tensors in a file: by type, then by name.

@@ -26,10 +26,10 @@ from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_archit
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
 from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
-from isoloss.models.weights.mapped import DTYPES
 from isoloss.models.weights.mappings import GatedMLP, Vocabulary, padded_vocab_size
+from isoloss.models.weights.mmap import DTYPES
 from isoloss.models.weights.weight_map import Weight, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 # Larger tensors are cut, so that a loader which needs a part of one reads little more than that.
 CHUNK_BYTES = 256 << 20

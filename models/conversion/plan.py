@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isoloss.models.conversion.tensors import KeptTensor, MergedRows, SplitPart
 from isoloss.models.weights.manifest import FileRecord
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 # What a file consists of: tensors, bytes, or the bytes of a small file. Any thread may ask tensors for their blocks,
 # which raise UserError where a source is damaged; the repr of tensors tells them apart from all others.

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
-from isoloss.models.weights.mapped import fetch
 from isoloss.models.weights.mappings import InterleavedGatedMLP, TransposedRowParallel
+from isoloss.models.weights.mmap import fetch
 from isoloss.models.weights.weight_map import Weight
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 BLOCK_BYTES = 4 << 20
 # All other mappings choose rows, and the rows' numbers tell which.

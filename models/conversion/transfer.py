@@ -21,11 +21,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoloss.models.conversion.output import write_whole
+from isoloss.models.conversion.hashed_file import write_whole
 from isoloss.models.conversion.plan import FilePlan, Source
-from isoloss.models.conversion.work import Work
+from isoloss.models.conversion.workers import Work
 from isoloss.models.weights.manifest import FileRecord, sync
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 # Two threads a core: one hashes while the other waits for the disk. More than these are more than a disk needs.
 MAX_WORKERS = 16

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 ConfigJson = Mapping[str, Any]  # parsed
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.hf_config import TEXT_MODEL
-from isoloss.models.weights import run_config
+from isoloss.models.weights import recorded_config
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import tensor_names
-from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.manifest import read_json
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 # Each names a module of this folder.
 FAMILIES: Mapping[str, str] = {
@@ -81,7 +81,7 @@ def hf_folder(path: str | Path) -> Path:
     for place in (checkpoint, path):
         if (place / HUGGINGFACE / "config.json").is_file():
             return place / HUGGINGFACE
-    origin = run_config.hf_model(checkpoint)
+    origin = recorded_config.hf_model(checkpoint)
     raise UserError(
         f"{checkpoint} is a checkpoint without {HUGGINGFACE}/config.json, so nothing says what model it is; make that "
         "folder, with config.json and tokenizer of the Hugging Face model that it came from"

@@ -4,7 +4,7 @@ offloading, switched on (docs/memory.md)."""
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isoloss.parallel.keys import Keys, key
+from isoloss.parallel.runtime.config_key import Keys, key
 
 OF_MEGATRON = ("core_attn", "mlp", "moe", "shared_experts", "layernorm", "mla_up_proj")
 RECOMPUTE_MODULES = (*OF_MEGATRON, "mlp_act", "experts")
@@ -12,7 +12,7 @@ RECOMPUTE_MODULES = (*OF_MEGATRON, "mlp_act", "experts")
 
 @dataclass(frozen=True)
 class ActivationMemory(Keys, group="memory"):
-    """The keys of activations; those of the rest are in isoloss.engine.config.MemoryConfig."""
+    """The keys of activations; those of the rest are in isoloss.engine.config.schema.MemoryConfig."""
 
     recompute: Literal["none", "selective", "full"] = key(
         "none",

@@ -1,5 +1,5 @@
 """Weights that a forward waits for: after a step they may still be on their way from other ranks
-(engine/optimizer.py, `Gather`), and a module's forward pre-hook waits for its own."""
+(engine/step/optimizer.py, `Gather`), and a module's forward pre-hook waits for its own."""
 
 from torch import nn
 

@@ -28,17 +28,21 @@ from torch.nn.functional import silu
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, GeGLU, SwiGLU, of_class, submodules_of
-from isoloss.models.mcore.dense_mlp import RecomputingMLP
-from isoloss.models.mcore.differing_attention import DifferingAttention
-from isoloss.models.mcore.experts import ExpertLayer, ExpertTransformerLayer
-from isoloss.models.mcore.gated_attention import GatedSelfAttention
-from isoloss.models.mcore.gated_delta_net import GatedDeltaNet
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
-from isoloss.models.mcore.grouped_experts import Experts
 from isoloss.models.mcore.kernels import ALL, Kernels
-from isoloss.models.mcore.latent_attention import LatentAttention
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.norm import JointHeadNorm, RMSNorm
+from isoloss.models.mcore.layers.asymmetric_attention import DifferingAttention
+from isoloss.models.mcore.layers.dense_mlp import RecomputingMLP
+from isoloss.models.mcore.layers.gated_attention import GatedSelfAttention
+from isoloss.models.mcore.layers.gated_delta_net import GatedDeltaNet
+from isoloss.models.mcore.layers.latent_attention import LatentAttention
+from isoloss.models.mcore.layers.norm import JointHeadNorm, RMSNorm
+from isoloss.models.mcore.layers.residual_norm import ResidualNorm, ResidualNormLayer
+from isoloss.models.mcore.layers.sandwich_norm import SandwichLayer
+from isoloss.models.mcore.layers.value_head import ValueHead
+from isoloss.models.mcore.moe.experts import ExpertLayer, ExpertTransformerLayer
+from isoloss.models.mcore.moe.grouped_experts import Experts
+from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.patches import (
     accumulate_without_apex,
     embed_into_main_grad,
@@ -47,11 +51,7 @@ from isoloss.models.mcore.patches import (
     recompute_without_transformer_engine,
     rotate_by_table,
 )
-from isoloss.models.mcore.residual_norm import ResidualNorm, ResidualNormLayer
-from isoloss.models.mcore.router import Router
-from isoloss.models.mcore.sandwich import SandwichLayer
 from isoloss.models.mcore.stages import pipeline_layout
-from isoloss.models.mcore.value_head import ValueHead
 from isoloss.models.weights.checkpoint_names import te_prefixes
 from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.parallel import Layout, Mesh
@@ -237,7 +237,7 @@ def _core_attention(arch: Architecture, mesh: Mesh, layer: int, kernels: Kernels
     scale = arch.softmax_scale or arch.key_dim(layer) ** -0.5
     heads = {"scale": scale * arch.rope.softmax_factor * rotated_scale, "window": arch.window(layer)}
     if mesh.cp_kernel != "isoloss":
-        from isoloss.models.mcore.te_attention import FusedAttention
+        from isoloss.models.mcore.layers.te_attention import FusedAttention
 
         return partial(FusedAttention, **heads)
     groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}

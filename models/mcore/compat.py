@@ -1,7 +1,7 @@
 """What newer releases of Megatron-Core have in another form than 0.16.1, for all that isoloss builds on it.
 
-The same code serves every release of `parallel/versions.py` that is usable; nothing here asks which one is installed.
-Patches of Megatron's own code are in `isoloss.models.mcore.patches`, as all are.
+The same code serves every release of `parallel/runtime/versions.py` that is usable; nothing here asks which one is
+installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`, as all are.
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
-from isoloss.models.mcore.activations import clamped_swiglu, geglu, swiglu
 from isoloss.models.mcore.layer_config import LayerConfig
+from isoloss.models.mcore.layers.activations import clamped_swiglu, geglu, swiglu
 
 
 def submodules_of(spec: Any) -> Any:

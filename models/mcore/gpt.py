@@ -1,6 +1,6 @@
 """A packed row on its way through Megatron's GPTModel, from token ids to the last hidden states.
 
-Rotary angles are looked up by position id, once for all layers. The heads of `Model` visit labelled positions only, so
+Rotary angles are looked up by position id, once for all layers. The heads of `Model` visit labeled positions only, so
 the model ends before them.
 """
 
@@ -9,15 +9,15 @@ from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
 
 from isoloss.models.mcore.arrival import wait_for_weights
-from isoloss.models.mcore.dispatch import Bound
-from isoloss.models.mcore.experts import RoutedRow
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.rotary import rotary_table
-from isoloss.models.mcore.router_losses import RoutedTokens
+from isoloss.models.mcore.layers.rotary import rotary_table
+from isoloss.models.mcore.moe.dispatch import Bound
+from isoloss.models.mcore.moe.experts import RoutedRow
+from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.models.rope import QueryScaling
-from isoloss.parallel.decoding import KeyValueCache
-from isoloss.parallel.products import main_grad_to_add_to
-from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.ops.kv_cache import KeyValueCache
+from isoloss.parallel.ops.matmul import main_grad_to_add_to
+from isoloss.parallel.ops.varlen import VarlenCache
 
 
 class PackedGPT(GPTModel):
@@ -79,12 +79,12 @@ def forward_row(
     parents: tuple[int, ...] = (),
     routed: RoutedTokens | None = None,
     bound: Bound | None = None,
-    uploads: Uploads | None = None,
+    uploads: VarlenCache | None = None,
     cache: KeyValueCache | None = None,
 ) -> Tensor:
     """Output of a model chunk for this rank's slice of a packed row: [R (/tp if sequence-parallel), 1, hidden].
 
-    lengths, parents: of the row's pieces, as `sequence.Forest` has them.
+    lengths, parents: of the row's pieces, as `sequence.PrefixTree` has them.
     routed: the slice as its routers see it.
     bound: of the messages between its experts.
     uploads: of the row, if other chunks share them.
@@ -92,7 +92,7 @@ def forward_row(
     """
     scaling = unwrap(chunk).query_scaling
     factors_R = None if scaling is None else scaling.factors(positions_R)
-    uploads = Uploads() if uploads is None else uploads
+    uploads = VarlenCache() if uploads is None else uploads
     return chunk(
         input_ids=tokens_R[None],
         position_ids=positions_R[None],

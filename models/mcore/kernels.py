@@ -4,7 +4,7 @@ anything."""
 from dataclasses import dataclass
 from typing import Literal
 
-from isoloss.parallel.keys import Keys, key
+from isoloss.parallel.runtime.config_key import Keys, key
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Every change that isoloss makes to Megatron-Core's own classes and objects; nothing else patches them.
 
-What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.cuda_stubs`.
+What stands in for CUDA on a CPU changes torch, not Megatron: `isoloss.parallel.runtime.cuda_stubs`.
 """
 
 # A patch puts another thing where the type says what stood there.
@@ -33,10 +33,10 @@ from torch.overrides import TorchFunctionMode
 
 from isoloss.models.mcore import optimizer_shards
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.rotary import rotate
-from isoloss.parallel.embedding import embed
-from isoloss.parallel.packed_matrix import PackedMatrix
-from isoloss.parallel.products import add_product, main_grad_to_add_to, onednn_is_faster, product
+from isoloss.models.mcore.layers.rotary import rotate
+from isoloss.parallel.ops.embedding import embed
+from isoloss.parallel.ops.matmul import add_product, main_grad_to_add_to, onednn_is_faster, product
+from isoloss.parallel.ops.prepacked import PackedMatrix
 
 ParamGroup = dict[str, Any]
 
@@ -115,7 +115,7 @@ def _add_weight_gradient(inputs_RD: Tensor, grad_output_RU: Tensor, main_grad_UD
 
 
 class _OurProducts(TorchFunctionMode):
-    """Products of activations with a matrix are those of `isoloss.parallel.products`."""
+    """Products of activations with a matrix are those of `isoloss.parallel.ops.matmul`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.matmul, Tensor.matmul) and not kwargs:

@@ -13,7 +13,7 @@ from torch import Tensor
 from isoloss.parallel.collectives import gather_objects
 
 Named = tuple[str, Tensor]
-Receives = Literal["every rank", "rank 0", "its holder"]
+Receives = Literal["every rank", "rank 0", "owner"]
 ALIGNMENT = 16  # bytes; a tensor of any type can then be a view of the bytes that travelled
 # SGLang makes one matrix of q_a_proj and kv_a_proj_with_mqa. If they do not come in one call, it keeps the old one.
 _LATENT = re.compile(r"\.(q|kv)_[ab]_(proj|layernorm)")
@@ -45,7 +45,7 @@ def stream_weights(
     the one that the caller has not let go of.
     Collective over the world, and what `tensors` is: all ranks must iterate to the end. In each round all ranks tell
     what they have (one all-gather of labels), and whoever has something sends it (one broadcast, or one message to
-    rank 0, or with receives="its holder" nothing).
+    rank 0, or with receives="owner" nothing).
     """
     rank = dist.get_rank()
     for mine in _rounds(tensors, bucket_bytes):
@@ -84,7 +84,7 @@ def _travel(
 ) -> list[Named]:
     """The bucket of rank `source` (there: `mine`) on every rank, or on the one that receives it and empty elsewhere."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    if world == 1 or receives == "its holder" or (receives == "rank 0" and source == 0):
+    if world == 1 or receives == "owner" or (receives == "rank 0" and source == 0):
         return mine or []
     if receives == "rank 0" and rank not in (0, source):
         return []

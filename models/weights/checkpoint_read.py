@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.weights import manifest, run_config
+from isoloss.models.weights import manifest, recorded_config
 from isoloss.models.weights.checkpoint_names import (
     FUSED_DELTA_NORM,
     FUSED_NORMS,
@@ -24,7 +24,7 @@ from isoloss.models.weights.checkpoint_names import (
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.mappings import Vocabulary
 from isoloss.models.weights.weight_map import Weight, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -53,7 +53,7 @@ class CheckpointWeights:
         self.folder = Folder(folder)
         self.arch = arch
         self._check_manifest()
-        run_config.check(self.folder.path, arch)
+        recorded_config.check(self.folder.path, arch)
         tensors = {key: stored for key, stored in self.folder.tensors.items() if not _OPTIMIZER.match(key)}
         self._prefix = _prefix(tensors, self.folder.path)
         self.style = _style(tensors)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
 from isoloss.models.weights import tensor_archive
-from isoloss.models.weights.mapped import fetch, map_file, view
-from isoloss.parallel.errors import UserError
+from isoloss.models.weights.mmap import fetch, map_file, view
+from isoloss.parallel.runtime.errors import UserError
 
 Shape = tuple[int, ...]
 Box = tuple[slice, ...]

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
 from isoloss.models.weights.manifest import read_json
-from isoloss.models.weights.mapped import safetensors_views
+from isoloss.models.weights.mmap import safetensors_views
 from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

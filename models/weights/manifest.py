@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from isoloss.models.weights.checkpoint_names import Style
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 NAME = "isoloss.json"
 VERSION = 1

@@ -19,7 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 VOCABULARY_MULTIPLE = 128
 

@@ -19,7 +19,7 @@ from support.phases import MOMENTS, WRITING
 from support.runs import TIMES
 from support.waiting import LONG, until
 
-from isoloss.engine.rl.backends.servers.incidents import NAMES as COUNTS
+from isoloss.engine.rl.backends.servers.fault_counts import NAMES as COUNTS
 
 TESTS = Path(__file__).parents[1]
 MARK = "ISOLOSS_TEST_MARK"

@@ -13,11 +13,11 @@ from support.families import VOCAB, write_folder
 from support.saves import taken_then_trained
 from support.transformers_parity import make_samples
 
-from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_saver import Saver
-from isoloss.engine.checkpoint_writer import HostCopies
-from isoloss.engine.config import CheckpointConfig, Config
-from isoloss.engine.run import BadStepGuard
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.saver import Saver
+from isoloss.engine.checkpoint.writer import HostCopies
+from isoloss.engine.config.schema import CheckpointConfig, Config
+from isoloss.engine.run.run import BadStepGuard
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError
 from isoloss.recipes import launch, sft

@@ -19,7 +19,7 @@ from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.manifest import Manifest
 from isoloss.models.weights.weight_map import Part, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 def assert_reads_back(checkpoint: Path, hf: Path, dtype=torch.float32) -> CheckpointWeights:

@@ -22,7 +22,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import INDEX
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 COMMAND = (sys.executable, "-m", "isoloss.tools.convert", "hf-to-mcore")
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 LLAMA, MOE = "llama", "qwen3-moe"
 

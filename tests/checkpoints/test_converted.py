@@ -11,7 +11,7 @@ from support.families import MODELS, SPARSE, VOCAB, write_folder
 from support.thinned import thinned
 from support.transformers_parity import make_samples
 
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 LENGTHS = (2, 40, 17, 29, 33, 60)
 LAYOUTS = {"1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2+pp2": {"tp": 2, "pp": 2}, "ep2": {"ep": 2}}

@@ -9,7 +9,7 @@ from support import plain_megatron, te_names
 from support.families import DENSE, MODELS, write_folder
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 
 def converted(name: str, path: Path) -> tuple[Path, Path]:

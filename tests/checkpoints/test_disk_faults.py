@@ -13,12 +13,12 @@ from support.faults import DISK_BROKEN, DISK_FULL, FullDisk
 from support.runs import numbers
 from support.struck_saves import Job, saved_until
 
-from isoloss.engine import checkpoint
-from isoloss.engine.config import Config
-from isoloss.engine.run import Run
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.config.schema import Config
+from isoloss.engine.run.run import Run
 from isoloss.models.weights import manifest
 from isoloss.recipes import launch, sft
-from isoloss.tools.pool import WorkerError, WorkerPool
+from isoloss.tools.prove.rank_pool import WorkerError, WorkerPool
 
 
 @pytest.fixture

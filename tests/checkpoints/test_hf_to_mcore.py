@@ -32,7 +32,7 @@ from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader
 from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.models.weights.weight_map import weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 def read_back(checkpoint: Path) -> dict[str, torch.Tensor]:

@@ -15,15 +15,15 @@ from support import hostile
 from support.hostile import Payload, archive, by_name, saved
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights import manifest, megatron_args, run_config
+from isoloss.models.weights import manifest, megatron_args, recorded_config
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.distcp import Folder
-from isoloss.models.weights.iterations import checkpoint_folder
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel import UserError
 from isoloss.recipes import launch, sft
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 WEIGHT = "embedding.word_embeddings.weight"
 
@@ -264,9 +264,9 @@ def test_yaml_of_megatron_bridge(tmp_path, mark):
     path = tmp_path / "run_config.yaml"
     path.write_text(f"model: !!python/object/apply:builtins.exec [{hostile.code(mark)!r}]\n")
     with pytest.raises(UserError, match=r"run_config.yaml is damaged or not Megatron-Bridge's"):
-        run_config.hf_model(tmp_path)
+        recorded_config.hf_model(tmp_path)
     path.write_text("model:\n  _target_: os.system\n  hf_model_id: {_target_: os.system, command: 'touch mark'}\n")
-    assert "os.system" in str(run_config.hf_model(tmp_path))
+    assert "os.system" in str(recorded_config.hf_model(tmp_path))
     assert not mark.exists()
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from isoloss.models.weights.checkpoint_names import Style
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest, check_checksums, check_sizes, crc32, read
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ import psutil
 import pytest
 import torch
 
-from isoloss.models.weights.mapped import fetch, map_file, view
-from isoloss.parallel.errors import UserError
+from isoloss.models.weights.mmap import fetch, map_file, view
+from isoloss.parallel.runtime.errors import UserError
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing tells")
 

@@ -24,7 +24,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, copy_sidecars
 from isoloss.models.weights.weight_map import weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from isoloss.models.weights import megatron_args
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 STACKED, PER_LAYER = {"non_homogeneous_layers": False}, {"non_homogeneous_layers": True}
 ROWS = {

@@ -12,13 +12,13 @@ from support.multimodal import export, train, write_gemma_4, write_mistral3, wri
 from support.transformers_parity import make_engine, make_samples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-from isoloss.engine.rl.backends import in_process
+from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.weight_map import Part, hf_shapes, weight_map
 from isoloss.parallel import UserError
-from isoloss.tools import convert
+from isoloss.tools.convert import __main__ as convert
 
 # A text model's name, how its folder is written, and the class of the text model.
 WRITERS = {
@@ -120,8 +120,8 @@ def test_it_generates_as_the_multimodal_model(tmp_path, write, text_class):
     """In process, with weights by the names in its files."""
     hf = write(tmp_path / "hf")
     arch, reader = read_architecture(hf), HFReader(hf)
-    text = in_process.build(hf, arch, torch.float32, torch.device("cpu"))
-    slots = in_process.slots(text, arch)
+    text = transformers_backend.build(hf, arch, torch.float32, torch.device("cpu"))
+    slots = transformers_backend.slots(text, arch)
     assert slots.keys() == hf_shapes(weight_map(arch)).keys()
     for name, slot in slots.items():
         slot.copy_(reader.get(Part(name, reader.shape(name))))

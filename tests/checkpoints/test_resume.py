@@ -14,8 +14,8 @@ from support import training as world
 from support.runs import metrics_of, numbers, resumed
 from support.thinned import thinned
 
-from isoloss.engine import checkpoint, run, run_folder, trainer
-from isoloss.engine.config import (
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.config.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -24,10 +24,13 @@ from isoloss.engine.config import (
     OptimConfig,
     TrainConfig,
 )
+from isoloss.engine.run import folder as run_folder
+from isoloss.engine.run import run
+from isoloss.engine.sft import loop
 from isoloss.models.weights import manifest
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import launch, sft
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.proof import on_layout
 
 STEPS, SAVED = 8, 4
 
@@ -341,7 +344,7 @@ def test_the_same_rows_elsewhere_are_the_same_run(own):
 
 def test_a_checkpoint_that_does_not_tell_its_rows(own, capsys, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(trainer.RunData, "fingerprints", lambda data: [])  # as it was once
+        patch.setattr(loop.RunData, "fingerprints", lambda data: [])  # as it was once
         assert launch.main("sft", Config, sft.run, own[1]) == 0
     capsys.readouterr()
     assert launch.main("sft", Config, sft.run, [*own[1], "checkpoint.resume=true"]) == 2

@@ -21,13 +21,13 @@ import torch
 from support.faults import DISK_BROKEN, DISK_FULL, struck
 from support.waiting import until
 
-from isoloss.models.conversion import output, transfer
-from isoloss.models.conversion.output import HashedFile
+from isoloss.models.conversion import hashed_file, transfer
+from isoloss.models.conversion.hashed_file import HashedFile
 from isoloss.models.conversion.plan import FilePlan, OutputFile, Source
 from isoloss.models.conversion.transfer import run
-from isoloss.models.conversion.work import Work
+from isoloss.models.conversion.workers import Work
 from isoloss.models.weights.manifest import files_to_json
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -136,8 +136,8 @@ def test_contents_of_any_size_fill_one_file(tmp_path, monkeypatch):
     """Tensors of any stride and type, larger than a piece and smaller, that the disk takes bit by bit."""
     take = os.write
     monkeypatch.setattr(os, "write", lambda descriptor, data: take(descriptor, data[:10_000]))
-    monkeypatch.setattr(output, "PIECE_BYTES", 64 << 10)
-    monkeypatch.setattr(output, "FLUSH_BYTES", 200 << 10)
+    monkeypatch.setattr(hashed_file, "PIECE_BYTES", 64 << 10)
+    monkeypatch.setattr(hashed_file, "FLUSH_BYTES", 200 << 10)
     whole = torch.randn(70, 1234)
     contents = [
         b"123",

@@ -136,7 +136,7 @@ def test_generation(script, monkeypatch, tmp_path):
 
 def test_loss_head(script, one_rank):
     module = script("loss_head")
-    assert module.measure_memory(64, 96, 16, 0.25)["labelled"] == 16
+    assert module.measure_memory(64, 96, 16, 0.25)["labeled"] == 16
     assert module.measure_speed(32, 96, 16, 1)["speed_over_dense"] > 0
 
 
@@ -178,7 +178,7 @@ def test_linear_attention(script, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "in_a_process", module.measure_memory)
     module.main()
     figures = json.loads(out.read_text())
-    assert figures["rows"].keys() == {"log-normal", "log-normal, all labelled", "long"}
+    assert figures["rows"].keys() == {"log-normal", "log-normal, all labeled", "long"}
     assert figures["peak_bytes"].keys() == {"linear", "full"}
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
-from isoloss.parallel import UserError, device
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import device
 from isoloss.recipes import grpo, launch, sft
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 from support.stub_environment import StubEnvironment, stub_server
 
-from isoloss.tools import doctor
+from isoloss.tools.doctor import __main__ as doctor
 
 GIB = 1 << 30
 SGLANG = {"version": "0.5.23", "device": "cuda", "tp_size": 1}

@@ -15,7 +15,7 @@ from support.ports import free_port
 from support.runs import rows_of
 from support.waiting import LONG, until
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft
 
 TESTS = Path(__file__).parents[1]

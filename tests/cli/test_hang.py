@@ -9,7 +9,7 @@ import pytest
 from support.te_pool import environment
 from support.waiting import LONG
 
-from isoloss.engine.watchdog import Frame, Place, Watchdog, place_of, report, unfinished
+from isoloss.engine.instruments.watchdog import Frame, Place, Watchdog, place_of, report, unfinished
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 COLLECTIVE = r"(all_reduce|all_gather|barrier|all_gather_object|monitored_barrier)"
@@ -42,7 +42,7 @@ def test_the_rank_that_keeps_the_others_waiting_is_named(kind, arguments, tmp_pa
 PROCESS = """
 import sys, time
 from pathlib import Path
-from isoloss.engine import watchdog
+from isoloss.engine.instruments import watchdog
 
 def begun():
     dog = watchdog.Watchdog(Path(sys.argv[1]), 2.0, 0, 1)

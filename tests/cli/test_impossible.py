@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from support import impossible
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch, sft
 

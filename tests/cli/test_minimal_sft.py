@@ -10,7 +10,7 @@ from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenize
 from support.recipes import first_weights, minimal_losses, recipe_losses
 from transformers import AutoTokenizer
 
-from isoloss.engine.config import OptimConfig
+from isoloss.engine.config.schema import OptimConfig
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft
 
 

@@ -9,20 +9,20 @@ from support import groups
 from support.runs import TINY, conversation, write_model, write_rows
 from transformers import AutoTokenizer
 
-from isoloss.engine.config import Config
-from isoloss.engine.memory_limits import GIB
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.limits import GIB
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
-from isoloss.tools import plan
-from isoloss.tools.dryrun import picture
-from isoloss.tools.dryrun.data_file import DataPlan, plan_data
-from isoloss.tools.dryrun.estimate import Estimate
-from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.report import Exchange, PhaseReport, RankReport
-from isoloss.tools.dryrun.rollout_batch import estimate_batch
-from isoloss.tools.dryrun.tables import batch_lines, data_table, exchange_table
+from isoloss.tools.plan import __main__ as plan
+from isoloss.tools.plan import picture
+from isoloss.tools.plan.data_file import DataPlan, plan_data
+from isoloss.tools.plan.estimate import Estimate
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.report import Exchange, PhaseReport, RankReport
+from isoloss.tools.plan.rollout_batch import estimate_batch
+from isoloss.tools.plan.tables import batch_lines, data_table, exchange_table
 
 
 @pytest.fixture(scope="module")

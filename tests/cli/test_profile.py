@@ -8,7 +8,7 @@ import pytest
 from support.rl_runs import write_inputs
 from torch.profiler import profile
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch, sft
 
@@ -51,7 +51,7 @@ def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
     assert seconds["forward and backward"] + seconds["optimizer"] <= seconds["step"] + 2e-4  # rounded
     forwards = events_of(folder / "rank0.json.gz", "forward")
     assert len(forwards) == 3 and sum(forwards) == pytest.approx(seconds["forward"], abs=1e-4)
-    products = ("aten::mm", "mkldnn::_linear_pointwise")  # by the processor, parallel/products.py
+    products = ("aten::mm", "mkldnn::_linear_pointwise")  # by the processor, parallel/ops/matmul.py
     assert sum(len(events_of(folder / "rank0.json.gz", name)) for name in products) > 3
 
 

@@ -13,13 +13,13 @@ from support import training as world
 from support.runs import rows_of
 from support.training import config_of, samples, size
 
-from isoloss.engine import startup
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss
-from isoloss.parallel import device
+from isoloss.engine.config.schema import Config
+from isoloss.engine.instruments import startup
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss
+from isoloss.parallel.runtime import device
 from isoloss.recipes import launch, sft
-from isoloss.tools.parity import freeze
+from isoloss.tools.prove.parity import freeze
 
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "computed_tokens", "sequences",
            "micro_batches", "seconds", "tokens_per_second", "mfu", "applied", "weight_sum"}  # fmt: skip

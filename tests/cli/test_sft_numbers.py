@@ -15,8 +15,7 @@ from support.runs import conversation, rows_of
 from support.training import train_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from isoloss.engine import run
-from isoloss.engine.config import (
+from isoloss.engine.config.schema import (
     BatchConfig,
     CheckpointConfig,
     Config,
@@ -25,6 +24,7 @@ from isoloss.engine.config import (
     OptimConfig,
     TrainConfig,
 )
+from isoloss.engine.run import run
 from isoloss.recipes import launch, sft
 
 OPTIM = OptimConfig(betas=(0.8, 0.97), eps=1e-4, weight_decay=0.2, clip=0.1)

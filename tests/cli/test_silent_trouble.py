@@ -10,18 +10,18 @@ from support import trouble
 from support.runs import numbers, rows_of
 from support.training import config_of, samples, size
 
-from isoloss.engine.bad_steps import FEWEST, BadStepGuard
-from isoloss.engine.config import Config, TrainConfig
-from isoloss.engine.data import step_indices
-from isoloss.engine.engine import Engine, Limits, OptimResult
-from isoloss.engine.losses import Loss, Term
-from isoloss.engine.replicas import minority
-from isoloss.engine.run_files import JsonLines
-from isoloss.engine.step import StepMetrics
-from isoloss.engine.stragglers import Share, slow_ranks
+from isoloss.engine.config.schema import Config, TrainConfig
+from isoloss.engine.data.dataset import step_indices
+from isoloss.engine.instruments.files import JsonLines
+from isoloss.engine.run.spikes import FEWEST, BadStepGuard
+from isoloss.engine.run.stragglers import Share, slow_ranks
+from isoloss.engine.step.engine import Engine, Limits, OptimResult
+from isoloss.engine.step.forward_backward import StepMetrics
+from isoloss.engine.step.losses import Loss, Term
+from isoloss.engine.step.replica_check import minority
 from isoloss.parallel import UserError
 from isoloss.recipes import launch, sft
-from isoloss.tools.parity import freeze
+from isoloss.tools.prove.parity import freeze
 
 # ---- spikes ---------------------------------------------------------------------------------------------------------
 

@@ -22,8 +22,8 @@ from support.transformers_parity import make_engine
 from support.waiting import LONG, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch, sft
 

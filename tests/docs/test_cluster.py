@@ -23,14 +23,16 @@ from support import dockerfile
 from support.published import QWEN3_8B, QWEN3_30B_A3B
 from torch.distributed.run import get_args_parser
 
-from isoloss.engine import compatibility
-from isoloss.engine.config import Config
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reward.rewarder import located
 from isoloss.models.families.registry import read_architecture
-from isoloss.parallel import versions
+from isoloss.parallel.runtime import versions
 from isoloss.recipes.launch import compose_config
-from isoloss.tools import convert, doctor, plan
+from isoloss.tools.convert import __main__ as convert
+from isoloss.tools.doctor import __main__ as doctor
+from isoloss.tools.plan import __main__ as plan
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests/support/stand_in.py"
@@ -227,7 +229,7 @@ class Cluster:
         given = [f"model.path={folder}" if each.startswith("model.path=") else each for each in overrides]
         config = compose_config(recipe, RECIPES[recipe], given)[0]
         arch = read_architecture(folder)
-        compatibility.check(config, arch, config.parallel.layout().with_world(gpus))
+        rules.check(config, arch, config.parallel.layout().with_world(gpus))
         assert config.data.max_length <= min(arch.max_positions, config.batch.max_tokens)
         return (recipe, Path(model).name, gpus), config
 

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.parallel import flash_attention
+from isoloss.parallel.ops import flash_attention
 
 
 @contextlib.contextmanager

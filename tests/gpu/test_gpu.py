@@ -21,14 +21,14 @@ from support.layouts import ON_GPUS, overrides
 from support.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import Heads, PackedRow, grid_attention
 from isoloss.parallel.vocab import unrounded_logits
 from isoloss.recipes.launch import compose_config
-from isoloss.tools import proof
-from isoloss.tools.parity import Case, freeze
-from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
+from isoloss.tools.prove import proof
+from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS
+from isoloss.tools.prove.parity import Case, freeze
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]

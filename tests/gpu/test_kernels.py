@@ -6,9 +6,9 @@ from support import kernel_cases
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 
-from isoloss.parallel import delta_rule, flash_linear_attention, short_convolution
-from isoloss.parallel.products import add_product
-from isoloss.parallel.ragged import Uploads
+from isoloss.parallel.ops import flash_linear_attention, gated_delta, short_convolution
+from isoloss.parallel.ops.matmul import add_product
+from isoloss.parallel.ops.varlen import VarlenCache
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="needs a CUDA device")]
@@ -70,13 +70,13 @@ def test_a_gated_delta_rule_loses_no_more_than_products_by_chunks(lengths):
 
     def run(rule, convolution, dtype=None):
         leaves = [t.cuda().to(dtype or t.dtype).requires_grad_() for t in (query, key, value, decay, rate, x, weight)]
-        out = rule.delta_rule(*leaves[:5], lengths, Uploads())
-        mixed = convolution.short_convolution(*leaves[5:], lengths, Uploads())
+        out = rule.delta_rule(*leaves[:5], lengths, VarlenCache())
+        mixed = convolution.short_convolution(*leaves[5:], lengths, VarlenCache())
         mixed.square().sum().backward()
         (out * grad.cuda().to(out.dtype)).sum().backward()
         return [out.detach(), mixed.detach(), *(leaf.grad for leaf in leaves)]
 
-    twins = delta_rule, short_convolution
+    twins = gated_delta, short_convolution
     fast = run(flash_linear_attention, flash_linear_attention)
     for found, twin, right in zip(fast, run(*twins), run(*twins, torch.float64), strict=True):
         error, of_twin = ((each.double() - right).norm() / right.norm() for each in (found, twin))

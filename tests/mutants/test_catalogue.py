@@ -4,7 +4,7 @@ An entry of a *.toml file here:
 
     [[mutant]]
     name = "clipping-off"           # once in the catalogue
-    file = "engine/optimizer.py"
+    file = "engine/step/optimizer.py"
     before = '''the line, or lines, which occur once in the file'''
     after = '''what stands there instead'''
     suffers = "what a user would suffer"

@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 from support import invariance as world
 
-from isoloss.engine.config import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
-from isoloss.tools.parity import freeze
-from isoloss.tools.planted_bugs import NO_BUG
-from isoloss.tools.proof import first_batch, on_layout
+from isoloss.tools.prove.bugs import NO_BUG
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.proof import first_batch, on_layout
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from support.families import GATED_DELTA, VOCAB, published, write_config
 from support.grid import Grid
 from support.invariance import QWEN3, cases
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import weight_map
 

@@ -11,11 +11,14 @@ from support.asked import asked_for
 from support.device_faults import FAULTS
 from support.device_lint import ROWS
 
-from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.plan.report import RankReport
 
 # What is recorded of a fault, and where.
 REFUSED = {
-    "a host tensor into an all-gather": ("allgather_ of a tensor of the host", "isoloss/engine/step.py"),
+    "a host tensor into an all-gather": (
+        "allgather_ of a tensor of the host",
+        "isoloss/engine/step/forward_backward.py",
+    ),
     "a strided all-gather": ("_allgather_base_ of a tensor with gaps", "megatron/core/tensor_parallel/mappings.py"),
     "a strided send": ("send of a tensor with gaps", "isoloss/parallel/collectives.py"),
 }
@@ -72,9 +75,13 @@ def test_a_host_tensor_beside_a_device_tensor_raises(outcomes, fault):
 @pytest.mark.parametrize("fault", [WAITS])
 def test_one_more_wait_of_a_micro_batch_is_told(outcomes, fault):
     told = device_lint.differences(device_lint.pinned()["tp"], outcomes[RUN_OF[fault]])
-    place = "forward and backward, a micro-batch: wait, item: isoloss/engine/step.py run_step.token_loss"
+    place = (
+        "forward and backward, a micro-batch: wait, item: isoloss/engine/step/forward_backward.py run_step.token_loss"
+    )
     at = [line for line in told if line.startswith(place)]
-    assert len(at) == 1 and at[0].startswith(f"{place}: 1, more than the pinned 0: 1 at isoloss/engine/step.py:")
+    assert len(at) == 1 and at[0].startswith(
+        f"{place}: 1, more than the pinned 0: 1 at isoloss/engine/step/forward_backward.py:"
+    )
 
 
 def test_every_fault_is_planted():

@@ -11,7 +11,7 @@ from support import device_lint, dry_runs, grouped
 from support.families import VOCAB
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import (
+from isoloss.engine.config.schema import (
     BatchConfig,
     Config,
     MemoryConfig,
@@ -21,10 +21,10 @@ from isoloss.engine.config import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.engine.engine import OptimResult
-from isoloss.engine.run import metrics_row
-from isoloss.engine.step import StepMetrics
-from isoloss.tools.parity import freeze
+from isoloss.engine.run.run import metrics_row
+from isoloss.engine.step.engine import OptimResult
+from isoloss.engine.step.forward_backward import StepMetrics
+from isoloss.tools.prove.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
 ALIGNED = {"hidden_size": 48, "moe_intermediate_size": 32}

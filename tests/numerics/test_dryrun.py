@@ -6,10 +6,10 @@ import pytest
 from support import dry_runs, families, true_peak
 from support.asked import asked_for
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.plan.report import RankReport
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64}
 SIZES |= {"max_position_embeddings": 4096}

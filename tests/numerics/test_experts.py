@@ -7,8 +7,8 @@ from support.families import VOCAB
 from support.recompute import fp64_config
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import MemoryConfig
-from isoloss.tools.parity import freeze
+from isoloss.engine.config.schema import MemoryConfig
+from isoloss.tools.prove.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
 RECOMPUTE = {

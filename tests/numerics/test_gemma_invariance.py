@@ -12,7 +12,7 @@ from support.families import VOCAB, write_folder
 from support.grid import Grid
 from support.invariance import cases
 
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 
 # Both kinds of layer in turn, with 8 and 4 key/value heads, which every TP degree divides.
 SIZES = {

@@ -18,13 +18,21 @@ from support.grid import Grid
 from support.invariance import MAX_LENGTH, QWEN3, WIDE, cases
 from support.thinned import covering_pairs, thinned
 
-from isoloss.engine import compatibility
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    MemoryConfig,
+    ModelConfig,
+    OptimConfig,
+    TrainConfig,
+)
 from isoloss.models.families import qwen3
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.aggregation import MODES
-from isoloss.tools.parity import TOLERANCE, compare, freeze, measure, merge
+from isoloss.tools.prove.parity import TOLERANCE, compare, freeze, measure, merge
 
 # Two more shapes of the same problem: tied embeddings and biases; and fewer key/value heads than TP ranks.
 QWEN2 = WIDE | {"num_key_value_heads": 2}
@@ -61,7 +69,7 @@ def all_layouts(arch) -> Iterator[Layout]:
         for sequence_parallel in (True, False) if tp > 1 else (False,):
             layout = Layout(tp, pp, vpp, ulysses, ring, dp=dp, sequence_parallel=sequence_parallel)
             try:
-                compatibility.check(Config(ModelConfig("anywhere")), arch, layout)
+                rules.check(Config(ModelConfig("anywhere")), arch, layout)
             except UserError:
                 continue
             yield layout

@@ -6,11 +6,11 @@ import pytest
 from support import dry_runs, families, published
 from support.asked import asked_for
 
-from isoloss.engine.config import Config
-from isoloss.engine.memory_formula import step_memory
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.estimate import step_memory
 from isoloss.models.families.registry import read_architecture
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.dryrun.report import RankReport
+from isoloss.tools.plan.report import RankReport
 
 # The dry runs of all rows are made at once, before the first: on a slow machine in more than the usual five minutes.
 pytestmark = pytest.mark.timeout(1200)

@@ -21,8 +21,8 @@ from support.families import VOCAB, published, write_config
 from support.grid import Grid
 from support.thinned import thinned
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import (
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import (
     BatchConfig,
     Config,
     MemoryConfig,
@@ -34,9 +34,9 @@ from isoloss.engine.config import (
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
-from isoloss.tools.parity import TOLERANCE, Case, compare
-from isoloss.tools.planted_bugs import RunTraits
-from isoloss.tools.planted_bugs.experts import EXPERTS
+from isoloss.tools.prove.bugs import RunTraits
+from isoloss.tools.prove.bugs.experts import EXPERTS
+from isoloss.tools.prove.parity import TOLERANCE, Case, compare
 
 LENGTHS = (37, 5, 1, 23, 2, 61, 11, 3, 47, 29)  # 219 tokens; the third and the fifth are shorter than some contexts
 BUDGETS = (61, 110, 0)  # about one sequence a micro-batch, several, all in one

@@ -6,7 +6,7 @@ from support.grid import Grid
 from support.invariance import QWEN3, cases, losses
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 
 # 12 query heads for 3 key/value heads; 6 layers; 3 divides the width of the MLP.
 SIZES = QWEN3 | {"num_hidden_layers": 6, "hidden_size": 36, "num_attention_heads": 12, "num_key_value_heads": 3}

@@ -8,8 +8,8 @@ from support import interrupted
 from support.families import VOCAB, write_folder
 from support.training import same
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import (
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import (
     BatchConfig,
     Config,
     MemoryConfig,
@@ -18,7 +18,7 @@ from isoloss.engine.config import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.tools.parity import freeze
+from isoloss.tools.prove.parity import freeze
 
 
 @pytest.fixture(scope="module", params=("qwen3", "deepseek-v3"))

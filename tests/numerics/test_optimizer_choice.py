@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from support.families import write_folder
 
-from isoloss.engine.config import Config, ModelConfig
-from isoloss.engine.model_source import resolve
+from isoloss.engine.config.schema import Config, ModelConfig
+from isoloss.engine.step.model_source import resolve
 from isoloss.parallel import UserError
 
 FUSED_ADAM = """
@@ -23,10 +23,10 @@ TRAIN = """
 import sys
 import torch
 from pathlib import Path
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, ModelConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, negative_log_likelihood
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config, ModelConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, negative_log_likelihood
 
 if __name__ == "__main__":
     engine = Engine(Config(ModelConfig(sys.argv[1])))

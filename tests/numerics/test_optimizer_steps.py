@@ -9,7 +9,7 @@ from support.families import VOCAB, write_folder
 from support.optimizer_steps import by_the_engine, by_torch
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import OptimConfig
+from isoloss.engine.config.schema import OptimConfig
 
 RATES = (2e-3, 5e-3, 4e-3, 3e-3, 1e-3)
 BATCHES = [make_samples((5, 40, 17, 29, 2), VOCAB, seed) for seed in range(len(RATES))]

@@ -11,10 +11,10 @@ from support import gathering
 from support.families import VOCAB
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.parallel import Layout
-from isoloss.tools.parity import freeze
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.proof import on_layout
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))
 

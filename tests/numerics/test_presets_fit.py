@@ -7,10 +7,10 @@ import pytest
 from support import dry_runs
 from support.planned_presets import H100, MODELS, Plan, Preset, architecture, cluster_presets
 
-from isoloss.engine.memory_formula import step_memory
-from isoloss.engine.memory_limits import GIB, room
+from isoloss.engine.memory.estimate import step_memory
+from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
-from isoloss.tools.dryrun.estimate import estimate
+from isoloss.tools.plan.estimate import estimate
 
 MOST = 74  # GiB of an H100's 79.6: the rest is for the CUDA context, NCCL, workspaces and the allocator's gaps
 BESIDE_A_SERVER = 69  # a server that sleeps keeps five

@@ -12,17 +12,18 @@ from support.finite_difference import slope
 from support.invariance import FOUR_LAYERS
 from support.runs import copy_tokenizer
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import LossConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import LossConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import ASSETS
-from isoloss.tools import proof, prove
-from isoloss.tools.certificate import ProofRun, claims, verdict
-from isoloss.tools.parity import Case, Measurement, Norms, Tolerance, compare
-from isoloss.tools.planted_bugs import NO_BUG, PLANTED_BUGS
-from isoloss.tools.planted_bugs.dense import DENSE
-from isoloss.tools.planted_bugs.prefixes import PREFIXES
+from isoloss.tools.prove import __main__ as prove
+from isoloss.tools.prove import proof
+from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS
+from isoloss.tools.prove.bugs.dense import DENSE
+from isoloss.tools.prove.bugs.prefixes import PREFIXES
+from isoloss.tools.prove.certificate import ProofRun, claims, verdict
+from isoloss.tools.prove.parity import Case, Measurement, Norms, Tolerance, compare
 
 LAYOUTS = "dp2,ulysses2,ring2,pp2,tp2+nosp"
 BALANCED = ("moe.aux_loss=sequence", "moe.aux_loss_coef=0.5", "moe.z_loss_coef=0.1")

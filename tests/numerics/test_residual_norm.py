@@ -6,9 +6,9 @@ from support import residual_norms, training
 from support.families import VOCAB
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.models.mcore.kernels import Kernels
-from isoloss.tools.parity import freeze
+from isoloss.tools.prove.parity import freeze
 
 SAMPLES = freeze(make_samples((40, 17, 29, 33, 60, 9), VOCAB))  # two micro-batches
 # Family, memory, degrees, and how often each rank adds and norms at once: two layers, whole ones run twice.

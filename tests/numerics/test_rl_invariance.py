@@ -18,14 +18,14 @@ from support.families import VOCAB, published, write_config
 from support.grid import Grid
 from support.invariance import FOUR_LAYERS, MAX_LENGTH, loss_of
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
 from isoloss.parallel.aggregation import MODES
-from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.parity import TOLERANCE, Case, compare
-from isoloss.tools.planted_bugs.policy import POLICY
+from isoloss.tools.prove.bugs.policy import POLICY
+from isoloss.tools.prove.parity import TOLERANCE, Case, compare
+from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 
 LAYOUTS = (
     "1", "ulysses2", "ulysses4", "ulysses8", "tp2", "pp2", "dp2", "dp4", "tp2+pp2+ulysses2", "ring4", "ulysses2+ring2",

@@ -11,11 +11,11 @@ from support.families import GATED_DELTA, VOCAB, published, write_config
 from support.grid import Grid
 from support.invariance import FOUR_LAYERS, QWEN3, cases, logprobs, loss_of
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.parity import Case
+from isoloss.tools.prove.parity import Case
+from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 
 SHARED = BatchConfig(share_prefixes=True)
 LAYOUTS = (

@@ -28,12 +28,13 @@ from support.transformers_parity import (
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from isoloss.engine.batch import Sample
+from isoloss.engine.batching.sample import Sample
 from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.weight_map import Part
-from isoloss.parallel import attention, slabs, vocab
+from isoloss.parallel import attention, vocab
+from isoloss.parallel.ops import row_blocks
 
 LENGTHS = (2, 40, 17, 1, 29, 33, 110, 9, 12)  # one far beyond the windows and the original lengths of scaled rotations
 # Relative errors of the loss and, norm-wise, of each gradient.
@@ -139,9 +140,9 @@ def test_fp64_loss_and_gradients_are_those_of_transformers(exact_folder, one_ran
 
 @pytest.mark.parametrize("name", ("mistral", "gpt-oss"))
 def test_long_documents_and_a_vocabulary_in_chunks(name, one_rank, monkeypatch, tmp_path):
-    """Micro-batches of more tokens than the blocks in which masked attention takes its queries, and of more labelled
+    """Micro-batches of more tokens than the blocks in which masked attention takes its queries, and of more labeled
     positions than the loss head takes at a time: a window, and sinks, reach over the borders."""
-    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", 5 * VOCAB)
+    monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", 5 * VOCAB)
     loss_head = partial(vocab.vocab_parallel_logprobs, chunk_elements=100 * VOCAB)
     monkeypatch.setattr(model_module, "vocab_parallel_logprobs", loss_head)
     folder = write_folder(name, tmp_path / "in", max_position_embeddings=2048)

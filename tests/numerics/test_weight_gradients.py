@@ -8,12 +8,12 @@ import torch
 from support import families
 from support import weight_gradients as world
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, TrainConfig
 from isoloss.parallel import Layout
-from isoloss.parallel.products import add_product
-from isoloss.tools.parity import freeze
-from isoloss.tools.proof import on_layout
+from isoloss.parallel.ops.matmul import add_product
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.proof import on_layout
 
 LENGTHS = (37, 5, 23, 2, 61, 11, 3, 47)
 FOUR = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}

@@ -8,10 +8,10 @@ import pytest
 import torch
 from support import groups, training
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig
-from isoloss.tools.parity import freeze
-from isoloss.tools.pool import MAX_THREADS, WorkerPool
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerPool
 
 
 def test_a_rank_outlives_its_distributed_optimizers(pool, inputs):

@@ -14,7 +14,7 @@ import pytest
 from support.families import write_folder
 from support.waiting import LONG, until
 
-from isoloss.parallel import processes
+from isoloss.parallel.runtime import processes
 
 
 def command_line(process: psutil.Process) -> str:

@@ -12,8 +12,8 @@ from support.invariance import QWEN3
 from support.training import merged
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from isoloss.tools.parity import freeze
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
+from isoloss.tools.prove.parity import freeze
 
 DENSE, LATENT = "dense of 8 layers", "latent of 4, the first without experts"
 MODELS = {DENSE: published("qwen3", **QWEN3), LATENT: impossible.MODELS["latent"]}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.fake_servers import ENGINE, FakeServers, Rewards, length
 
-from isoloss.engine.config import BatchConfig, ModelConfig
-from isoloss.engine.rl.ahead import AheadRollout
+from isoloss.engine.config.schema import BatchConfig, ModelConfig
+from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.trajectory import Group, Prompt
@@ -45,7 +45,7 @@ class Trainer:
 
     def start(self) -> None:
         self.backend = FakeServers(BATCH * GENERATIONS)
-        kind = AheadRollout if self.config.generates_beside else Rollout
+        kind = AsyncRollout if self.config.generates_beside else Rollout
         self.rollout = kind(ENGINE, self.backend, self.rewards, self.config, PROMPTS, ())
         if (self.folder / "state").exists():
             done, state = torch.load(self.folder / "state", weights_only=True)

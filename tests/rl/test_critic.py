@@ -12,9 +12,9 @@ from support.plain_policy import PlainPolicy, write_random
 from support.runs import metrics_of
 from support.training import Arrays, weights
 
-from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rollout import Rollout
+from isoloss.engine.step.engine import Engine
 from isoloss.recipes import grpo, launch
 
 STEPS, CRITIC_LR, POLICY_LR, LAMBDA = 10, 3e-3, 1e-5, 0.9

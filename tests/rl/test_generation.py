@@ -10,10 +10,10 @@ from support import transformers_fp64
 from support.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from isoloss.engine.rl.backends import generation
-from isoloss.engine.rl.backends.generation import check_requests
-from isoloss.engine.rl.backends.sampling import choose, choose_directly, exponentials, noise_key
-from isoloss.engine.rl.backends.transformers_decoder import TransformersDecoder
+from isoloss.engine.rl.backends.local import continuous_batching
+from isoloss.engine.rl.backends.local.continuous_batching import check_requests
+from isoloss.engine.rl.backends.local.sampling import choose, choose_directly, exponentials, noise_key
+from isoloss.engine.rl.backends.local.transformers_decoder import TransformersDecoder
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
 
@@ -23,7 +23,7 @@ SAMPLING = Sampling(max_new_tokens=24, temperature=0.8, seed=3)
 
 
 def generate(model: PreTrainedModel, *args, **options) -> list[Completion]:
-    return generation.generate(TransformersDecoder(model), *args, **options)
+    return continuous_batching.generate(TransformersDecoder(model), *args, **options)
 
 
 @pytest.fixture(scope="session")
@@ -195,7 +195,7 @@ def test_a_probability_of_0_is_never_drawn():
 @pytest.mark.parametrize("temperature", [1.0, 0.3])
 def test_the_tokens_of_a_cpu_are_those_of_all_ratios(dtype, spread, temperature, monkeypatch):
     """It computes few of them. Of the random numbers some are rounded to 0 where it bounds them: 1 of 2**24."""
-    monkeypatch.setattr("isoloss.engine.rl.backends.sampling.ROOM", 5000)  # several rows at a time, and a rest
+    monkeypatch.setattr("isoloss.engine.rl.backends.local.sampling.ROOM", 5000)  # several rows at a time, and a rest
     logits_BV = spread * torch.randn(1002, 1000, generator=torch.Generator().manual_seed(1), dtype=dtype)
     logits_BV[:, ::7] = -torch.inf
     sampling = Sampling(1, temperature)
@@ -332,7 +332,7 @@ def test_a_free_place_is_filled_while_others_go_on(model):
 def test_prompts_are_read_within_the_budget(model, monkeypatch):
     wanted = generate(model("llama"), make_requests(), SAMPLING, 64, version=0)
     assert shapes_of_forwards(model("llama"), make_requests(), SAMPLING, 64)[:2] == [(4, 31), (12, 1)]
-    monkeypatch.setattr(generation, "MAX_PREFILL", 40)
+    monkeypatch.setattr(continuous_batching, "MAX_PREFILL", 40)
     shapes = shapes_of_forwards(model("llama"), make_requests(), SAMPLING, 64)
     assert all(rows == 1 or rows * columns <= 40 for rows, columns in shapes if columns > 1)
     assert_same(generate(model("llama"), make_requests(), SAMPLING, 64, version=0), wanted, 1e-10)

@@ -12,7 +12,7 @@ import pytest
 from support.runs import rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from isoloss.engine.config import ModelConfig
+from isoloss.engine.config.schema import ModelConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch
 from isoloss.tools import reward_curve

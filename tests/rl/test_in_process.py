@@ -7,8 +7,8 @@ from support import rollouts
 from support.families import MODELS, VOCAB, published, tensors_of, write_config
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
-from isoloss.engine.rl.backends import in_process
-from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.rl.backends.local import transformers_backend
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
@@ -56,7 +56,7 @@ def test_a_name_that_only_code_beside_the_file_knows(tmp_path):
     for name, config in (("plain", plain), ("named", named)):
         folder = write_config(tmp_path / name, config)
         arch = read_architecture(folder)
-        built.append((arch, in_process.build(folder, arch, torch.float32, torch.device("meta"))))
+        built.append((arch, transformers_backend.build(folder, arch, torch.float32, torch.device("meta"))))
     assert built[0][0] == built[1][0]
     one, other = ({name: t.shape for name, t in model.state_dict().items()} for _, model in built)
     assert one == other and type(built[0][1]) is type(built[1][1])
@@ -68,7 +68,7 @@ def test_a_class_that_transformers_does_not_choose_by_itself(tmp_path, monkeypat
     """Mistral 4's: of the name in the file."""
     folder = write_config(tmp_path / "model", published("mistral-4"))
     monkeypatch.delitem(MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, Mistral4Config)
-    model = in_process.build(folder, read_architecture(folder), torch.float32, torch.device("meta"))
+    model = transformers_backend.build(folder, read_architecture(folder), torch.float32, torch.device("meta"))
     assert type(model) is Mistral4ForCausalLM
 
 

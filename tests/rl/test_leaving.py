@@ -9,12 +9,12 @@ from support import leaving
 from support.families import VOCAB, write_folder
 from support.training import same
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
-from isoloss.engine.config import TrainConfig as Train
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig
+from isoloss.engine.config.schema import TrainConfig as Train
 from isoloss.parallel import Layout
-from isoloss.tools.parity import freeze
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.proof import on_layout
 
 LAYOUTS = {"1": "qwen3", "tp2": "qwen3", "dp2": "qwen3", "pp2+vpp2": "qwen3", "ep2+dp2": "qwen3-moe"}
 KINDS = {"fp64-plain": ("fp64", False), "bf16-plain": ("bf16", False), "bf16-distributed": ("bf16", True)}

@@ -18,11 +18,11 @@ from support import rl_runs
 from support.plain_policy import PlainPolicy, write_random
 from support.runs import metrics_of
 
-from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
-from isoloss.engine.rl.batch import RolloutBatch
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import RolloutBatch
 from isoloss.engine.rl.trajectory import Group, Trajectory
+from isoloss.engine.step.engine import Engine
 from isoloss.recipes import grpo, launch
 
 TEMPERATURE, KL_COEF, STEPS, MINIBATCHES, PROMPTS, GENERATIONS = 0.6, 0.3, 6, 2, 3, 4

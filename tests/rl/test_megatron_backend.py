@@ -9,11 +9,11 @@ from support import rollouts
 from support.families import MODELS, VOCAB
 from support.transformers_parity import make_engine
 
-from isoloss.engine.rl.backends.generation import ActiveSequence
-from isoloss.engine.rl.backends.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence
+from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
-from isoloss.parallel.decoding import KeyValueCache
-from isoloss.parallel.packed_matrix import PackedMatrix
+from isoloss.parallel.ops.kv_cache import KeyValueCache
+from isoloss.parallel.ops.prepacked import PackedMatrix
 
 SAMPLING = Sampling(max_new_tokens=20, stop_token_ids=tuple(range(0, VOCAB, 9)), seed=3)
 

@@ -13,7 +13,7 @@ from support.recipes import minimal_rl_steps, recipe_rl_steps
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from isoloss.engine.engine import Engine
+from isoloss.engine.step.engine import Engine
 from isoloss.parallel import mesh
 from isoloss.recipes import minimal_rl
 

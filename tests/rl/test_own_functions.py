@@ -11,14 +11,14 @@ import torch.distributed as dist
 from support import rl_runs
 from support.runs import rows_of
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, ModelConfig, TrainConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, TokenInputs, negative_log_likelihood
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, TokenInputs, negative_log_likelihood
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import grpo, launch
-from isoloss.tools import prove
+from isoloss.tools.prove import __main__ as prove
 
 FUNCTIONS = """
 import torch

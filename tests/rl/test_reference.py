@@ -8,12 +8,12 @@ import torch
 from support import dry_runs, families, reference
 from support.families import VOCAB
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.residents import ALIGNMENT, CHUNK, pinned_like
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.memory.offload import ALIGNMENT, CHUNK, pinned_like
 from isoloss.parallel import Layout
-from isoloss.tools.parity import freeze
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.parity import freeze
+from isoloss.tools.prove.proof import on_layout
 
 
 @pytest.mark.parametrize("piece", (1000, 1 << 26))  # of a tensor, and more than any

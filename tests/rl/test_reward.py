@@ -17,11 +17,11 @@ import pytest
 from support import reward_faults
 from support.waiting import LONG, until
 
-from isoloss.engine.chat import load_tokenizer
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.config import RewardConfig
 from isoloss.engine.rl.reward.rewarder import BUILT_IN, Rewarder, Scored, check_rewarded
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 END = 2

@@ -10,9 +10,9 @@ from support.rl_runs import config_of
 from support.runs import metrics_of, numbers, resumed
 from support.training import same
 
-from isoloss.engine import checkpoint
+from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.rl.config import RLConfig
-from isoloss.tools.pool import WorkerError, WorkerPool
+from isoloss.tools.prove.rank_pool import WorkerError, WorkerPool
 
 FILES = ("rollouts", "eval", "eval_rollouts")
 

@@ -11,7 +11,7 @@ from support.rl_runs import config_of
 from support.runs import metrics_of, numbers, resumed
 from support.training import merged, same
 
-from isoloss.engine import checkpoint
+from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes import grpo, launch

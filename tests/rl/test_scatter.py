@@ -10,12 +10,12 @@ from support import scatter
 from support.families import VOCAB, published, write_config
 from support.invariance import FOUR_LAYERS
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, ModelConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import BatchConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
-from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.proof import on_layout
+from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 
 LAYOUTS = ("1", "dp2", "dp4", "tp2+dp2", "pp2+dp2", "ulysses2+dp2", "tp2+pp2")
 

@@ -37,7 +37,7 @@ def test_every_tensor_arrives_once(family, world, parallel, tiny_hf, pool):
     arrived = pool.run(world, rollouts.buckets, folder, BUCKET_BYTES, parallel)
     assert len({len(buckets) for of_rank in arrived for buckets in of_rank.values()}) == 1
     assert not any(bucket for of_rank in arrived[1:] for bucket in of_rank["rank 0"])
-    of_holders = list(zip(*(of_rank["its holder"] for of_rank in arrived)))
+    of_holders = list(zip(*(of_rank["owner"] for of_rank in arrived)))
     assert all(sum(map(bool, buckets)) == 1 for buckets in of_holders)  # one rank at a time
     held = [next(filter(None, buckets)) for buckets in of_holders]
     for buckets in [arrived[0]["rank 0"], held, *(of_rank["every rank"] for of_rank in arrived)]:
@@ -55,7 +55,7 @@ def test_what_a_server_joins_comes_in_one_bucket(family, parallel, tiny_hf, pool
     """q_a_proj and kv_a_proj_with_mqa of a layer, of which SGLang makes one matrix. Nothing else shares a bucket."""
     latent = ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj")
     arrived = pool.run(2, rollouts.buckets, tiny_hf(family), 1, parallel)
-    for receives in ("every rank", "rank 0", "its holder"):
+    for receives in ("every rank", "rank 0", "owner"):
         joined = set()
         for bucket in (bucket for of_rank in arrived for bucket in of_rank[receives]):
             layers = {name.partition(".self_attn.")[0] for name, _ in bucket}

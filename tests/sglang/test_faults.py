@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 from isoloss.engine.rl.backends.sglang.weights import TensorSync
 from isoloss.engine.rl.trajectory import Sampling
-from isoloss.parallel import UserError, versions
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import versions
 
 from .conftest import Control
 

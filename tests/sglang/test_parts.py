@@ -18,15 +18,16 @@ from hypothesis import strategies as st
 from support.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
+from isoloss.engine.rl.backends.servers.fault_counts import NAMES, Incidents
 from isoloss.engine.rl.backends.servers.generate import Fleet
-from isoloss.engine.rl.backends.servers.incidents import NAMES, Incidents
 from isoloss.engine.rl.backends.servers.process import GUARD, ServerProcess
 from isoloss.engine.rl.backends.servers.server import ServerLost
 from isoloss.engine.rl.backends.sglang.bucket import flatten, serialize
 from isoloss.engine.rl.backends.sglang.group import own_address
 from isoloss.engine.rl.backends.sglang.server import SGLangServer, read_reply, sampling_params
 from isoloss.engine.rl.trajectory import Request, Sampling
-from isoloss.parallel import UserError, environment, processes
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment, processes
 
 # ---------------------------------------------------------------------------------------------------- replies, requests
 

@@ -9,10 +9,12 @@ from torch import Tensor
 
 from isoloss.parallel import Layout, Mesh, attention
 from isoloss.parallel.attention import Heads, PackedRow, grid_attention
-from isoloss.parallel.block_attention import attend, attend_backward
-from isoloss.parallel.blocks import blocks_of
-from isoloss.parallel.ragged import Uploads
-from isoloss.parallel.sequence import Forest, own_tokens, tokens_of
+from isoloss.parallel.ops.block_attention import attend, attend_backward
+from isoloss.parallel.ops.mask_blocks import blocks_of
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+from isoloss.parallel.ops.row_order import tokens_of
+from isoloss.parallel.ops.varlen import VarlenCache
+from isoloss.parallel.sequence import own_tokens
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class Case:
     parents: tuple[int, ...] = ()
 
     @property
-    def forest(self) -> Forest:
-        return Forest(self.lengths, self.parents)
+    def forest(self) -> PrefixTree:
+        return PrefixTree(self.lengths, self.parents)
 
 
 SCALE = 0.7
@@ -94,7 +96,7 @@ def on_slices(case: Case, ulysses: int, ring: int) -> tuple[Tensor, list[Tensor]
 def round_the_ring(case: Case, ring: int, *, flash: bool = True) -> list[Tensor]:
     """Output and gradients as all ranks of a ring make them, in this process: rank by rank, each with its own keys
     first."""
-    tokens, uploads = [tokens_of(case.lengths, ring, rank) for rank in range(ring)], Uploads()
+    tokens, uploads = [tokens_of(case.lengths, ring, rank) for rank in range(ring)], VarlenCache()
     whole = (case.query_WHD, case.key_WKD, case.value_WKU)
     dtype = torch.promote_types(case.grad_WHU.dtype, torch.float32)
     results = [torch.zeros_like(t, dtype=dtype) for t in (case.grad_WHU, *whole)]

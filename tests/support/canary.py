@@ -7,10 +7,11 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from isoloss.engine import step, trainer
-from isoloss.engine.config import Config
-from isoloss.engine.packing import PackedBatch
-from isoloss.engine.step import CanaryError
+from isoloss.engine.batching.packing import PackedBatch
+from isoloss.engine.config.schema import Config
+from isoloss.engine.sft import loop
+from isoloss.engine.step import forward_backward
+from isoloss.engine.step.forward_backward import CanaryError
 from isoloss.parallel.normalizer import TokenCounts
 
 
@@ -31,7 +32,12 @@ def lost_target(batch: PackedBatch) -> PackedBatch:
 @contextlib.contextmanager
 def fault(name: str) -> Iterator[None]:
     """In the last rank alone, from the second call of the function on."""
-    count, pack, schedule, calls = step.count_tokens, step.pack, step.run_schedule, []
+    count, pack, schedule, calls = (
+        forward_backward.count_tokens,
+        forward_backward.pack,
+        forward_backward.run_schedule,
+        [],
+    )
 
     def struck() -> bool:
         calls.append(None)
@@ -55,9 +61,9 @@ def fault(name: str) -> Iterator[None]:
         return schedule(mesh, chunks, micro_batches, rows, *rest, **options)
 
     planted = {
-        "counts": (step, "count_tokens", of_its_own),
-        "target": (step, "pack", packed),
-        "micro-batch": (step, "run_schedule", scheduled),
+        "counts": (forward_backward, "count_tokens", of_its_own),
+        "target": (forward_backward, "pack", packed),
+        "micro-batch": (forward_backward, "run_schedule", scheduled),
     }[name]
     with mock.patch.object(*planted):
         yield
@@ -67,7 +73,7 @@ def told(config: Config, name: str) -> str:
     """What the run ends with: the text of its CanaryError."""
     with fault(name):
         try:
-            trainer.train_sft(config, "test")
+            loop.train_sft(config, "test")
         except CanaryError as error:
             return str(error)
     return "nothing"

@@ -12,14 +12,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories, is_main_replica
 
-from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_writer import share_writing  # before a dry run stands in for it
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
-from isoloss.engine.model_source import resolve
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.writer import share_writing  # before a dry run stands in for it
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.model_source import resolve
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.dryrun.rank import NoWeights
-from isoloss.tools.dryrun.world import join, without_values
+from isoloss.tools.plan.rank import NoWeights
+from isoloss.tools.plan.world import join, without_values
 
 
 def share_of(config: Config, rank: int, world_size: int, told: Mapping[int, Any]) -> tuple[int, int, Any]:

@@ -13,9 +13,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from isoloss.engine import checkpoint
-from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.step.engine import Engine
 from support.transformers_parity import TOKEN_MEAN, make_engine
 
 OURS = ("state_dict", "sharded_param_state_fully_reshardable", "load_parameter_state_from_fully_reshardable")

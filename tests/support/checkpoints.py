@@ -7,7 +7,7 @@ import torch
 from megatron.core import dist_checkpointing
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
+from isoloss.engine.batching.sample import Sample
 from isoloss.models.mcore.gpt import unwrap
 from support.transformers_parity import TOKEN_MEAN, make_engine
 

@@ -5,10 +5,10 @@ from unittest import mock
 
 from torch._inductor import config, ir, metrics
 
-from isoloss.parallel.one_kernel import OneKernel, compiled
+from isoloss.parallel.ops.fused import Fused, compiled
 
 
-def as_on_a_gpu(kernel: OneKernel, *args: Any) -> tuple[Any, int]:
+def as_on_a_gpu(kernel: Fused, *args: Any) -> tuple[Any, int]:
     """What it gives, compiled for this CPU, and of how many kernels. What is computed once, and what again, is decided
     as for a GPU; whether it was is no part of the key of the compiler's cache."""
     metrics.reset()

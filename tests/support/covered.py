@@ -4,7 +4,7 @@ what they saw: while coverage is measured, they are asked to end first."""
 import sys
 from unittest import mock
 
-from isoloss.tools.pool import RankWorker, WorkerPool
+from isoloss.tools.prove.rank_pool import RankWorker, WorkerPool
 
 SECONDS = 5.0  # to write; a rank that hangs in a collective never does
 kill = WorkerPool._stop_worker

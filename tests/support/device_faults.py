@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.tensor_parallel import mappings
 from torch import Tensor
 
-from isoloss.engine import step
+from isoloss.engine.step import forward_backward
 
 
 def _changed(
@@ -51,8 +51,8 @@ FAULTS: Mapping[str, Callable[[], contextlib.AbstractContextManager]] = {
     "a host tensor into an all-gather": lambda: _changed(dist, "all_gather", Tensor.cpu, 1),
     "a strided send": _strided_send,
     "a strided all-gather": lambda: _changed(mappings, "dist_all_gather_func", _strided, 1),
-    "an item for every micro-batch": lambda: _changed(step, "_token_inputs", _asked, HIDDEN),
+    "an item for every micro-batch": lambda: _changed(forward_backward, "_token_inputs", _asked, HIDDEN),
     "a host tensor beside a device tensor": lambda: _changed(
-        step, "_token_inputs", lambda x: x * torch.ones(x.shape), HIDDEN
+        forward_backward, "_token_inputs", lambda x: x * torch.ones(x.shape), HIDDEN
     ),
 }

@@ -17,10 +17,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from isoloss.parallel.versions import SUPPORTED_MEGATRON
-from isoloss.tools.dryrun.phases import HALF
-from isoloss.tools.dryrun.report import PhaseReport, RankReport
-from isoloss.tools.dryrun.sites import SOURCES
+from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
+from isoloss.tools.plan.phases import HALF
+from isoloss.tools.plan.report import PhaseReport, RankReport
+from isoloss.tools.plan.sites import SOURCES
 from support import dry_runs, families
 
 LOWER = "cd tests; python -m support.device_lint"

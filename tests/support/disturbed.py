@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from isoloss.engine.preemption import Preemption
-from isoloss.engine.run import Run
+from isoloss.engine.run.preemption import Preemption
+from isoloss.engine.run.run import Run
 from isoloss.recipes import dapo, grpo, launch, sft
 from support.faults import Operations
 from support.phases import MOMENTS, WRITING, watch

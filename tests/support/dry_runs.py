@@ -13,10 +13,10 @@ from unittest import mock
 import torch
 
 from isoloss.recipes.launch import CONFIGS, compose_config
-from isoloss.tools.dryrun import rank
-from isoloss.tools.dryrun.rank import dry_run
-from isoloss.tools.dryrun.report import RankReport
-from isoloss.tools.dryrun.world import Device, Kernels
+from isoloss.tools.plan import rank
+from isoloss.tools.plan.rank import dry_run
+from isoloss.tools.plan.report import RankReport
+from isoloss.tools.plan.world import Device, Kernels
 from support.device_faults import FAULTS
 
 

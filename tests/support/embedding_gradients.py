@@ -6,10 +6,10 @@ from unittest import mock
 
 import torch
 
-from isoloss.engine import engine
-from isoloss.engine.batch import Sample
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.step import engine
 from isoloss.models.mcore import patches
-from isoloss.parallel.embedding import embed
+from isoloss.parallel.ops.embedding import embed
 from support.transformers_parity import Evaluated, evaluate
 
 

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.engine.optimizer import global_grad_norm
-from isoloss.tools.parity import thaw
-from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.engine.step.optimizer import global_grad_norm
+from isoloss.tools.prove.bugs import NO_BUG, PlantedBug
+from isoloss.tools.prove.parity import thaw
 from support.invariance import FOUR_LAYERS
 
 STEP = 1e-8  # of a finite difference

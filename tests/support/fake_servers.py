@@ -9,13 +9,13 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
-from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
+from isoloss.engine.rl.backends.protocol import Arrived, ignore
 from isoloss.engine.rl.reward.rewarder import Scored
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
+from isoloss.engine.step.engine import Engine
 from isoloss.models.mcore.weight_stream import Receives
 
-ENGINE = cast(Engine, SimpleNamespace(weight_stream=lambda *_: iter(()), leave_device=lambda **_: None))
+ENGINE = cast(Engine, SimpleNamespace(weight_stream=lambda *_: iter(()), offload=lambda **_: None))
 
 
 FEW = 2
@@ -63,7 +63,7 @@ class FakeServers:
         return result
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore
     ) -> Sequence[Completion | None]:
         assert not self._busy
         self._aborted.clear()

@@ -161,7 +161,7 @@ def published(name: str, **changes: Any) -> dict[str, Any]:
 def make(
     name: str, *, dtype: torch.dtype = torch.float32, seed: int = 1, gain: float = 1.5, **changes: Any
 ) -> PreTrainedModel:
-    """Every weight random, so that no two can be exchanged unnoticed: matrices, norms, biases, sinks.
+    """Every weight random, so that no two can be exchanged ignore: matrices, norms, biases, sinks.
 
     gain: of a matrix, from its input's size to its output's. 1.5 makes attention far from uniform.
     """

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from isoloss.engine import run_files
+from isoloss.engine.instruments import files
 
 OPERATIONS = ("open", "write", "fsync", "mkdir", "rename", "unlink", "rmdir", "sendfile")
 DISK_FULL, DISK_BROKEN = errno.ENOSPC, errno.EIO
@@ -138,4 +138,4 @@ class FullDisk:
                 disk.room -= written
                 return written
 
-        monkeypatch.setattr(run_files, "FileIO", File)
+        monkeypatch.setattr(files, "FileIO", File)

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from isoloss.engine.config import BatchConfig, Config, DataConfig, LossConfig, ModelConfig, TrainConfig
-from isoloss.engine.data import load_dataset
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.data.dataset import load_dataset
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 from isoloss.recipes.launch import ASSETS
 
 STEP = 1e-5

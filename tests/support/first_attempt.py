@@ -7,8 +7,8 @@ import os
 import signal
 import sys
 
-from isoloss.engine.config import Config
-from isoloss.engine.run import BadStepGuard
+from isoloss.engine.config.schema import Config
+from isoloss.engine.run.run import BadStepGuard
 from isoloss.recipes import launch, sft
 
 

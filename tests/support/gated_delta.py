@@ -11,8 +11,8 @@ from torch import Tensor
 from isoloss.models.architecture import Architecture, GatedDelta
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.build import layer_spec, transformer_config
-from isoloss.models.mcore.gated_delta_net import GatedDeltaNet
 from isoloss.models.mcore.kernels import ALL
+from isoloss.models.mcore.layers.gated_delta_net import GatedDeltaNet
 from isoloss.models.rope import Rope
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow

@@ -14,13 +14,13 @@ from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup, shard_buffer
 from safetensors.torch import load_file
 
-from isoloss.engine import optimizer
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, TokenInputs, cross_entropy
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config, LossConfig
 from isoloss.engine.rl.reference import Reference
-from isoloss.tools.parity import thaw
+from isoloss.engine.step import optimizer
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, TokenInputs, cross_entropy
+from isoloss.tools.prove.parity import thaw
 from support import grouped
 from support.training import Arrays, Killed, weights
 
@@ -125,7 +125,7 @@ def save(engine: Engine, samples: Sequence[Sample], folder: Path) -> Sequence[An
 
 
 def leave(engine: Engine, samples: Sequence[Sample], folder: Path) -> Sequence[Any]:
-    engine.leave_device()
+    engine.offload()
     engine.return_to_device()
     return _read_at_once(engine, samples, folder)
 
@@ -133,7 +133,7 @@ def leave(engine: Engine, samples: Sequence[Sample], folder: Path) -> Sequence[A
 def leave_amid(engine: Engine, samples: Sequence[Sample], folder: Path) -> Sequence[Any]:
     """After a pass in which a rank had nothing to do, and waited for nothing."""
     found = [engine.evaluate(samples[:1], cross_entropy(LossConfig())).loss]
-    engine.leave_device()
+    engine.offload()
     assert all(bucket.param_gather_handle is None for bucket in engine.gather._buckets)
     return [*found, *(w.clone() for _, w in engine.weights())]
 
@@ -200,8 +200,8 @@ READERS: dict[str, Reader] = {
     "weight_stream": stream,
     "export_hf": export,
     "save and load": save,
-    "leave_device": leave,
-    "leave_device amid a gather": leave_amid,
+    "offload": leave,
+    "offload amid a gather": leave_amid,
     "a rank without samples": idle,
     "a step that is not applied": spoiled,
     "a step that fails": failed,

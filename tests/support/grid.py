@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
-from isoloss.tools.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
-from isoloss.tools.planted_bugs import NO_BUG, PlantedBug
-from isoloss.tools.pool import WorkerPool
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.bugs import NO_BUG, PlantedBug
+from isoloss.tools.prove.parity import TOLERANCE, Case, Measurement, compare, freeze, measure, merge, reference_file
+from isoloss.tools.prove.proof import on_layout
+from isoloss.tools.prove.rank_pool import WorkerPool
 
 
 class Grid:

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.models.mcore import dispatch, experts, grouped_experts
-from isoloss.tools.parity import thaw
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.models.mcore.moe import dispatch, experts, grouped_experts
+from isoloss.tools.prove.parity import thaw
 from support import training
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from isoloss.parallel import Layout, Mesh
-from isoloss.parallel.mesh import of_the_world
+from isoloss.parallel.mesh import reuse_world_group
 from isoloss.parallel.schedule import Messages
 
 AXES = ("tp", "pp", "ulysses", "ring", "context", "dp", "dp_context", "stage", "ep", "etp", "expert_dp")
@@ -80,9 +80,9 @@ def for_scalars(layout: Layout) -> tuple[str | None, bool, list[str]]:
     which sums of losses go."""
     mesh = Mesh.create(layout)
     shared = next((axis for axis in ("tp", "pp") if mesh.stage is getattr(mesh, axis)), None)
-    world = of_the_world(mesh.megatron.tp_dp_cp) is dist.group.WORLD
+    world = reuse_world_group(mesh.megatron.tp_dp_cp) is dist.group.WORLD
     names = {id(mesh.dp_context): "dp_context", id(mesh.pp): "pp"}
-    return shared, world, [names[id(group)] for group in mesh.of_losses]
+    return shared, world, [names[id(group)] for group in mesh.loss_groups]
 
 
 def leave_a_child() -> tuple[int, int]:

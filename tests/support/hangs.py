@@ -12,8 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
 from isoloss.recipes import launch, sft
 
 FOR_EVER = 3600

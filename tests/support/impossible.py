@@ -1,4 +1,4 @@
-"""Runs that cannot be, and what is said of each: the rows that every rule of engine/compatibility.py is tested by.
+"""Runs that cannot be, and what is said of each: the rows that every rule of engine/config/rules.py is tested by.
 
 A row is a model, overrides on top of a run that works, and the words that the one line must have: the key with its
 value (the first override, unless `shown` says how it is written), the reason, and a value that would do.

@@ -1,9 +1,9 @@
 """Optimizer steps with a checkpoint before or after them, and exports; runs on every rank."""
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.tools.parity import thaw
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.prove.parity import thaw
 from support.training import Arrays, weights
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 from isoloss.models.mcore import build
 from isoloss.models.mcore.gpt import unwrap
-from isoloss.tools.parity import Case, Measurement, measure, thaw
+from isoloss.tools.prove.parity import Case, Measurement, measure, thaw
 
 MAX_LENGTH = 96
 # 8 heads, 4 key/value heads and 8 layers divide by every degree up to 8 that a grid asks of them.

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from torch import Tensor
 
-from isoloss.models.mcore.norm import JointHeadNorm
+from isoloss.models.mcore.layers.norm import JointHeadNorm
 from isoloss.parallel import Layout, Mesh
 
 EPS = 0.3  # of the size of the squares, so that it counts

@@ -10,18 +10,10 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore import (
-    activations,
-    dispatch,
-    gated_attention,
-    gated_norm,
-    grouped_experts,
-    norm,
-    residual_norm,
-    rotary,
-)
-from isoloss.parallel import block_attention, logits
-from isoloss.parallel.one_kernel import OneKernel
+from isoloss.models.mcore.layers import activations, gated_attention, gated_norm, norm, residual_norm, rotary
+from isoloss.models.mcore.moe import dispatch, grouped_experts
+from isoloss.parallel.ops import block_attention, logits
+from isoloss.parallel.ops.fused import Fused
 
 Inputs = Sequence[Any]
 ROWS, HEADS, WIDTH, COLUMNS = 300, 4, 64, 2003
@@ -58,7 +50,7 @@ def _log_sum_exp() -> Tensor:
     return torch.logsumexp(3 * _draw(ROWS, COLUMNS), 1)
 
 
-CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
+CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
     "turn_halves": (rotary.turn_halves, _turned),
     "turn_halves_back": (rotary.turn_halves_back, _turned),
     "turn_neighbours": (rotary.turn_neighbours, _turned),
@@ -157,13 +149,13 @@ CASES: dict[str, tuple[OneKernel, Callable[[], Inputs]]] = {
 }  # fmt: skip
 
 
-def of_the_product() -> Iterator[OneKernel]:
+def of_the_product() -> Iterator[Fused]:
     """Every kernel that some module of models/mcore or parallel holds."""
     for package in (isoloss.models.mcore, isoloss.parallel):
         for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             if not module.name.endswith("te_attention"):  # which derives from Transformer Engine
                 held = vars(importlib.import_module(module.name)).values()
-                yield from (each for each in held if isinstance(each, OneKernel))
+                yield from (each for each in held if isinstance(each, Fused))
 
 
 def exact(inputs: Inputs) -> Inputs:

@@ -8,14 +8,14 @@ from unittest import mock
 
 import torch
 
-from isoloss.engine import residents
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.engine.rl.backends.in_process import InProcessBackend
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.memory import offload
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reference import Reference
-from isoloss.tools.parity import thaw
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.prove.parity import thaw
 from support import rl_runs
 from support.training import Arrays, weights
 
@@ -41,7 +41,7 @@ def live_bytes() -> int:
         if type(each) in (torch.Tensor, torch.nn.Parameter) and each.layout == torch.strided:
             storage = each.untyped_storage()
             found[storage._cdata] = storage.nbytes()
-    return sum(nbytes for nbytes in found.values() if nbytes != residents.CHUNK)
+    return sum(nbytes for nbytes in found.values() if nbytes != offload.CHUNK)
 
 
 def settled() -> int:
@@ -57,7 +57,7 @@ def settled() -> int:
 def cycles(config: Config, frozen: bytes, count: int, leaves: bool, chunk: int = 1 << 16) -> Cycles:
     """Step, weights to the servers, log-probabilities; where it leaves, as a run beside servers does."""
     before = settled()
-    with mock.patch.object(residents, "CHUNK", chunk):
+    with mock.patch.object(offload, "CHUNK", chunk):
         engine, samples = Engine(config), thaw(frozen)
         numbers: list[float] = []
         sent: list[dict[str, float]] = []
@@ -68,13 +68,13 @@ def cycles(config: Config, frozen: bytes, count: int, leaves: bool, chunk: int =
             numbers += [metrics.loss, result.grad_norm]
             there = nbytes() - before
             if leaves:
-                engine.leave_device(weights=False)
+                engine.offload(weights=False)
                 without_training = nbytes() - before
             buckets = engine.weight_stream(20_000, "every rank")
             sent.append({name: tensor.double().sum().item() for bucket in buckets for name, tensor in bucket})
             if leaves:
                 del buckets
-                engine.leave_device()
+                engine.offload()
                 away = nbytes() - before
             numbers += [value for of_one in engine.logprobs(samples) for value in of_one.tolist()]
         return Cycles(numbers, sent, weights(engine), there, without_training, away)
@@ -100,7 +100,7 @@ def every_verb(config: Config, frozen: bytes, folder: str) -> None:
     }
     for verb in verbs.values():
         engine.zero_grad()
-        engine.leave_device()
+        engine.offload()
         verb()
 
 
@@ -125,16 +125,16 @@ def interrupted(config: Config, frozen: bytes, fails_at: int, comes_back: bool) 
 
     losses = [engine.train_step(samples, cross_entropy(LossConfig()))[0].loss]
     if comes_back:
-        engine.leave_device()
+        engine.offload()
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", or_fail(torch.UntypedStorage.resize_)),
         mock.patch.object(torch.Tensor, "copy_", or_fail(copy)),
     ):
         try:
-            engine.return_to_device() if comes_back else engine.leave_device()
+            engine.return_to_device() if comes_back else engine.offload()
         except MemoryError:
             failed = True
-    engine.leave_device()
+    engine.offload()
     losses += [engine.train_step(samples, cross_entropy(LossConfig()))[0].loss for _ in range(2)]
     return failed, losses, weights(engine)
 
@@ -147,7 +147,7 @@ def amid_a_step(config: Config, frozen: bytes) -> tuple[str, bool]:
         engine.forward_backward(thaw(frozen), cross_entropy(LossConfig("sum")))
         if asks:
             try:
-                engine.leave_device()
+                engine.offload()
             except ValueError as error:
                 told = str(error)
         norms.append(engine.optim_step().grad_norm)

@@ -26,8 +26,8 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
 from torch import Tensor, nn
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.optimizer import complete_state
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint.optimizer_state import complete_state
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout, Mesh
 from support import plain_megatron

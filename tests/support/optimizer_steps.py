@@ -12,10 +12,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
 from support import transformers_fp64
 from support.transformers_parity import weights_by_hf_name
 

@@ -15,7 +15,7 @@ from isoloss.engine.rl.backends.servers.process import ServerProcess
 from isoloss.engine.rl.reward.pool import Call, RewardPool
 from isoloss.models.conversion import transfer
 from isoloss.models.conversion.plan import FilePlan, OutputFile
-from isoloss.tools.pool import WorkerPool
+from isoloss.tools.prove.rank_pool import WorkerPool
 from support.transformers_parity import make_engine
 from support.waiting import until
 

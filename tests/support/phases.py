@@ -16,10 +16,10 @@ class Moment:
     after: bool = False
 
 
-_RUN, _ENGINE = "isoloss.engine.run", "isoloss.engine.engine"
-_SAVER, _CHECKPOINT = "isoloss.engine.checkpoint_saver", "isoloss.engine.checkpoint"
+_RUN, _ENGINE = "isoloss.engine.run.run", "isoloss.engine.step.engine"
+_SAVER, _CHECKPOINT = "isoloss.engine.checkpoint.saver", "isoloss.engine.checkpoint.checkpoint"
 _ROLLOUT, _LOOP = "isoloss.engine.rl.rollout", "isoloss.engine.rl.loop"
-_AHEAD = "isoloss.engine.rl.ahead"
+_AHEAD = "isoloss.engine.rl.async_rollout"
 _REWARDER, _REWARDS = "isoloss.engine.rl.reward.rewarder", "isoloss.engine.rl.reward.pool"
 _SERVER = "isoloss.engine.rl.backends.sglang.server"
 
@@ -56,8 +56,10 @@ _EXPERIENCE = (
     Moment("evaluated", f"{_ROLLOUT}:Rollout.evaluate", after=True),
 )
 _IN_PROCESS = (
-    Moment("amid generation", "isoloss.engine.rl.backends.generation:advance"),
-    Moment("amid a weight sync", "isoloss.engine.rl.backends.in_process:InProcessBackend.update_weights"),
+    Moment("amid generation", "isoloss.engine.rl.backends.local.continuous_batching:advance"),
+    Moment(
+        "amid a weight sync", "isoloss.engine.rl.backends.local.transformers_backend:InProcessBackend.update_weights"
+    ),
 )
 _SERVERS = (
     Moment("amid generation", f"{_SERVER}:SGLangServer.generate"),
@@ -73,10 +75,10 @@ _ALSO = {
 }  # fmt: skip
 GRPO_SERVERS = (*_SERVERS, *(each for each in GRPO if each.name in _ALSO))
 GRPO_AHEAD = (
-    Moment("begun ahead", f"{_AHEAD}:UnderWay.begin", after=True),
-    Moment("waiting for a batch", f"{_AHEAD}:UnderWay.wait"),
-    Moment("a batch taken", f"{_AHEAD}:UnderWay.wait", after=True),
-    Moment("ended for an update", f"{_AHEAD}:UnderWay.stop", after=True),
+    Moment("begun ahead", f"{_AHEAD}:InFlight.begin", after=True),
+    Moment("waiting for a batch", f"{_AHEAD}:InFlight.wait"),
+    Moment("a batch taken", f"{_AHEAD}:InFlight.wait", after=True),
+    Moment("ended for an update", f"{_AHEAD}:InFlight.stop", after=True),
     *GRPO_SERVERS,
 )
 WRITING = Moment("writing", f"{_SAVER}:Saver._write")

@@ -11,18 +11,18 @@ from functools import cache, cached_property
 from itertools import islice
 from pathlib import Path
 
-from isoloss.engine.config import Config
-from isoloss.engine.memory_formula import step_memory
-from isoloss.engine.memory_limits import GIB
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.estimate import step_memory
+from isoloss.engine.memory.limits import GIB
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import CONF, CONFIGS, compose_config, presets
-from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.phases import GENERATION
-from isoloss.tools.dryrun.report import PhaseReport, RankReport
-from isoloss.tools.dryrun.search import Candidate, timed
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.phases import GENERATION
+from isoloss.tools.plan.report import PhaseReport, RankReport
+from isoloss.tools.plan.search import Candidate, timed
 from support import dry_runs, published
 
 LONG = {"max_position_embeddings": 131072}  # what the presets of 128k take

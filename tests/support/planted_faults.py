@@ -14,7 +14,7 @@ from isoloss.models.rope import Rope
 from isoloss.models.weights import checkpoint_read, hf_checkpoint
 from isoloss.models.weights.mappings import QKV, GatedMLP
 from isoloss.models.weights.weight_map import Part, Weight, weight_map
-from isoloss.tools import verify_tensors
+from isoloss.tools.convert import verify_tensors
 
 
 def plain_qkv() -> contextlib.AbstractContextManager:

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.engine import step
+from isoloss.engine.step import forward_backward
 from isoloss.parallel import schedule
 from support.families import VOCAB
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
@@ -34,7 +34,7 @@ def passed(folder: Path, parallel: dict, twin: bool) -> tuple[list[Event], float
     engine = make_engine(folder, "fp32", **parallel)
     events: list[Event] = []
     rows: list[Tensor] = []
-    pack, forward_row = step.pack, step.forward_row
+    pack, forward_row = forward_backward.pack, forward_backward.forward_row
 
     def packing(*args, **options):
         packed = pack(*args, **options)
@@ -50,8 +50,8 @@ def passed(folder: Path, parallel: dict, twin: bool) -> tuple[list[Event], float
         return out
 
     with (
-        mock.patch.object(step, "pack", packing),
-        mock.patch.object(step, "forward_row", forwarding),
+        mock.patch.object(forward_backward, "pack", packing),
+        mock.patch.object(forward_backward, "forward_row", forwarding),
         mock.patch.object(schedule, "OneAhead", AllAtOnce if twin else schedule.OneAhead),
     ):
         metrics = engine.forward_backward(make_samples(LENGTHS, VOCAB), TOKEN_MEAN)
@@ -63,13 +63,13 @@ def uploads(folder: Path, parallel: dict) -> list[tuple[int, int]]:
     """Of each forward of a chunk in a step: the row, and which of the tables of uploads it was given."""
     engine = make_engine(folder, "fp32", **parallel)
     given: list[tuple[Tensor, object]] = []
-    forward_row = step.forward_row
+    forward_row = forward_backward.forward_row
 
     def forwarding(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads):
         given.append((tokens_R, uploads))
         return forward_row(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads)
 
-    with mock.patch.object(step, "forward_row", forwarding):
+    with mock.patch.object(forward_backward, "forward_row", forwarding):
         engine.forward_backward(make_samples(LENGTHS, VOCAB), TOKEN_MEAN)
     rows, tables = ([id(each) for each in column] for column in zip(*given))
     torch.testing.assert_close(len(set(rows)), len(LENGTHS))

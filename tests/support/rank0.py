@@ -4,14 +4,15 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from isoloss.engine.rank0 import RankZero
 from isoloss.engine.rl.trajectory import Absent, Completion
-from isoloss.parallel import UserError, launch
+from isoloss.parallel import UserError
+from isoloss.parallel.rank0 import RankZero
+from isoloss.parallel.runtime import process_group
 
 
 def told(kind: str) -> tuple[str, str, int]:
     """The result of a call on rank 0, or the type and the text of what was raised; and how often it was called here."""
-    launch.init_process_group()
+    process_group.init_process_group()
     rank0, calls = RankZero(), []
 
     def call() -> str:
@@ -30,7 +31,7 @@ def told(kind: str) -> tuple[str, str, int]:
 
 def agreed() -> tuple[None, tuple[str, str]]:
     """What ranks agree on that all succeed, and then where all but the first fail."""
-    launch.init_process_group()
+    process_group.init_process_group()
     rank0, rank = RankZero(), dist.get_rank()
 
     def call() -> None:
@@ -44,7 +45,7 @@ def agreed() -> tuple[None, tuple[str, str]]:
 
 def told_in_part() -> tuple[str, str]:
     """What a rank gets of a result that the others are shown a part of."""
-    launch.init_process_group()
+    process_group.init_process_group()
     rank0 = RankZero()
     found = (
         rank0.run(lambda: "whole", lambda result: result[:2]),

@@ -4,11 +4,11 @@ import contextlib
 import json
 from pathlib import Path
 
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.loop import train_rl
-from isoloss.engine.trainer import train_sft
+from isoloss.engine.sft.loop import train_sft
+from isoloss.engine.step.engine import Engine
 from isoloss.recipes import minimal_rl, minimal_sft
 from isoloss.recipes.launch import compose_config
 

@@ -9,7 +9,7 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from isoloss.engine.config import (
+from isoloss.engine.config.schema import (
     BatchConfig,
     Config,
     LossConfig,
@@ -18,9 +18,9 @@ from isoloss.engine.config import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.tools.parity import thaw
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.prove.parity import thaw
 
 KEEP = MemoryConfig()
 

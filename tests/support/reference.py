@@ -2,11 +2,11 @@
 
 from unittest import mock
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
+from isoloss.engine.config.schema import Config, LossConfig
 from isoloss.engine.rl import reference
-from isoloss.tools.parity import thaw
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.prove.parity import thaw
 from support.training import same, weights
 
 

@@ -1,19 +1,19 @@
-"""Which rule of engine/compatibility.py refuses a setup, known by its line."""
+"""Which rule of engine/config/rules.py refuses a setup, known by its line."""
 
 import ast
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from isoloss.engine import compatibility
-from isoloss.engine.config import Config
+from isoloss.engine.config import rules as compatibility
+from isoloss.engine.config.schema import Config
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """line: of the rule's `yield` in engine/compatibility.py."""
+    """line: of the rule's `yield` in engine/config/rules.py."""
 
     key: str
     why: str

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from unittest import mock
 
-from isoloss.engine.config import Config
-from isoloss.models.mcore import residual_norm
+from isoloss.engine.config.schema import Config
+from isoloss.models.mcore.layers import residual_norm
 from support import training
 
 

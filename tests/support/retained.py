@@ -5,11 +5,11 @@ from unittest import mock
 
 from torch import Tensor
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.models.mcore.router import Router
-from isoloss.tools.parity import thaw
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.models.mcore.moe.router import Router
+from isoloss.tools.prove.parity import thaw
 
 
 def router_outputs(config: Config, frozen: bytes) -> tuple[int, int]:

@@ -27,7 +27,7 @@ def stay():
         time.sleep(600)
     return 0.25
 
-def come_back():
+def onload():
     os.fork()
     return 0.25
 
@@ -51,7 +51,7 @@ FAULTS = {
     "complex": lambda: 1j,
     "odd": lambda: Odd(),
 }
-HARMLESS = {"fork that stays": stay, "fork that comes back": come_back}
+HARMLESS = {"fork that stays": stay, "fork that comes back": onload}
 
 def reward(completion):
     kind, _, quarters = completion.partition(" #")

@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from isoloss.engine.engine import Engine
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.tools.parity import thaw
+from isoloss.engine.step.engine import Engine
+from isoloss.tools.prove.parity import thaw
 
 Arrays = dict[str, np.ndarray]
 

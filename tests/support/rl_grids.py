@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import LossConfig, ModelConfig, TrainConfig
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.tools.fabricated import rollout_fields
-from isoloss.tools.parity import Case
-from isoloss.tools.pool import WorkerPool
+from isoloss.tools.prove.parity import Case
+from isoloss.tools.prove.rank_pool import WorkerPool
+from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 from support.families import VOCAB
 from support.grid import Grid
 

@@ -11,17 +11,17 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from isoloss.engine.engine import Engine
 from isoloss.engine.rl import loop
-from isoloss.engine.rl.backends.in_process import InProcessBackend
-from isoloss.engine.rl.batch import to_sample
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.experience import to_sample
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.trajectory import Completion
-from isoloss.engine.run import BadStepGuard, Run
+from isoloss.engine.run.run import BadStepGuard, Run
+from isoloss.engine.step.engine import Engine
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.proof import on_layout
 from support.phases import GRPO, watch
 from support.rank0 import of_rank_0
 from support.runs import write_model, write_rows

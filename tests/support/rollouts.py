@@ -11,11 +11,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine
-from isoloss.engine.rl.backends.in_process import InProcessBackend
-from isoloss.engine.rl.backends.megatron import MegatronBackend
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
+from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
+from isoloss.engine.step.engine import Engine
 from isoloss.models.mcore.weight_stream import Named, Receives
 from support.families import VOCAB
 from support.rank0 import of_rank_0

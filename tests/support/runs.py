@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TypeVar
 
-from isoloss.engine.config import Config
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from isoloss.engine import checkpoint
-from isoloss.engine.batch import Sample
-from isoloss.engine.checkpoint_writer import HostCopies, Share
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.writer import HostCopies, Share
 from isoloss.parallel.collectives import gather_objects
 from support.transformers_parity import TOKEN_MEAN, make_engine, make_samples
 

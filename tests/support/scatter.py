@@ -6,12 +6,12 @@ from itertools import chain
 
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss
+from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.engine.scatter import Scatter
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss
 
 
 def refused(config: RLConfig, samples: Sequence[Sample]) -> str:

@@ -11,8 +11,7 @@ from typing import Any, cast
 
 from doubles.sglang_server import LIES
 
-from isoloss.engine.config import ModelConfig
-from isoloss.engine.engine import Engine
+from isoloss.engine.config.schema import ModelConfig
 from isoloss.engine.rl.backends.protocol import Bucket, RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.server import ServerLost
@@ -21,6 +20,7 @@ from isoloss.engine.rl.backends.sglang.weights import weight_sync
 from isoloss.engine.rl.config import RLConfig, RolloutConfig
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.engine.step.engine import Engine
 from support.servers import VOCAB, buckets, policy, requests, worst
 
 # What each costs: one more request, or nothing.

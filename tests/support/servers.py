@@ -85,7 +85,7 @@ def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[s
         for k, bucket in enumerate(buckets(model)):
             dist.barrier()
             drawn.append(len(bucket))
-            holder = k % 2 if backend.receives == "its holder" else 0
+            holder = k % 2 if backend.receives == "owner" else 0
             has = backend.receives == "every rank" or dist.get_rank() == holder
             yield [(name, tensor[:-1] if holder in spoiled else tensor) for name, tensor in bucket] if has else []
 
@@ -96,7 +96,7 @@ def on_two_ranks(url: str, way: str, model_folder: str, sync_dir: str) -> dict[s
         seen["mistakes"], seen["claimed"] = [], []
         for wrong in (
             lambda: backend.update_weights(mine(spoiled=(0, 1)), 4),
-            lambda: backend.update_weights(mine(spoiled=(1,) if backend.receives == "its holder" else (0,)), 4),
+            lambda: backend.update_weights(mine(spoiled=(1,) if backend.receives == "owner" else (0,)), 4),
             lambda: backend.generate([Request("row:9", (1,) * 5000)], Sampling(6)),
         ):
             try:

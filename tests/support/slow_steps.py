@@ -6,8 +6,8 @@ torchrun ... -m support.slow_steps SECONDS key=value ...
 import sys
 import time
 
-from isoloss.engine.config import Config
-from isoloss.engine.run import BadStepGuard
+from isoloss.engine.config.schema import Config
+from isoloss.engine.run.run import BadStepGuard
 from isoloss.recipes import launch, sft
 
 

@@ -5,10 +5,10 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from isoloss.engine import checkpoint
-from isoloss.engine.checkpoint_saver import Saver
-from isoloss.engine.config import CheckpointConfig
-from isoloss.engine.engine import Engine
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.saver import Saver
+from isoloss.engine.config.schema import CheckpointConfig
+from isoloss.engine.step.engine import Engine
 from isoloss.models.weights import manifest
 from support.faults import Dead, Operations
 from support.transformers_parity import make_engine

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine import compatibility
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import (
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import (
     BatchConfig,
     Config,
     ModelConfig,
@@ -21,8 +21,8 @@ from isoloss.engine.config import (
     ParallelConfig,
     TrainConfig,
 )
-from isoloss.engine.engine import Engine
-from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.gpt import unwrap
@@ -55,8 +55,8 @@ def make_engine(
     with mock.patch.object(transformer_engine, "installed", lambda: newest):
         in_bf16 = replace(config, train=TrainConfig(precision="bf16"))
         layout = config.parallel.layout().with_world(dist.get_world_size())
-        compatibility.check(in_bf16, read_architecture(folder), layout)
-    with mock.patch.object(compatibility, "check"):
+        rules.check(in_bf16, read_architecture(folder), layout)
+    with mock.patch.object(rules, "check"):
         return Engine(config)
 
 

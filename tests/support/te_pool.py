@@ -24,7 +24,8 @@ def environment() -> dict[str, str]:
 
 
 class TransformerEnginePool:
-    """`run` as that of `isoloss.tools.pool.WorkerPool`; a failure raises RuntimeError. Use as a context manager."""
+    """`run` as that of `isoloss.tools.prove.rank_pool.WorkerPool`; a failure raises RuntimeError. Use as a context
+    manager."""
 
     def __init__(self, size: int):
         self.size = size
@@ -51,7 +52,7 @@ class TransformerEnginePool:
 
 def _serve(connection: Connection, size: int) -> None:
     from isoloss.parallel import UserError
-    from isoloss.tools.pool import WorkerError, WorkerPool
+    from isoloss.tools.prove.rank_pool import WorkerError, WorkerPool
     from support import covered
 
     covered.measure_ranks()

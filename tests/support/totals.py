@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from isoloss.engine.step import totals_of
+from isoloss.engine.step.forward_backward import totals_of
 from isoloss.parallel import Layout, Mesh
 
 

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isoloss.engine import checkpoint, run, trainer
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
-from isoloss.engine.run_folder import open_folder
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.config.schema import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, TrainConfig
+from isoloss.engine.run import run
+from isoloss.engine.run.folder import open_folder
+from isoloss.engine.sft import loop
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.parallel import Layout, PreemptedError, UserError
-from isoloss.tools.parity import thaw
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.parity import thaw
+from isoloss.tools.prove.proof import on_layout
 
 Arrays = dict[str, np.ndarray]
 
@@ -88,7 +90,7 @@ def train(
         mock.patch.object(checkpoint.Share, "write", write_or_die),
     ):
         try:
-            trainer.train_sft(config, "test")
+            loop.train_sft(config, "test")
             died = False
         except (Killed, PreemptedError):
             died = True
@@ -99,7 +101,7 @@ def train(
 def train_at(config: Config, peak: float) -> None:
     """The recipe, on devices that are said to have so many FLOPs a second."""
     with mock.patch.object(run, "peak_flops", lambda device: peak):
-        trainer.train_sft(config, "test")
+        loop.train_sft(config, "test")
 
 
 def untrained(config: Config) -> Arrays:

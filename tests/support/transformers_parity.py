@@ -7,11 +7,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import BatchConfig, Config, LossConfig, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.engine.optimizer import global_grad_norm
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import (
+    BatchConfig,
+    Config,
+    LossConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    TrainConfig,
+)
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.engine.step.optimizer import global_grad_norm
 from isoloss.models.weights.weight_map import weight_map
 
 TOKEN_MEAN = cross_entropy(LossConfig())

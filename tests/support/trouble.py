@@ -8,13 +8,15 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from isoloss.engine import run, step, trainer
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine, Limits
-from isoloss.engine.losses import cross_entropy
-from isoloss.engine.replicas import DivergedError, differing
-from isoloss.parallel.launch import host_group
-from isoloss.tools.parity import thaw
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.run import run
+from isoloss.engine.sft import loop
+from isoloss.engine.step import forward_backward as step
+from isoloss.engine.step.engine import Engine, Limits
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.engine.step.replica_check import DivergedError, differing
+from isoloss.parallel.runtime.process_group import host_group
+from isoloss.tools.prove.parity import thaw
 
 
 def flip_a_bit(engine: Engine, name: str, place: int = 0) -> None:
@@ -57,7 +59,7 @@ def train_with_a_flip(config: Config, at: int, victim: int) -> str:
 
     with mock.patch.object(run.BadStepGuard, "check", check_and_flip), mock.patch.object(Engine, "__init__", keep):
         try:
-            trainer.train_sft(config, "test")
+            loop.train_sft(config, "test")
             return "done"
         except DivergedError as error:
             return str(error)
@@ -76,7 +78,7 @@ def train_with_a_straggler(config: Config, victim: int | None, seconds: float) -
         told.extend(lines)
 
     with mock.patch.object(step, "forward_row", slowly), mock.patch.object(run.Run, "print", keep):
-        trainer.train_sft(config, "test")
+        loop.train_sft(config, "test")
     return [line for line in told if "is slow" in line], socket.gethostname()
 
 

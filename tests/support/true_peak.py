@@ -15,10 +15,10 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from isoloss.engine.config import Config
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.tools.dryrun.phases import full_rows
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.plan.phases import full_rows
 
 
 class LiveBytes(TorchDispatchMode):

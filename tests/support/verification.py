@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from isoloss.engine.batch import Sample
+from isoloss.engine.batching.sample import Sample
 from support.transformers_parity import TOKEN_MEAN, make_engine
 
 

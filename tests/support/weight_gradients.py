@@ -5,10 +5,10 @@ from unittest import mock
 import numpy as np
 from megatron.core.tensor_parallel import layers
 
-from isoloss.engine.config import Config, LossConfig
-from isoloss.engine.engine import Engine
-from isoloss.engine.losses import cross_entropy
-from isoloss.tools.parity import thaw
+from isoloss.engine.config.schema import Config, LossConfig
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import cross_entropy
+from isoloss.tools.prove.parity import thaw
 
 
 def gradients(config: Config, frozen: bytes) -> tuple[int, dict[str, np.ndarray]]:

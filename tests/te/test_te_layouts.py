@@ -15,7 +15,7 @@ from support import te_models
 from support.families import MODELS, VOCAB, write_folder
 from support.transformers_parity import make_samples
 
-from isoloss.engine.config import MoeConfig
+from isoloss.engine.config.schema import MoeConfig
 
 LENGTHS = (2, 40, 17, 29, 33, 60)  # several micro-batches, and documents that no number of ranks divides
 FP32 = 1e-5  # relative to the norm

@@ -9,10 +9,10 @@ import torch
 from packaging.version import Version
 from support.refusals import first_refusal, rule_lines, silent
 
-from isoloss.engine import compatibility
-from isoloss.engine.batch import Sample
-from isoloss.engine.config import Config, ModelConfig, ParallelConfig, TrainConfig
-from isoloss.engine.packing import pack
+from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.models.architecture import Architecture, Experts, Latent, Values
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.rope import Rope
@@ -42,7 +42,7 @@ def config(precision: str, wanted: bool, **parallel) -> Config:
 
 
 def check(settings: Config, arch: Architecture) -> None:
-    compatibility.check(settings, arch, settings.parallel.layout())
+    rules.check(settings, arch, settings.parallel.layout())
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import torch
 from support.compiled_kernels import as_on_a_gpu
 from torch.nn.functional import gelu, silu
 
-from isoloss.models.mcore import activations
-from isoloss.models.mcore.activations import clamped_swiglu, geglu, swiglu
-from isoloss.parallel import slabs
+from isoloss.models.mcore.layers import activations
+from isoloss.models.mcore.layers.activations import clamped_swiglu, geglu, swiglu
+from isoloss.parallel.ops import row_blocks
 
 KERNELS = {
     swiglu: (activations.swiglu_forward, activations.swiglu_backward),
@@ -37,7 +37,7 @@ def test_a_gate(activation, of_gate):
 @GATES
 @pytest.mark.parametrize("rows", [0, 1, 9, 10])
 def test_a_cpu_passes_over_a_few_rows_at_a_time(monkeypatch, rows, activation, of_gate):
-    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", 3 * 6)
+    monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", 3 * 6)
     x = wide()[None, :rows].detach().requires_grad_()
     y = x.detach().clone().requires_grad_()
     found, wanted = activation(x), of_gate(y[..., :3]) * y[..., 3:]

@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from isoloss.engine import data as data_module
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import load_dataset
-from isoloss.engine.rejects import Reject, RejectsOfRun
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data import dataset as data_module
+from isoloss.engine.data.bad_rows import Reject, RejectsOfRun
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import load_dataset
+from isoloss.engine.data.rows import MAX_DEPTH
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rows import MAX_DEPTH
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 USER, ASSISTANT = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello there."}

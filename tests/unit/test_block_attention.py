@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from support.attention import SCALE, Case, dense_reference, round_the_ring
 from support.compiled_kernels import as_on_a_gpu
 
-from isoloss.parallel import block_attention
-from isoloss.parallel.block_attention import attend
-from isoloss.parallel.blocks import blocks_of
-from isoloss.parallel.ragged import Uploads
-from isoloss.parallel.sequence import Forest
+from isoloss.parallel.ops import block_attention
+from isoloss.parallel.ops.block_attention import attend
+from isoloss.parallel.ops.mask_blocks import blocks_of
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+from isoloss.parallel.ops.varlen import VarlenCache
 
 LENGTHS = (1, 37, 2, 90, 5, 9)  # 144 tokens
 
@@ -80,7 +80,7 @@ def test_a_group_that_shares_its_prompt_takes_two_calls():
 
 
 def test_every_rank_sees_as_much_of_shared_prompts():
-    forest = Forest((64, 16, 32, 48), (-1, 0, 0, 0))
+    forest = PrefixTree((64, 16, 32, 48), (-1, 0, 0, 0))
     sizes = [
         sum(
             (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
@@ -94,20 +94,20 @@ def test_every_rank_sees_as_much_of_shared_prompts():
 
 
 def test_pieces_come_depth_first():
-    forest = Forest((5, 2, 3, 4, 6, 1), (-1, 0, 1, 0, -1, 4))
+    forest = PrefixTree((5, 2, 3, 4, 6, 1), (-1, 0, 1, 0, -1, 4))
     assert forest.offsets == (0, 5, 7, 5, 0, 6) and forest.depths == (0, 1, 2, 1, 0, 1)
     assert forest.ends == (4, 3, 3, 4, 6, 6) and forest.longest == 10 and forest.shares
-    assert not Forest((5, 2)).shares and not Forest((5, 2), (-1, -1)).shares
-    assert Forest((5, 2)).ends == Forest((5, 2), (-1, -1)).ends == (1, 2)
+    assert not PrefixTree((5, 2)).shares and not PrefixTree((5, 2), (-1, -1)).shares
+    assert PrefixTree((5, 2)).ends == PrefixTree((5, 2), (-1, -1)).ends == (1, 2)
     with pytest.raises(AssertionError, match="depth first"):
-        Forest((5, 2, 3, 4), (-1, 0, -1, 1))
+        PrefixTree((5, 2, 3, 4), (-1, 0, -1, 1))
 
 
 def test_without_a_window_every_rank_has_the_same_pairs_to_look_at():
     def pairs(rank: int, owner: int) -> int:
         return sum(
             (b.queries.stop - b.queries.start) * (b.keys.stop - b.keys.start)
-            for b in blocks_of(Forest((4096,)), 4, rank, owner, None)
+            for b in blocks_of(PrefixTree((4096,)), 4, rank, owner, None)
         )
 
     for step in range(1, 4):
@@ -142,9 +142,9 @@ def test_a_whole_row_is_one_call_and_nothing_is_copied_for_it(window):
             case.query_WHD,
             case.key_WKD,
             case.value_WKU,
-            blocks_of(Forest(LENGTHS), 1, 0, 0, window),
+            blocks_of(PrefixTree(LENGTHS), 1, 0, 0, window),
             SCALE,
-            Uploads(),
+            VarlenCache(),
             None,
         )
     (call,) = forward.call_args_list
@@ -160,8 +160,8 @@ def test_a_window_of_a_ring_takes_few_calls_whatever_the_number_of_documents():
     with flash_attention.installed() as forward:
         round_the_ring(case, 2)
     assert forward.call_count <= 2 * (1 + 2 * len(LENGTHS))
-    own = blocks_of(Forest(LENGTHS), 2, 0, 0, 20)
-    assert len(Uploads().calls(own, 72, 72, torch.device("cpu"))) < len(own)
+    own = blocks_of(PrefixTree(LENGTHS), 2, 0, 0, 20)
+    assert len(VarlenCache().calls(own, 72, 72, torch.device("cpu"))) < len(own)
 
 
 def test_without_a_kernel_or_where_it_is_not_wanted_blocks_of_queries_do():

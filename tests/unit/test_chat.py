@@ -6,10 +6,10 @@ from importlib.resources import files
 
 import pytest
 
-from isoloss.engine.chat import load_tokenizer, maps_characters, tokenize_row
-from isoloss.engine.chat_template import check_template_kwargs
-from isoloss.engine.rows import Row
-from isoloss.parallel.errors import UserError
+from isoloss.engine.data.chat import load_tokenizer, maps_characters, tokenize_row
+from isoloss.engine.data.chat_template import check_template_kwargs
+from isoloss.engine.data.rows import Row
+from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 

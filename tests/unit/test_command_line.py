@@ -2,7 +2,11 @@
 
 import pytest
 
-from isoloss.tools import configuration, doctor, make_tasks, make_tiny, plan, prove, reward_curve
+from isoloss.tools import reward_curve
+from isoloss.tools.dev import configuration, make_tasks, make_tiny
+from isoloss.tools.doctor import __main__ as doctor
+from isoloss.tools.plan import __main__ as plan
+from isoloss.tools.prove import __main__ as prove
 
 
 @pytest.mark.parametrize(

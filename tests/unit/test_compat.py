@@ -18,9 +18,9 @@ import isoloss.models.mcore.build  # noqa: F401  it applies the patches
 from isoloss.models.architecture import Experts
 from isoloss.models.mcore import transformer_engine
 from isoloss.models.mcore.compat import AnyLayer, ClampedSwiGLU, SwiGLU, gradients_for_norm, submodules_of
-from isoloss.models.mcore.dense_mlp import RecomputingMLP
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.router import Router
+from isoloss.models.mcore.layers.dense_mlp import RecomputingMLP
+from isoloss.models.mcore.moe.router import Router
 
 CONFIG = LayerConfig(num_layers=1, hidden_size=8, num_attention_heads=1, use_cpu_initialization=True)
 

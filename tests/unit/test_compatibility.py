@@ -9,15 +9,8 @@ from megatron.core.transformer.moe import fused_a2a
 from support import impossible
 from support.refusals import Refusal, first_refusal, rule_lines, silent
 
-from isoloss.engine import compatibility
-from isoloss.engine.config import (
-    Config,
-    MemoryConfig,
-    ModelConfig,
-    MoeConfig,
-    ParallelConfig,
-    TrainConfig,
-)
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config, MemoryConfig, ModelConfig, MoeConfig, ParallelConfig, TrainConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
@@ -107,7 +100,7 @@ def test_what_is_not_refused_megatron_builds(model, models, monkeypatch):
         model = ModelConfig("anywhere", transformer_engine=True)
         config = Config(model, parallel=ParallelConfig(stage_layers=stages), memory=memory)
         try:
-            compatibility.check(config, arch, layout)
+            rules.check(config, arch, layout)
         except UserError:
             refused += 1
             continue
@@ -125,7 +118,7 @@ def test_a_dispatcher_whose_package_is_here_is_megatrons(models, monkeypatch, di
     monkeypatch.setattr(fused_a2a, "HAVE_HYBRIDEP", dispatcher == "hybridep")
     arch, layout = read_architecture(models / "moe"), Layout.parse("ep2")
     config = Config(ModelConfig("anywhere"), moe=MoeConfig(dispatcher=dispatcher), train=TrainConfig(precision="bf16"))
-    compatibility.check(config, arch, layout)
+    rules.check(config, arch, layout)
     built = transformer_config(
         arch, layout, torch.bfloat16, stage_layers(arch, layout, ()), MemoryConfig(), dispatcher=dispatcher
     )

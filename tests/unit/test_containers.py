@@ -10,7 +10,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from support import dockerfile
 
-from isoloss.parallel import versions
+from isoloss.parallel.runtime import versions
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/containers"

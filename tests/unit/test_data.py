@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runs import write_rows
 
-from isoloss.engine import data
-from isoloss.engine.batch import Sample
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs
-from isoloss.parallel.errors import UserError
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data import dataset as data
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs
+from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 ROWS = [

@@ -12,12 +12,12 @@ from support.gated_delta import architecture, build, load, random_case, token_by
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
-import isoloss.parallel.delta_rule
+import isoloss.parallel.ops.gated_delta
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow
-from isoloss.parallel.chunks import CHUNK, chunks_of
-from isoloss.parallel.delta_rule import delta_rule, delta_rule_and_states, delta_rule_next
-from isoloss.parallel.short_convolution import convolution_next, last_tokens, short_convolution
+from isoloss.parallel.ops.gated_delta import delta_rule, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.ops.gated_delta_chunks import CHUNK, chunks_of
+from isoloss.parallel.ops.short_convolution import convolution_next, last_tokens, short_convolution
 
 TRANSFORMERS = "transformers.models.qwen3_5.modeling_qwen3_5"
 ROWS = [(97,), (64,), (1,), (2, 3, 1, 1), (37, 1, 51, 3, 140, 8, 2, 66), (64, 128, 65, 1, 63, 192)]
@@ -90,7 +90,7 @@ def test_some_chunks_after_the_other(lengths, chunks, monkeypatch):
     """As in a row that is too long for a CPU's cache."""
     given = inputs(lengths)
     together = with_gradients(delta_rule, given, lengths)
-    monkeypatch.setattr(isoloss.parallel.delta_rule, "CACHED_ELEMENTS", chunks * 4 * CHUNK**2)
+    monkeypatch.setattr(isoloss.parallel.ops.gated_delta, "CACHED_ELEMENTS", chunks * 4 * CHUNK**2)
     same(with_gradients(delta_rule, given, lengths), together, 1e-14)
 
 

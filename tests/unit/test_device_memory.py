@@ -7,12 +7,14 @@ import re
 import pytest
 from support import families
 
-from isoloss.engine import device_memory, model_source
-from isoloss.engine.config import Config
-from isoloss.engine.device_memory import PeakReport
-from isoloss.engine.memory_limits import GIB, MARGIN
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory import preflight
+from isoloss.engine.memory.limits import GIB, MARGIN
+from isoloss.engine.memory.preflight import PeakReport
+from isoloss.engine.step import model_source
 from isoloss.models.families.registry import read_architecture
-from isoloss.parallel import UserError, device
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import device
 from isoloss.recipes.launch import compose_config
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4, "vocab_size": 4096, "head_dim": 64}
@@ -45,27 +47,27 @@ def resident_bytes(arch, dp: int, pp: int = 1) -> list[float]:
 def test_what_stays_is_known_by_hand(world, keys, model):
     config, arch = configured(model, *keys), read_architecture(model)
     layout = config.parallel.layout().with_world(world)
-    stages = device_memory.planned(config, arch, layout)
+    stages = preflight.planned(config, arch, layout)
     found = [stage.weights + stage.gradients + stage.optimizer for stage in stages]
     assert found == pytest.approx(resident_bytes(arch, layout.dp, layout.pp), rel=1e-6)
 
 
 def told(config: Config, model, device_bytes: float, world: int = 1) -> str:
     with pytest.raises(UserError) as error:
-        device_memory.check(config, read_architecture(model), config.parallel.layout().with_world(world), device_bytes)
+        preflight.check(config, read_architecture(model), config.parallel.layout().with_world(world), device_bytes)
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
 def peak(config: Config, model, world: int = 1) -> float:
     layout = config.parallel.layout().with_world(world)
-    return max(stage.peak for stage in device_memory.planned(config, read_architecture(model), layout))
+    return max(stage.peak for stage in preflight.planned(config, read_architecture(model), layout))
 
 
 def test_it_is_refused_by_a_byte(model):
     config = configured(model)
     needed = peak(config, model) + MARGIN
-    device_memory.check(config, read_architecture(model), config.parallel.layout(), needed)
+    preflight.check(config, read_architecture(model), config.parallel.layout(), needed)
     line = told(config, model, needed - 1)
     assert line.startswith(f"the plan needs {needed / GIB:.1f} GiB on each GPU of pipeline rank 0 (weights 0.1, ")
     assert line.endswith("set batch.max_tokens=8192, or memory.check=false to go on as it is")
@@ -86,7 +88,7 @@ def test_what_it_tells_to_set_fits(share, model):
     assert keys is not None, "none of the keys helps"
     changed = configured(model, *re.split(r", | and ", keys[1]))
     assert changed != config
-    device_memory.check(changed, read_architecture(model), changed.parallel.layout(), device_bytes)
+    preflight.check(changed, read_architecture(model), changed.parallel.layout(), device_bytes)
 
 
 def test_where_no_key_helps_it_says_what_does(model):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import embedding
 
-from isoloss.parallel.embedding import embed
+from isoloss.parallel.ops.embedding import embed
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

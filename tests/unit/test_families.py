@@ -52,7 +52,7 @@ from isoloss.models.families import (
 from isoloss.models.families.registry import family_of, read_architecture
 from isoloss.models.rope import LinearScaling, Llama3Scaling, Proportional, QueryScaling, Rope, YarnScaling
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 # As published on the hub, by transformers 4.
 LLAMA_31_8B = {

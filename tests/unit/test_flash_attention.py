@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import attention
 
-from isoloss.parallel import flash_attention
+from isoloss.parallel.ops import flash_attention
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ import torch
 from support.gated_delta import architecture, build, load, random_case
 from torch import Tensor
 
-from isoloss.parallel import Layout, Mesh, delta_rule, flash_linear_attention, short_convolution
+from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedRow
-from isoloss.parallel.flash_linear_attention import CONVOLUTION, RULE
+from isoloss.parallel.ops import flash_linear_attention, gated_delta, short_convolution
+from isoloss.parallel.ops.flash_linear_attention import CONVOLUTION, RULE
 
 LENGTHS = (70, 2, 133)
 
@@ -37,7 +38,7 @@ def chunk_gated_delta_rule(
     lengths = lengths_of(cu_seqlens, cu_seqlens_cpu)
     assert initial_state is None or len(initial_state) == len(lengths)
     given = q[0], k[0], v[0], g[0], beta[0], lengths, None, initial_state
-    out, left = delta_rule.delta_rule_and_states(*given)
+    out, left = gated_delta.delta_rule_and_states(*given)
     return out[None], left if output_final_state else None
 
 

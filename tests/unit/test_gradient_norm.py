@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.engine import optimizer
-from isoloss.engine.optimizer import clip_gradients, global_grad_norm
+from isoloss.engine.step import optimizer
+from isoloss.engine.step.optimizer import clip_gradients, global_grad_norm
 
 
 @pytest.fixture(params=(torch.float32, torch.float64), ids=str)

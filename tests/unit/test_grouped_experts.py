@@ -10,9 +10,9 @@ from support import grouped
 from support.compiled_kernels import as_on_a_gpu
 from torch.nn.functional import silu
 
-from isoloss.models.mcore import dispatch, grouped_experts
-from isoloss.models.mcore.dispatch import add_rows, rows_by_expert
-from isoloss.models.mcore.grouped_experts import (
+from isoloss.models.mcore.moe import dispatch, grouped_experts
+from isoloss.models.mcore.moe.dispatch import add_rows, rows_by_expert
+from isoloss.models.mcore.moe.grouped_experts import (
     _Experts,
     weighted_swiglu,
     weighted_swiglu_again,

@@ -16,7 +16,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader, check, config_text, copy_sidecars, finish, write_shards
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import Part, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 
 def tiny_folder(path, tie=False, dtype=torch.float32):

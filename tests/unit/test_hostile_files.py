@@ -19,11 +19,11 @@ import torch
 from safetensors.torch import save_file
 from support.hostile import Payload, code, saved
 
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import Config, DataConfig
-from isoloss.engine.data import checksum, load_dataset
+from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import checksum, load_dataset
 from isoloss.engine.rl import user_functions
-from isoloss.engine.rl.backends import in_process
+from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader, copy_sidecars
@@ -122,7 +122,7 @@ def test_code_for_a_model_is_not_imported(model_type, model, mark, asked):
     change(model / "config.json", auto_map=AUTO_MAP, model_type=model_type)
     with pytest.raises(UserError, match=r"auto_map=.* is not supported for qwen3"):
         read_architecture(model)
-    built = in_process.build(model, arch, torch.float32, torch.device("cpu"))
+    built = transformers_backend.build(model, arch, torch.float32, torch.device("cpu"))
     assert type(built).__module__.startswith("transformers.")
     assert not mark.exists() and not asked
 
@@ -138,7 +138,7 @@ def test_a_field_that_would_be_a_program_elsewhere(field, model, mark):
 
 def test_a_kernel_that_a_file_names_is_not_fetched(model, asked):
     change(model / "config.json", attn_implementation="kernels-community/own", _attn_implementation="own/own")
-    built = in_process.build(model, read_architecture(model), torch.float32, torch.device("cpu"))
+    built = transformers_backend.build(model, read_architecture(model), torch.float32, torch.device("cpu"))
     assert built.config._attn_implementation in ("sdpa", "eager")
 
 

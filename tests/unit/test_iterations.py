@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from isoloss.models.weights.iterations import checkpoint_folder
-from isoloss.parallel.errors import UserError
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
+from isoloss.parallel.runtime.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from isoloss.engine import config, key_help
-from isoloss.engine.config import DataConfig
-from isoloss.engine.config_tree import known_keys
+from isoloss.engine.config import help
+from isoloss.engine.config import schema as config
+from isoloss.engine.config.parse import known_keys
+from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
-from isoloss.parallel.keys import Keys, choices_of, key, meaning_of
+from isoloss.parallel.runtime.config_key import Keys, choices_of, key, meaning_of
 from isoloss.recipes import launch
-from isoloss.tools import configuration
+from isoloss.tools.dev import configuration
 
 ROOT = Path(__file__).parents[2]
 
@@ -73,7 +74,7 @@ def test_help_of_an_unknown_group_is_one_line(topic, says, capsys):
 def test_the_page_of_the_documentation_is_what_the_classes_say(tmp_path):
     configuration.main(["--out", str(tmp_path / "page.md")])
     written = (tmp_path / "page.md").read_text()
-    assert (ROOT / "docs/configuration.md").read_text() == written, "run python -m isoloss.tools.configuration"
+    assert (ROOT / "docs/configuration.md").read_text() == written, "run python -m isoloss.tools.dev.configuration"
     told = re.findall(r"^- `([a-z_.]+)(?:=\S+)?` \((.+)\)<br>\n  \S", written, re.M)
     assert [name for name, _ in told] == [*(f"{g}.{f.name}" for g, f in KEYS), "output_dir"]
     assert max(len(line) for line in written.splitlines()) <= 220
@@ -165,7 +166,7 @@ def test_the_words_of_a_refusal(name, value, said):
 
 
 def test_every_form_of_a_key_is_told():
-    told = key_help.terminal_help(Whole, "sample", 120)
+    told = help.terminal_help(Whole, "sample", 120)
     assert [line.strip() for line in told.splitlines() if line.startswith("  sample.")] == [
         "sample.low=1.0  (number >= 0)",
         "sample.positive=1  (integer > 0)",

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isoloss.parallel import environment, launch
+from isoloss.parallel.runtime import environment, process_group
 
 # Rank 11 of 16, the fourth of its node of eight: as torchrun sets it on the second of two nodes.
 SECOND_NODE = {
@@ -49,7 +49,7 @@ def test_a_rank_takes_the_gpu_of_its_place_in_the_node(second_node, joined, monk
     taken = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
-    launch.init_process_group(timedelta(seconds=7))
+    process_group.init_process_group(timedelta(seconds=7))
     assert taken == [3]
     # Torch reads the rest from the environment. Bound to a device, the world's communicator is made at once.
     assert joined == [(("nccl",), {"timeout": timedelta(seconds=7), "device_id": torch.device("cuda", 3)})]
@@ -66,7 +66,7 @@ def test_groups_of_a_world_on_gpus_are_not_split_off_it(one_rank, second_node, m
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     try:
-        launch.init_process_group()
+        process_group.init_process_group()
         assert one_rank.bound_device_id is None
     finally:
         one_rank.bound_device_id = None
@@ -74,14 +74,14 @@ def test_groups_of_a_world_on_gpus_are_not_split_off_it(one_rank, second_node, m
 
 def test_ranks_without_gpus(second_node, joined, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    launch.init_process_group()
+    process_group.init_process_group()
     assert joined == [(("gloo",), {"timeout": timedelta(minutes=30), "device_id": None})]
 
 
 def test_one_rank_needs_no_rendezvous(joined, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    launch.init_process_group()
+    process_group.init_process_group()
     ((backend,), options) = joined[0]
     assert (backend, options["rank"], options["world_size"]) == ("gloo", 0, 1)
     assert isinstance(options["store"], dist.HashStore)
@@ -89,7 +89,7 @@ def test_one_rank_needs_no_rendezvous(joined, monkeypatch):
 
 def test_who_has_joined_does_not_join_again(second_node, joined, monkeypatch):
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    launch.init_process_group()
+    process_group.init_process_group()
     assert joined == []
 
 
@@ -123,7 +123,7 @@ def test_kernels_that_torch_may_choose(deterministic, monkeypatch):
     asked, matmul = [], torch.backends.cuda.matmul
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setattr(matmul, "allow_bf16_reduced_precision_reduction", True)
-    launch.choose_kernels(deterministic=deterministic)
+    process_group.choose_kernels(deterministic=deterministic)
     assert not matmul.allow_bf16_reduced_precision_reduction
     assert asked == [True] * deterministic
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 from support.layouts import ON_GPUS, overrides
 
-from isoloss.engine import compatibility
-from isoloss.engine.config import Config, ModelConfig
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.rope import Rope
 from isoloss.parallel import Layout, UserError
 from isoloss.recipes.launch import compose_config
-from isoloss.tools.proof import on_layout
+from isoloss.tools.prove.proof import on_layout
 
 DENSE = Architecture("llama", 6, 48, 8, 4, 6, 72, 100, 1e-6, Rope(1e4), False, False, False, 64, "float32", 6)
 CONFIG = Config(ModelConfig("anywhere"))
@@ -37,12 +37,12 @@ def test_the_keys_of_a_layout_give_that_layout(text):
 
 @pytest.mark.parametrize("text", ["tp2", "tp2+nosp", "tp4", "pp3", "pp3+vpp2", "ulysses8", "tp2+ulysses4", "tp8+nosp"])
 def test_dense_models_admit(text):
-    compatibility.check(CONFIG, DENSE, Layout.parse(text))
+    rules.check(CONFIG, DENSE, Layout.parse(text))
 
 
 @pytest.mark.parametrize("text", ["tp2", "ep2", "ep6", "tp2+etp2", "tp2+ep3+etp2", "pp2+ep2", "ulysses2+ep2"])
 def test_models_with_experts_admit(text):
-    compatibility.check(CONFIG, SPARSE, Layout.parse(text))
+    rules.check(CONFIG, SPARSE, Layout.parse(text))
 
 
 REFUSED = [
@@ -64,7 +64,7 @@ REFUSED = [
 @pytest.mark.parametrize(("arch", "text", "message"), REFUSED, ids=[text for _, text, _ in REFUSED])
 def test_what_a_model_does_not_admit_is_refused_by_name(arch, text, message):
     with pytest.raises(UserError, match=message) as refusal:
-        compatibility.check(CONFIG, arch, Layout.parse(text))
+        rules.check(CONFIG, arch, Layout.parse(text))
     assert "\n" not in str(refusal.value)
 
 

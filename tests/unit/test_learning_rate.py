@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from isoloss.engine.config import OptimConfig
-from isoloss.engine.optimizer import learning_rate
+from isoloss.engine.config.schema import OptimConfig
+from isoloss.engine.step.optimizer import learning_rate
 
 ROOT = 2**0.5 / 2
 # lr 9, min_lr 1: what is above min_lr is 8 times the shape. 3 steps of warm-up, then 8 in which the shape falls.

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.engine import load_balancing
-from isoloss.engine.config import LossConfig, MoeConfig
-from isoloss.engine.losses import Loss, Term, cross_entropy, negative_log_likelihood
+from isoloss.engine.config.schema import LossConfig, MoeConfig
+from isoloss.engine.step import moe_balancing
+from isoloss.engine.step.losses import Loss, Term, cross_entropy, negative_log_likelihood
 from isoloss.models.architecture import Architecture, Experts
-from isoloss.models.mcore.router import route, selection_margin
-from isoloss.models.mcore.router_losses import RoutedTokens
+from isoloss.models.mcore.moe.router import route, selection_margin
+from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.models.rope import Rope
 from isoloss.parallel import UserError
 from isoloss.parallel.aggregation import Aggregation
@@ -83,9 +83,9 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
     config = MoeConfig("sequence", *COEFFICIENTS)
     step_lengths = [LENGTHS[index] for index in place]
     loss = Loss.of(negative_log_likelihood, mode)
-    asked = load_balancing.configured(config, SPARSE)
+    asked = moe_balancing.configured(config, SPARSE)
     assert asked is not None
-    started = load_balancing.start(asked, step_lengths, loss, torch.device("cpu"))
+    started = moe_balancing.start(asked, step_lengths, loss, torch.device("cpu"))
     starts = torch.tensor([place[index] for index in range(len(LENGTHS))])
     of_row = torch.eye(len(LENGTHS), dtype=torch.float64), torch.tensor(LENGTHS), starts
     tokens = RoutedTokens(torch.tensor([*document, -1, -1]), torch.tensor([*position, 0, 1]), *of_row, one_rank)
@@ -101,11 +101,11 @@ def test_losses_and_gradients_are_those_of_the_papers(one_rank, mode, score, bia
 
 
 def test_only_a_plain_sum_of_everything_leaves_the_division_to_the_caller():
-    asked = load_balancing.configured(MoeConfig(z_loss_coef=0.1), SPARSE)
+    asked = moe_balancing.configured(MoeConfig(z_loss_coef=0.1), SPARSE)
     assert asked is not None
     summed, mean = (Term(negative_log_likelihood, Aggregation(mode)) for mode in ("sum", "token-mean"))
     for terms, weight in (((summed,), 1.0), ((mean,), 1 / 8), ((summed, replace(mean, name="kl")), 1 / 8)):
-        started = load_balancing.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
+        started = moe_balancing.start(asked, [3, 5], Loss(terms), torch.device("cpu"))
         assert started.weights_AO.tolist() == [[weight] * 8]
 
 
@@ -123,17 +123,17 @@ def test_margins_are_the_distance_to_another_choice():
 
 
 def test_a_step_without_samples_has_no_weights():
-    asked = load_balancing.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
+    asked = moe_balancing.configured(MoeConfig("sequence", 0.1, 0.1), SPARSE)
     assert asked is not None
-    started = load_balancing.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu"))
+    started = moe_balancing.start(asked, [], cross_entropy(LossConfig()), torch.device("cpu"))
     assert started.weights_AO.shape == (2, 0)
 
 
 def test_nothing_is_balanced_unless_asked():
-    assert load_balancing.configured(MoeConfig(), BIASED) is None
+    assert moe_balancing.configured(MoeConfig(), BIASED) is None
     everything = MoeConfig("sequence", 0.1, 0.2, 0.3)
-    assert load_balancing.configured(everything, BIASED.as_critic()) is None
-    asked = load_balancing.configured(everything, BIASED)
+    assert moe_balancing.configured(everything, BIASED.as_critic()) is None
+    asked = moe_balancing.configured(everything, BIASED)
     assert asked is not None and asked.bias_rate == 0.3
     assert [(loss.name, loss.coefficient) for loss in asked.losses] == [("moe_aux_loss", 0.1), ("moe_z_loss", 0.2)]
 

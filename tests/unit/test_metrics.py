@@ -10,9 +10,9 @@ import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
-from isoloss.engine import metrics
-from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
-from isoloss.engine.plan import CostModel
+from isoloss.engine.batching.balance import CostModel
+from isoloss.engine.run import metrics
+from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
 from isoloss.models.architecture import Architecture
 from isoloss.models.rope import Rope
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from isoloss.engine.config import Config
-from isoloss.engine.config_tree import build, defaults, known_keys
+from isoloss.engine.config.parse import build, defaults, known_keys
+from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.migrate import command, slime, trl_grpo, trl_sft, verl, verl_sft

@@ -6,8 +6,8 @@ import statistics
 import pytest
 import torch
 
-from isoloss.engine.losses import TokenInputs
 from isoloss.engine.rl.trajectory import Completion, Prompt
+from isoloss.engine.step.losses import TokenInputs
 from isoloss.recipes import minimal_rl
 
 PROMPT = Prompt(id="p", tokens=(4, 5, 6), prompt="Sort the letters: cab", answer="abc", source="", extra={})

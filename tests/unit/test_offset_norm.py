@@ -7,10 +7,10 @@ import torch
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm, silu
 
-from isoloss.models.mcore.gated_attention import _Gated, gate_backward, gate_forward, gated
-from isoloss.models.mcore.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.norm import (
+from isoloss.models.mcore.layers.gated_attention import _Gated, gate_backward, gate_forward, gated
+from isoloss.models.mcore.layers.gated_norm import gated_norm, gated_norm_backward, gated_norm_forward
+from isoloss.models.mcore.layers.norm import (
     RMSNorm,
     _OffsetNorm,
     norm_backward,
@@ -18,8 +18,8 @@ from isoloss.models.mcore.norm import (
     unit_norm,
     weight_gradient,
 )
-from isoloss.parallel import slabs
-from isoloss.parallel.one_kernel import OneKernel
+from isoloss.parallel.ops import row_blocks
+from isoloss.parallel.ops.fused import Fused
 
 EPS = 1e-3
 
@@ -75,7 +75,7 @@ def test_the_gate_and_its_gradients_are_those_of_torch():
 @pytest.mark.parametrize("cached", [1, 2 * 3 * 12, 1 << 18])
 def test_the_gated_norm_and_its_gradients_are_those_of_torch(monkeypatch, cached):
     """In slabs of one row, of two rows and one, and in one."""
-    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", cached)
+    monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", cached)
     given = draw(7, 3, 12), draw(7, 3, 12, seed=1), draw(12, seed=2)
     right = outputs_and_gradients(lambda x, gate, w: rms_norm(x, (12,), w, EPS) * silu(gate), *given)
     for one_kernel in (True, False):
@@ -117,7 +117,7 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_compiler_makes_one_kernel_that_rounds_only_its_result(name):
     kernel, exact, numbers = KERNELS[name]
-    assert isinstance(kernel, OneKernel)
+    assert isinstance(kernel, Fused)
     rounded = [tensor.bfloat16() for tensor in exact]
     right = kernel.op_by_op(*(tensor.double() for tensor in rounded), *numbers)
     found, (code,) = run_and_get_code(kernel.compiled, *rounded, *numbers)

@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 from support import kernel_cases
 
-from isoloss.parallel import one_kernel
-from isoloss.parallel.one_kernel import OneKernel
+from isoloss.parallel.ops import fused
+from isoloss.parallel.ops.fused import Fused
 
 
 def test_a_gpu_gets_what_was_compiled_and_a_cpu_the_function(monkeypatch):
     asked = []
-    monkeypatch.setattr(one_kernel, "compiled", lambda function: asked.append(function) or (lambda *_: "one"))
-    kernel = OneKernel(several := lambda first, second: "several")
+    monkeypatch.setattr(fused, "compiled", lambda function: asked.append(function) or (lambda *_: "one"))
+    kernel = Fused(several := lambda first, second: "several")
     on = {where: SimpleNamespace(is_cuda=where == "gpu") for where in ("cpu", "gpu")}
     assert kernel(on["cpu"], 1) == "several" and asked == []
     assert [kernel(on["gpu"], 1) for _ in range(2)] == ["one", "one"]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from isoloss.parallel.packed_matrix import PackedMatrix
+from isoloss.parallel.ops.prepacked import PackedMatrix
 
 
 @pytest.mark.parametrize("shape", [(7, 5), (96, 64), (1000, 384)], ids=str)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.packing import PackedBatch, pack
-from isoloss.parallel.sequence import chunk_borders, tokens_of
+from isoloss.engine.batching.packing import PackedBatch, pack
+from isoloss.engine.batching.sample import Sample
+from isoloss.parallel.ops.row_order import chunk_borders, tokens_of
 
 CPU = torch.device("cpu")
 
@@ -43,8 +43,8 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
     ulysses, lengths = len(shards) // ring, shards[0].lengths
     places = [tokens_of(lengths, ring, rank // ulysses, ulysses, rank % ulysses) for rank in range(len(shards))]
     row_order = torch.cat(places).argsort()
-    labelled = torch.cat([place[shard.labelled_N] for place, shard in zip(places, shards)])
-    label_order = labelled.argsort(stable=True)
+    labeled = torch.cat([place[shard.labelled_N] for place, shard in zip(places, shards)])
+    label_order = labeled.argsort(stable=True)
 
     def whole(values):
         return torch.cat(values)[row_order]
@@ -61,7 +61,7 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
         members_SP=shards[0].members_SP,
         length_S=shards[0].length_S,
         start_S=shards[0].start_S,
-        labelled_N=labelled[label_order],
+        labelled_N=labeled[label_order],
         targets_N=of_labels([shard.targets_N for shard in shards]),
         document_N=of_labels([shard.document_N for shard in shards]),
         origin_N=of_labels([shard.origin_N for shard in shards]),
@@ -72,11 +72,11 @@ def concatenated(shards: list[PackedBatch], ring: int = 1) -> PackedBatch:
 
 def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     """By a walk over samples and tokens, with no slice arithmetic."""
-    tokens, positions, labelled, targets, weight_list, origin, fields, documents = [], [], [], [], [], [], [], []
+    tokens, positions, labeled, targets, weight_list, origin, fields, documents = [], [], [], [], [], [], [], []
     for index, (sample, weight, offset) in enumerate(zip(samples, weights, offsets)):
         for t in range(len(sample)):
             if t > 0 and sample.mask_T[t]:
-                labelled.append(len(tokens) - 1)  # the position before the target, in the same document
+                labeled.append(len(tokens) - 1)  # the position before the target, in the same document
                 targets.append(int(sample.tokens_T[t]))
                 weight_list.append(weight[:, t].tolist())
                 origin.append(offset + t)
@@ -90,7 +90,7 @@ def check_whole_row(row: PackedBatch, samples, weights, offsets, total: int):
     assert row.lengths == tuple(len(s) for s in samples) + ((padding,) if padding else ())
     assert row.parents == (-1,) * len(row.lengths) and row.members_SP.equal(torch.eye(len(samples)).double())
     assert row.length_S.tolist() == [len(sample) for sample in samples] and row.start_S.tolist() == list(offsets)
-    assert row.labelled_N.tolist() == labelled
+    assert row.labelled_N.tolist() == labeled
     assert row.targets_N.tolist() == targets
     assert row.weights_AN.dtype == torch.float64 and row.weights_AN.T.tolist() == weight_list
     assert row.origin_N.tolist() == origin

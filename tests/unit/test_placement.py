@@ -2,10 +2,10 @@
 
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.placement import place
-from isoloss.engine.plan import CostModel
-from isoloss.engine.prefixes import Piece
+from isoloss.engine.batching.balance import CostModel
+from isoloss.engine.batching.plan import place
+from isoloss.engine.batching.prefixes import Piece
+from isoloss.engine.batching.sample import Sample
 from isoloss.parallel import Layout
 
 PROMPT, BUDGET = torch.arange(90), 150

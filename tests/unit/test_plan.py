@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from isoloss.engine.plan import CostModel, Plan, Shared, imbalance, make_plan
+from isoloss.engine.batching.balance import CostModel, Plan, Shared, imbalance, make_plan
 from isoloss.models.architecture import Architecture, Experts, Latent, Values, Windowed
 from isoloss.models.rope import Rope
-from isoloss.tools.dryrun.rollout_batch import cache_bytes
+from isoloss.tools.plan.rollout_batch import cache_bytes
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)

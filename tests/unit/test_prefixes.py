@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.packing import pack
-from isoloss.engine.prefixes import fold
-from isoloss.parallel.sequence import Forest, tokens_of
+from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.prefixes import fold
+from isoloss.engine.batching.sample import Sample
+from isoloss.parallel.ops.prefix_tree import PrefixTree
+from isoloss.parallel.ops.row_order import tokens_of
 
 from .test_packing import mesh
 
@@ -88,7 +89,7 @@ def test_every_target_is_there_once_behind_its_own_beginning(tokens, grid):
     pieces = fold(tokens)
     ranks = [mesh(ulysses, rank, 1, ring) for rank in range(ring * ulysses)]
     packed = [pack(samples, weights, offsets, rank, CPU, (), 2, pieces) for rank in ranks]
-    lengths, forest = packed[0].lengths, Forest(packed[0].lengths, packed[0].parents)
+    lengths, forest = packed[0].lengths, PrefixTree(packed[0].lengths, packed[0].parents)
     starts = [0, *itertools.accumulate(lengths)]
     own = [tokens_of(lengths, ring, rank // ulysses, ulysses, rank % ulysses) for rank in range(len(ranks))]
     row = torch.zeros(sum(lengths), dtype=torch.int64)

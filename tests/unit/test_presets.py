@@ -8,7 +8,7 @@ import pytest
 from support import published
 from support.planned_presets import Preset, architecture, cluster_presets
 
-from isoloss.engine import compatibility
+from isoloss.engine.config import rules
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import num_parameters
@@ -25,7 +25,7 @@ def test_a_preset_is_legal(preset, tmp_path):
     assert preset.claims
     for claim in preset.claims:
         layout = config.parallel.layout().with_world(claim.gpus)
-        compatibility.check(config, arch, layout)
+        rules.check(config, arch, layout)
         assert str(layout) == claim.layout
         sequences = config.batch.global_size
         if isinstance(config, RLConfig):
@@ -37,7 +37,7 @@ def test_a_preset_is_legal(preset, tmp_path):
 def test_an_8b_preset_is_legal_for_llama_too(preset, tmp_path):
     config = preset.config(tmp_path, model=published.LLAMA_8B)
     for claim in preset.claims:
-        compatibility.check(config, read_architecture(tmp_path), config.parallel.layout().with_world(claim.gpus))
+        rules.check(config, read_architecture(tmp_path), config.parallel.layout().with_world(claim.gpus))
 
 
 @pytest.mark.parametrize("preset", OF_RL, ids=str)

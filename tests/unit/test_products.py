@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isoloss.parallel import products
-from isoloss.parallel.products import add_product, product
+from isoloss.parallel.ops import matmul
+from isoloss.parallel.ops.matmul import add_product, product
 
 INTEL = "processor\t: 0\nvendor_id\t: GenuineIntel\nmodel name\t: of Intel\n"
 AMD = INTEL.replace("GenuineIntel", "AuthenticAMD")
@@ -45,8 +45,8 @@ LIE = [whole, transposed, part, transposed_part, with_gaps]
 @pytest.fixture(autouse=True)
 def onednn(monkeypatch):
     """As on a machine on which it is faster, in blocks smaller than the matrices."""
-    monkeypatch.setattr(products, "onednn_is_faster", lambda: True)
-    monkeypatch.setattr(products, "NEW_ELEMENTS", 300 * 500)
+    monkeypatch.setattr(matmul, "onednn_is_faster", lambda: True)
+    monkeypatch.setattr(matmul, "NEW_ELEMENTS", 300 * 500)
 
 
 def exact(left: Tensor, right: Tensor) -> np.ndarray:
@@ -66,7 +66,7 @@ def test_they_are_numpys(left_lies, right_lies, shape):
     x, z, y = shape
     left, right = left_lies(torch.randn(x, z, generator=random)), right_lies(torch.randn(z, y, generator=random))
     before = torch.randn(x, y, generator=random)
-    with mock.patch.object(products, "_onednn", wraps=products._onednn) as taken:
+    with mock.patch.object(matmul, "_onednn", wraps=matmul._onednn) as taken:
         check(product(left, right), exact(left, right))
         out = torch.full((x, 2 * y), torch.nan)
         assert product(left, right, out[:, :y]).data_ptr() == out.data_ptr()
@@ -81,7 +81,7 @@ def test_they_are_numpys(left_lies, right_lies, shape):
 
 def test_to_a_large_sum_one_product_is_added():
     left, right, total = torch.randn(2500, 300).T, torch.randn(2500, 501), torch.zeros(300, 501)
-    with mock.patch.object(products, "_onednn", wraps=products._onednn) as taken:
+    with mock.patch.object(matmul, "_onednn", wraps=matmul._onednn) as taken:
         add_product(total[:, :500], left, right[:, :500])
         assert taken.call_count == 3
         add_product(total, left, right, keep=False)
@@ -114,7 +114,7 @@ def test_empty_ones(shape):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_types_are_torchs(dtype):
     left, right = torch.randn(5, 6).to(dtype), torch.randn(6, 7).to(dtype)
-    with mock.patch.object(products, "_onednn", side_effect=AssertionError):
+    with mock.patch.object(matmul, "_onednn", side_effect=AssertionError):
         assert torch.equal(product(left, right), torch.mm(left, right))
 
 
@@ -126,11 +126,11 @@ def test_other_types_are_torchs(dtype):
 def test_where_it_is_faster(cpuinfo, capability, faster, monkeypatch, tmp_path):
     monkeypatch.undo()
     (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(products, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(matmul, "CPUINFO", tmp_path / "cpuinfo")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
-    assert products.onednn_is_faster.__wrapped__() is faster
+    assert matmul.onednn_is_faster.__wrapped__() is faster
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not products.onednn_is_faster.__wrapped__()
+    assert not matmul.onednn_is_faster.__wrapped__()
 
 
 LAYERS = """

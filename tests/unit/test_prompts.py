@@ -10,11 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 from support.runs import write_rows
 
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import draw_indices, step_indices
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import draw_indices, step_indices
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 ASK = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 1?"}]

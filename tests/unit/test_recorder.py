@@ -7,13 +7,13 @@ import torch
 from support import device_lint
 from torch import nn
 
-from isoloss.engine.step import run_step
+from isoloss.engine.step.forward_backward import run_step
 from isoloss.parallel import sequence
-from isoloss.parallel.versions import SUPPORTED_MEGATRON
-from isoloss.tools.dryrun.phases import HALF
-from isoloss.tools.dryrun.recorder import Recorder
-from isoloss.tools.dryrun.report import Exchange, PhaseReport, RankReport, kind_of
-from isoloss.tools.dryrun.sites import site
+from isoloss.parallel.runtime.versions import SUPPORTED_MEGATRON
+from isoloss.tools.plan.phases import HALF
+from isoloss.tools.plan.recorder import Recorder
+from isoloss.tools.plan.report import Exchange, PhaseReport, RankReport, kind_of
+from isoloss.tools.plan.sites import site
 
 KIB = 1024
 
@@ -194,13 +194,13 @@ def test_what_lives_at_a_peak_is_told_by_kind(recorder):
 @pytest.fixture
 def two_micro_batches():
     """Two items of each, and one of the step."""
-    where = f"isoloss/engine/step.py:{run_step.__code__.co_firstlineno + 1}"
+    where = f"isoloss/engine/step/forward_backward.py:{run_step.__code__.co_firstlineno + 1}"
     launches = {"isoloss/parallel/ring.py:1": 10, "isoloss/parallel/ring.py:9": 4}
     phases = [told("pass", [("item", where, 5)], launches), told(f"pass{HALF}", [("item", where, 3)], launches)]
     return RankReport(0, 0, 0, 2, 512, phases)
 
 
-ITEM = "wait, item: isoloss/engine/step.py run_step"
+ITEM = "wait, item: isoloss/engine/step/forward_backward.py run_step"
 COUNTED = {
     "pass, a micro-batch": {ITEM: 2},
     "pass, once": {ITEM: 1, "launches: isoloss/parallel/ring.py": 14},
@@ -236,5 +236,8 @@ def test_what_does_not_grow_with_the_micro_batches_is_refused(two_micro_batches)
 
 def test_a_place_is_the_function_around_a_line():
     inner = next(c for c in run_step.__code__.co_consts if getattr(c, "co_name", "") == "token_loss")
-    assert device_lint.function_at("isoloss/engine/step.py", inner.co_firstlineno + 1) == "run_step.token_loss"
-    assert device_lint.function_at("isoloss/engine/step.py", 1) == "module"
+    assert (
+        device_lint.function_at("isoloss/engine/step/forward_backward.py", inner.co_firstlineno + 1)
+        == "run_step.token_loss"
+    )
+    assert device_lint.function_at("isoloss/engine/step/forward_backward.py", 1) == "module"

@@ -8,10 +8,10 @@ from torch._decomp import get_decompositions
 from torch._inductor.utils import run_and_get_code
 from torch.nn.functional import rms_norm
 
-from isoloss.models.mcore import residual_norm
 from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.norm import of_torch, weight_gradient
-from isoloss.models.mcore.residual_norm import ResidualNorm, _AddAndNorm, add_and_norm, add_and_norm_backward
+from isoloss.models.mcore.layers import residual_norm
+from isoloss.models.mcore.layers.norm import of_torch, weight_gradient
+from isoloss.models.mcore.layers.residual_norm import ResidualNorm, _AddAndNorm, add_and_norm, add_and_norm_backward
 
 ROWS, WIDTH, EPS = 40, 24, 1e-2  # large enough to be seen
 

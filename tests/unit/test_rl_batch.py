@@ -16,11 +16,11 @@ import pytest
 import torch
 from oracles.rl import formulas
 
-from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig, TrainConfig
-from isoloss.engine.packing import pack
+from isoloss.engine.batching.packing import pack
+from isoloss.engine.config.schema import BatchConfig, LossConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl import advantages
-from isoloss.engine.rl.batch import RolloutBatch, minibatches, on_the_host, with_advantages, with_logprobs
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.engine.rl.experience import RolloutBatch, minibatches, on_the_host, with_advantages, with_logprobs
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 
 LONGEST, BUFFER = 6, 3

@@ -4,14 +4,14 @@ import dataclasses
 
 import pytest
 
-from isoloss.engine import config_tree
+from isoloss.engine.config import parse
 from isoloss.engine.rl.config import AlgorithmConfig, RewardConfig, RLConfig, RolloutConfig
 from isoloss.parallel import UserError
 
 
 def build(*changes):
     """A configuration from plain values, with some keys set: ("algorithm.loss", "gspo") ..."""
-    values = config_tree.defaults(RLConfig)
+    values = parse.defaults(RLConfig)
     for key, value in (("model.path", "somewhere"), *changes):
         *groups, name = key.split(".")
         at = values
@@ -19,7 +19,7 @@ def build(*changes):
             at = at[group]
         assert name in at, key
         at[name] = value
-    return config_tree.build(RLConfig, values)
+    return parse.build(RLConfig, values)
 
 
 def test_the_defaults_build():
@@ -221,10 +221,10 @@ def test_the_others_do_not(advantage):
 
 
 def test_a_misspelt_key_is_told_the_right_one():
-    values = config_tree.defaults(RLConfig) | {"model": {"path": "somewhere"}}
+    values = parse.defaults(RLConfig) | {"model": {"path": "somewhere"}}
     values["algorithm"] = {"clip_hihg": 0.3}
     with pytest.raises(UserError, match=r"unknown key 'algorithm.clip_hihg'; did you mean 'algorithm.clip_high'"):
-        config_tree.build(RLConfig, values)
+        parse.build(RLConfig, values)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Losses of policy and critic against the papers' formulas (tests/oracles/rl/formulas.py).
 
-Shape suffixes: N labelled tokens of the batch, C of one completion, V a vocabulary.
+Shape suffixes: N labeled tokens of the batch, C of one completion, V a vocabulary.
 """
 
 import itertools
@@ -13,12 +13,12 @@ import torch
 from oracles.rl import formulas
 from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
 
-from isoloss.engine import step
-from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
-from isoloss.engine.losses import Loss, TokenInputs
+from isoloss.engine.config.schema import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.rl import losses
 from isoloss.engine.rl.algorithms import KL_ESTIMATORS, LOSSES, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
+from isoloss.engine.step import forward_backward as step
+from isoloss.engine.step.losses import Loss, TokenInputs
 from isoloss.parallel.aggregation import MODES
 from isoloss.parallel.normalizer import count_tokens, token_weights
 

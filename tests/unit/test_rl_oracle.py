@@ -8,12 +8,12 @@ import pytest
 import torch
 from oracles.rl import formulas
 
-from isoloss.engine.config import BatchConfig, LossConfig, ModelConfig
-from isoloss.engine.losses import Loss, Term, TokenInputs
+from isoloss.engine.config.schema import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.algorithms import KL_ESTIMATORS, imported
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.engine.rl.losses import k1, kl_from_reference, policy_loss, value_loss
+from isoloss.engine.step.losses import Loss, Term, TokenInputs
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.normalizer import count_tokens, token_weights
 

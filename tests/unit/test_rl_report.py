@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from isoloss.engine.batch import Sample
-from isoloss.engine.metrics import MetricsLog
+from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl import report
-from isoloss.engine.rl.batch import RolloutBatch
+from isoloss.engine.rl.experience import RolloutBatch
 from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, copy_of_the_model, rollout_stats
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
+from isoloss.engine.run.metrics import MetricsLog
 
 # (source, tokens, how it ended, reward). Of ten one has an infinite reward, one none, and one no tokens.
 ROWS = [

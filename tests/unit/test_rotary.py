@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.compiled_kernels import as_on_a_gpu
 
-from isoloss.models.mcore import rotary
+from isoloss.models.mcore.layers import rotary
 
 INV_FREQ = torch.tensor([1.0, 0.3, 0.01, 0.002])
 POSITIONS = torch.tensor([0, 1, 2, 0, 1, 7, 500, 70000])

@@ -8,11 +8,12 @@ import pytest
 import torch
 from support.gated_delta import architecture
 
-from isoloss.engine.config import Config, ModelConfig
-from isoloss.engine.run import Run
+from isoloss.engine.config.schema import Config, ModelConfig
+from isoloss.engine.run.run import Run
 from isoloss.models.mcore.kernels import Kernels
-from isoloss.parallel import Layout, flash_linear_attention
-from isoloss.parallel.versions import version_of
+from isoloss.parallel import Layout
+from isoloss.parallel.ops import flash_linear_attention
+from isoloss.parallel.runtime.versions import version_of
 
 
 @pytest.mark.parametrize(

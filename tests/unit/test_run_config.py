@@ -9,8 +9,8 @@ from support.families import FAMILIES, MODELS, published, write_config
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights import run_config
-from isoloss.parallel.errors import UserError
+from isoloss.models.weights import recorded_config
+from isoloss.parallel.runtime.errors import UserError
 
 # What Megatron-Bridge makes of a config.json: CONFIG_MAPPING of its models/conversion/model_bridge.py.
 MAPPED = {
@@ -90,7 +90,7 @@ def provider(name: str) -> dict[str, Any]:
 
 
 def write(folder: Path, model: object) -> Path:
-    (folder / run_config.NAME).write_text(yaml.safe_dump({"model": model, "train": {"train_iters": 3}}))
+    (folder / recorded_config.NAME).write_text(yaml.safe_dump({"model": model, "train": {"train_iters": 3}}))
     return folder
 
 
@@ -107,17 +107,17 @@ OTHER_WEIGHTS = {"qwen3.5": "out_norm", "qwen3.5-moe": "out_norm", "qwen3-next":
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in OTHER_WEIGHTS])
 def test_the_same_model_is_taken(name, arch, tmp_path):
-    run_config.check(write(tmp_path, provider(name)), arch(name))
+    recorded_config.check(write(tmp_path, provider(name)), arch(name))
 
 
 @pytest.mark.parametrize("name", OTHER_WEIGHTS)
 def test_the_same_model_with_other_weights_is_refused(name, arch, tmp_path):
     with pytest.raises(UserError, match=OTHER_WEIGHTS[name]):
-        run_config.check(write(tmp_path, provider(name)), arch(name))
+        recorded_config.check(write(tmp_path, provider(name)), arch(name))
 
 
 def test_a_folder_without_one_is_taken(arch, tmp_path):
-    run_config.check(tmp_path, arch("qwen3"))
+    recorded_config.check(tmp_path, arch("qwen3"))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -126,7 +126,7 @@ def test_no_two_families_are_taken_for_each_other(name, arch, tmp_path):
     for other in FAMILIES:
         if other != name:
             with pytest.raises(UserError, match=r"run_config.yaml: model\.\w+=.* where config.json \(\w+\) calls for"):
-                run_config.check(write(tmp_path, provider(other)), ours)
+                recorded_config.check(write(tmp_path, provider(other)), ours)
 
 
 CHANGES = {
@@ -164,14 +164,14 @@ CHANGES = {
 def test_any_other_value_is_refused_with_both(name, field, arch, tmp_path):
     changed = {**provider(name), field: CHANGES[name][field]}
     with pytest.raises(UserError) as refused:
-        run_config.check(write(tmp_path, changed), arch(name))
+        recorded_config.check(write(tmp_path, changed), arch(name))
     assert f"run_config.yaml: model.{field}=" in str(refused.value) and "\n" not in str(refused.value)
 
 
 def test_the_line_names_file_field_and_both_values(arch, tmp_path):
     ours = arch("qwen3")
     with pytest.raises(UserError) as refused:
-        run_config.check(write(tmp_path, {**provider("qwen3"), "rotary_base": 5e5}), ours)
+        recorded_config.check(write(tmp_path, {**provider("qwen3"), "rotary_base": 5e5}), ours)
     assert str(refused.value) == (
         f"{tmp_path}/run_config.yaml: model.rotary_base=500000.0 where config.json (qwen3) calls for "
         "rope_theta=10000.0; the checkpoint is of another model: give the config.json of the one that was trained"
@@ -183,34 +183,34 @@ def test_fields_may_be_nested_or_absent(arch, tmp_path):
     flat, ours = provider("qwen3"), arch("qwen3")
     outer = {name: flat.pop(name) for name in ("vocab_size", "rotary_base", "_target_")}
     model = {**outer, "transformer": {**flat, "activation_func": "silu"}, "extra_checkpoint_metadata": None}
-    run_config.check(write(tmp_path, model), ours)
-    run_config.check(write(tmp_path, {"num_layers": 2, "num_query_groups": None, "kv_channels": None}), ours)
+    recorded_config.check(write(tmp_path, model), ours)
+    recorded_config.check(write(tmp_path, {"num_layers": 2, "num_query_groups": None, "kv_channels": None}), ours)
     model["transformer"]["num_layers"] = 5
     with pytest.raises(
         UserError, match=r"model.num_layers=5 where config.json \(qwen3\) calls for num_hidden_layers=2"
     ):
-        run_config.check(write(tmp_path, model), ours)
+        recorded_config.check(write(tmp_path, model), ours)
 
 
 def test_llamas_scaling_under_its_earlier_names(arch, tmp_path):
     earlier = {**provider("llama"), "scale_factor": 4.0, "low_freq_factor": 1.0, "old_context_len": 8192}
     ours = arch("llama")
-    run_config.check(write(tmp_path, {**earlier, "rope_scaling": False, "rope_scaling_factor": 1.0}), ours)
+    recorded_config.check(write(tmp_path, {**earlier, "rope_scaling": False, "rope_scaling_factor": 1.0}), ours)
     with pytest.raises(UserError, match=r"model.rope_scaling_factor=8.0 where .* calls for rope_scaling.factor=4.0"):
-        run_config.check(write(tmp_path, {**earlier, "scale_factor": 8.0}), ours)
+        recorded_config.check(write(tmp_path, {**earlier, "scale_factor": 8.0}), ours)
 
 
 def test_the_hugging_face_model_is_known_by_either_field(tmp_path):
-    assert run_config.hf_model(tmp_path) is None
-    assert run_config.hf_model(write(tmp_path, {"hf_model_id": "Qwen/Qwen3-0.6B"})) == "Qwen/Qwen3-0.6B"
+    assert recorded_config.hf_model(tmp_path) is None
+    assert recorded_config.hf_model(write(tmp_path, {"hf_model_id": "Qwen/Qwen3-0.6B"})) == "Qwen/Qwen3-0.6B"
     nested = {"extra_checkpoint_metadata": {"hf_model_id": "Qwen/Qwen3-4B"}, "transformer": {}}
-    assert run_config.hf_model(write(tmp_path, nested)) == "Qwen/Qwen3-4B"
-    assert run_config.hf_model(write(tmp_path, {"num_layers": 2})) is None
+    assert recorded_config.hf_model(write(tmp_path, nested)) == "Qwen/Qwen3-4B"
+    assert recorded_config.hf_model(write(tmp_path, {"num_layers": 2})) is None
 
 
 @pytest.mark.parametrize("text", ["", "model: [", "train: {}", "model: 7", "- model", "model: !!python/object:os.x {}"])
 def test_a_damaged_one_is_named_in_one_line(text, arch, tmp_path):
-    (tmp_path / run_config.NAME).write_text(text)
+    (tmp_path / recorded_config.NAME).write_text(text)
     with pytest.raises(UserError, match=r"run_config.yaml is damaged or not Megatron-Bridge's \(.*\); copy it") as it:
-        run_config.check(tmp_path, arch("qwen3"))
+        recorded_config.check(tmp_path, arch("qwen3"))
     assert "\n" not in str(it.value)

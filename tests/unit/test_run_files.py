@@ -11,11 +11,11 @@ from support.faults import DISK_FULL, FullDisk
 from support.runs import rows_of
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from isoloss.engine import run_files
-from isoloss.engine.console import say
-from isoloss.engine.metrics import MetricsLog
+from isoloss.engine.instruments import files
+from isoloss.engine.instruments.console import say
+from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines, replace_text
 from isoloss.engine.rl.report import RolloutLog
-from isoloss.engine.run_files import AppendOnlyFile, JsonLines, replace_text
+from isoloss.engine.run.metrics import MetricsLog
 from isoloss.parallel import UserError
 
 
@@ -73,7 +73,7 @@ def test_the_end_of_a_run_is_the_last_try(tmp_path, disk, capsys):
 
 
 def test_memory_is_not_filled_with_it(tmp_path, disk, monkeypatch):
-    monkeypatch.setattr(run_files, "MOST_KEPT", 2**20)
+    monkeypatch.setattr(files, "MOST_KEPT", 2**20)
     disk.room = 0
     file = AppendOnlyFile(tmp_path / "rows.jsonl")
     file.append(bytes(2**20))

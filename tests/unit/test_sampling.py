@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from isoloss.engine.config import BatchConfig, ModelConfig
+from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl import rollout
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.engine.rl.ledger import Ledger
+from isoloss.engine.rl.prompt_ledger import Ledger
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.parallel import UserError
 

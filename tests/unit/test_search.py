@@ -7,20 +7,20 @@ import pytest
 import yaml
 from support.planned_presets import MODELS, SERVERS
 
-from isoloss.engine.config import Config, MemoryConfig
-from isoloss.engine.memory_formula import step_memory
-from isoloss.engine.memory_limits import GIB, room
+from isoloss.engine.config.schema import Config, MemoryConfig
+from isoloss.engine.memory.estimate import step_memory
+from isoloss.engine.memory.limits import GIB, room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import compose_config
-from isoloss.tools import plan
-from isoloss.tools.dryrun import preset as presets
-from isoloss.tools.dryrun import search as searching
-from isoloss.tools.dryrun.estimate import host_seconds
-from isoloss.tools.dryrun.hardware import GPUS
-from isoloss.tools.dryrun.search import layouts, search, timed
-from isoloss.tools.dryrun.tables import search_table
+from isoloss.tools.plan import __main__ as plan
+from isoloss.tools.plan import preset as presets
+from isoloss.tools.plan import search as searching
+from isoloss.tools.plan.estimate import host_seconds
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.search import layouts, search, timed
+from isoloss.tools.plan.tables import search_table
 
 H100 = GPUS["h100"]
 KEYS = ["train.precision=bf16", "data.max_length=8192", "batch.max_tokens=8192", "batch.global_size=128"]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from isoloss.engine.plan import CostModel
+from isoloss.engine.batching.balance import CostModel
 from isoloss.models.architecture import Architecture, Experts
 from isoloss.models.flops import layer_flops, output_flops
 from isoloss.models.mcore.stages import pipeline_layout, split_layers, stage_layers

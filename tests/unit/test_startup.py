@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from isoloss.engine import startup
-from isoloss.engine.garbage import Garbage
-from isoloss.parallel import environment
+from isoloss.engine.instruments import startup
+from isoloss.engine.instruments.garbage import Garbage
+from isoloss.parallel.runtime import environment
 from isoloss.recipes.launch import CONFIGS, compose_config
 
 GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -101,7 +101,7 @@ def test_a_recipe_sets_them_before_torch_is_there():
     """CUDA reads its variables at its first call, which torch or Megatron may make at import."""
     code = """if True:
     import sys
-    from isoloss.engine import startup
+    from isoloss.engine.instruments import startup
     from isoloss.recipes import launch, sft
     seen = []
     startup.prepare = lambda config: seen.append(("prepare", "torch" in sys.modules))

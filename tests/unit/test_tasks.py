@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from isoloss.engine.chat import load_tokenizer, tokenize_row
-from isoloss.engine.config import DataConfig
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.chat import load_tokenizer, tokenize_row
+from isoloss.engine.data.rows import unread_rows
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rows import unread_rows
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import num_parameters
-from isoloss.tools import make_tasks
+from isoloss.tools.dev import make_tasks
 
 ASSETS = Path(str(files("isoloss.recipes") / "assets"))
 TASKS = sorted(make_tasks.TASKS)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import DataConfig
-from isoloss.engine.data import DataStats, TokenDataset, load_dataset, unigram_nats
-from isoloss.tools import make_tiny
+from isoloss.engine.config.schema import DataConfig
+from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.dataset import DataStats, TokenDataset, load_dataset, unigram_nats
+from isoloss.tools.dev import make_tiny
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 

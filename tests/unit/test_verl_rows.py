@@ -7,16 +7,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from isoloss.engine.chat import load_tokenizer
-from isoloss.engine.config import Config, DataConfig
+from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rl.reward.conventions import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.reward.math_answers import math
+from isoloss.engine.rl.reward.signatures import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.setup import load_data
 from isoloss.engine.rl.trajectory import Completion
 from isoloss.models.families.registry import read_architecture
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 from isoloss.recipes.launch import compose_config
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")

@@ -12,11 +12,11 @@ from packaging.version import Version
 
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.mcore import transformer_engine
-from isoloss.parallel import driver, versions
-from isoloss.parallel.keys import choices_of
-from isoloss.tools import doctor
-from isoloss.tools.checkup import machine, packages
-from isoloss.tools.checkup.probe import failure_of
+from isoloss.parallel.runtime import nvidia_smi, versions
+from isoloss.parallel.runtime.config_key import choices_of
+from isoloss.tools.doctor import __main__ as doctor
+from isoloss.tools.doctor import machine, packages
+from isoloss.tools.doctor.probe import failure_of
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -125,8 +125,8 @@ def test_a_driver_that_hangs(tmp_path, monkeypatch):
     command.write_text("#!/bin/sh\nexec sleep 60\n")
     command.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(driver, "SECONDS", 0.2)
-    assert driver.read_driver() == driver.Driver(failure="no answer in 0.2 seconds")
+    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.2)
+    assert nvidia_smi.read_driver() == nvidia_smi.Driver(failure="no answer in 0.2 seconds")
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from support.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
-from isoloss.parallel import logits as kernels
-from isoloss.parallel import products, slabs, vocab
+from isoloss.parallel import vocab
+from isoloss.parallel.ops import logits as kernels
+from isoloss.parallel.ops import matmul, row_blocks
 from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
@@ -95,7 +96,7 @@ def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, 
     hidden = (torch.randn(256, 512, generator=random) * std * 512**-0.5).bfloat16()
     weight = torch.randn(4000, 512, generator=random).bfloat16()
     logits = hidden.double() @ weight.double().T
-    with mock.patch.object(products, "onednn_is_faster", lambda: False):
+    with mock.patch.object(matmul, "onednn_is_faster", lambda: False):
         assert torch.equal(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
     sizes = hidden.double().norm(dim=1)[:, None] * weight.double().norm(dim=1)
     assert ((unrounded_logits(hidden, weight) - logits) / sizes).abs().max() <= 2 * torch.finfo(torch.float32).eps
@@ -237,7 +238,7 @@ def test_a_gradient_added_to_a_buffer_is_that_of_autograd(one_rank, fused, chunk
 
 
 def test_capped_logits_in_place(monkeypatch):
-    monkeypatch.setattr(slabs, "CACHED_ELEMENTS", 2 * 7)
+    monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", 2 * 7)
     logits = 5 * torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
     wanted = 3 * torch.tanh(logits / 3)
     assert softcapped(logits, None) is logits and softcapped(logits, 3.0) is logits

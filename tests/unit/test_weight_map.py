@@ -24,7 +24,7 @@ from isoloss.models.weights.mappings import (
     padded_vocab_size,
 )
 from isoloss.models.weights.weight_map import num_parameters, weight_map
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 MAPPINGS = [
     Replicated, ColumnParallel, RowParallel, TransposedRowParallel, QKV, GatedMLP, InterleavedGatedMLP, Vocabulary

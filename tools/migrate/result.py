@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.engine.config_tree import defaults, known_keys
+from isoloss.engine.config.parse import defaults, known_keys
 from isoloss.recipes.launch import CONFIGS, compose_config
 from isoloss.tools.migrate.denominator import Denominator, example
 from isoloss.tools.migrate.table import Account, Recipe, Settings, Source, account, translate

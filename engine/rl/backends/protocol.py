@@ -11,21 +11,21 @@ Bucket = list[Named]
 Arrived = Callable[[Completion], object]
 
 
-def unnoticed(completion: Completion) -> None:
+def ignore(completion: Completion) -> None:
     """An `Arrived` that nobody waits for."""
 
 
 class RolloutBackend(Protocol):
     """Every rank holds one and calls the collective methods with the same arguments.
 
-    receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets. "its holder" is a
+    receives: which ranks `update_weights` needs the tensors on; the others are given empty buckets. "owner" is a
         rank that has them without asking another.
     """
 
     receives: Receives
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore
     ) -> Sequence[Completion | None]:
         """One completion a request, in the order of the requests; its outline on ranks but 0. Collective over the
         world.

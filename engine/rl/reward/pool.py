@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from isoloss.parallel.errors import UserError
-from isoloss.parallel.processes import Helper
+from isoloss.parallel.runtime.errors import UserError
+from isoloss.parallel.runtime.processes import Helper
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 300.0  # for importing the functions, whatever they import

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward.conventions import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.reward.pool import RewardPool
+from isoloss.engine.rl.reward.signatures import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
-from isoloss.parallel.errors import UserError
+from isoloss.parallel.runtime.errors import UserError
 
 BUILT_IN = {"exact_match": "functions.py", "math": "math_answers.py", "format": "functions.py"}
 

@@ -25,7 +25,7 @@ class GivesRewards(Protocol):
 
 
 @dataclass(eq=False)
-class Awaited:
+class PendingGroup:
     """A group that is being generated. ids: of its completions, in their order. place: of all groups that became whole,
     the how manieth; None until then."""
 
@@ -57,16 +57,16 @@ class Scoring:
     def __init__(self, rewarder: GivesRewards):
         self._rewarder = rewarder
         self._changed = threading.Condition()
-        self._of: dict[str, Awaited] = {}  # by the id of each completion
-        self._waiting: list[Awaited] = []  # whole, without rewards
+        self._of: dict[str, PendingGroup] = {}  # by the id of each completion
+        self._waiting: list[PendingGroup] = []  # whole, without rewards
         self._places = itertools.count()
         self._failure: Exception | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def expect(self, prompt: Prompt, ids: Sequence[str]) -> Awaited:
+    def expect(self, prompt: Prompt, ids: Sequence[str]) -> PendingGroup:
         """A group that `add` will get the completions of."""
-        group = Awaited(prompt, tuple(ids))
+        group = PendingGroup(prompt, tuple(ids))
         with self._changed:
             self._of |= dict.fromkeys(group.ids, group)
             if self._thread is None and not self._rewarder.whole_batch:
@@ -85,7 +85,7 @@ class Scoring:
                     self._waiting.append(group)
                 self._changed.notify_all()
 
-    def ready(self, group: Awaited) -> bool:
+    def ready(self, group: PendingGroup) -> bool:
         """Whether `take` would not wait for it."""
         return group.whole if self._rewarder.whole_batch else group.scored is not None
 
@@ -101,7 +101,7 @@ class Scoring:
             if self._failure is not None:
                 raise self._failure
 
-    def take(self, groups: Sequence[Awaited]) -> list[list[Trajectory]]:
+    def take(self, groups: Sequence[PendingGroup]) -> list[list[Trajectory]]:
         """The completions of these groups, which are whole, with their rewards; they are forgotten here."""
         if self._rewarder.whole_batch:
             self._score(groups)
@@ -135,7 +135,7 @@ class Scoring:
                     self._changed.notify_all()
                 return
 
-    def _score(self, groups: Sequence[Awaited]) -> None:
+    def _score(self, groups: Sequence[PendingGroup]) -> None:
         prompts = [group.prompt for group in groups for _ in group.ids]
         completions = [group.completions[id] for group in groups for id in group.ids]
         scored = iter(self._rewarder.score(prompts, completions))

@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 
 from isoloss.engine.rl.config import RolloutConfig
-from isoloss.parallel import UserError, environment
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from isoloss.engine import watchdog
-from isoloss.engine.rank0 import RankZero
-from isoloss.engine.rl.backends.protocol import Arrived, Bucket, Receives, unnoticed
-from isoloss.engine.rl.backends.servers.answers import damage
+from isoloss.engine.instruments import watchdog
+from isoloss.engine.rl.backends.protocol import Arrived, Bucket, Receives, ignore
 from isoloss.engine.rl.backends.servers.api_key import ApiKey, api_key_of
+from isoloss.engine.rl.backends.servers.fault_counts import Incidents
 from isoloss.engine.rl.backends.servers.generate import Fleet, generate, try_abort
 from isoloss.engine.rl.backends.servers.health import (
     POLL_SECONDS,
@@ -29,13 +28,14 @@ from isoloss.engine.rl.backends.servers.health import (
     try_sleep,
     wait_until,
 )
-from isoloss.engine.rl.backends.servers.incidents import Incidents
 from isoloss.engine.rl.backends.servers.process import ServerProcess
+from isoloss.engine.rl.backends.servers.response_check import damage
 from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync, on_all
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError
+from isoloss.parallel.rank0 import RankZero
 
 MEMORY = ("weights", "kv_cache")
 
@@ -93,7 +93,7 @@ class ServerBackend:
     # ---- generation -------------------------------------------------------------------------------------------------
 
     def generate(
-        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = unnoticed
+        self, requests: Sequence[Request], sampling: Sampling, arrived: Arrived = ignore
     ) -> list[Completion | None]:
         """See `RolloutBackend`. A server takes part if it serves the version of the last update (behind a router all
         must); with none that does, every completion is None."""
@@ -199,7 +199,7 @@ class ServerBackend:
         def send() -> None:
             self._sync.send(self._servers, payload)
 
-        if self.receives != "its holder":
+        if self.receives != "owner":
             return self._rank0.attempt(send)
         return self._rank0.agree(None if payload is None else self._rank0.attempt_here(send))
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
-from isoloss.engine.rl.backends.protocol import Arrived, unnoticed
-from isoloss.engine.rl.backends.servers.incidents import Incidents
+from isoloss.engine.rl.backends.protocol import Arrived, ignore
+from isoloss.engine.rl.backends.servers.fault_counts import Incidents
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
@@ -70,7 +70,7 @@ def generate(
     timeout: float,
     aborted: threading.Event,
     abort_all: Callable[[], object],
-    arrived: Arrived = unnoticed,
+    arrived: Arrived = ignore,
 ) -> list[Completion | None]:
     """A completion for each request, in their order; None where all servers were lost.
 

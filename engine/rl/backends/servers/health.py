@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from isoloss.engine.console import say
+from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.backends.servers.server import Refused, Server, ServerLost, on_all
 from isoloss.parallel import UserError
 

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from isoloss.engine.console import say
+from isoloss.engine.instruments.console import say
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
-from isoloss.parallel import UserError, environment
-from isoloss.parallel.processes import Helper
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment
+from isoloss.parallel.runtime.processes import Helper
 
 POLL_SECONDS = 0.2
 LOG_LINES = 5
-GUARD = Path(__file__).with_name("guard.py")
+GUARD = Path(__file__).with_name("reaper.py")
 
 
 class ServerProcess:

@@ -224,16 +224,16 @@ class Server(ABC):
 
 class WeightSync:
     """One way for weights to reach the servers: between `begin_update` and `end_update` of every server, bucket after
-    bucket. `begin`, `end` and, but for receives="its holder", `send` are called on rank 0 alone.
+    bucket. `begin`, `end` and, but for receives="owner", `send` are called on rank 0 alone.
 
-    receives: which ranks `prepare` needs the tensors on. Of "its holder", the rank that has a bucket sends it too, one
+    receives: which ranks `prepare` needs the tensors on. Of "owner", the rank that has a bucket sends it too, one
         rank at a time.
     """
 
     receives: Receives
 
     def prepare(self, bucket: Bucket) -> Any:
-        """What `send` takes, from the bucket of this rank; of an empty one, which "its holder" does not send, None. May
+        """What `send` takes, from the bucket of this rank; of an empty one, which "owner" does not send, None. May
         be collective over the world."""
         raise NotImplementedError
 

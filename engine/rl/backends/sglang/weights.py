@@ -23,8 +23,9 @@ from isoloss.engine.rl.backends.sglang.group import new_group, own_address, toge
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
 from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
-from isoloss.parallel import UserError, versions
+from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
+from isoloss.parallel.runtime import versions
 
 # ---- broadcast -------------------------------------------------------------------------------------------------------
 
@@ -38,7 +39,7 @@ class BroadcastSync(WeightSync):
     update after `timeout` seconds at most.
     """
 
-    receives = "its holder"
+    receives = "owner"
 
     def __init__(self, timeout: float):
         self._timeout = timeout

@@ -1,0 +1,116 @@
+"""Samples that rank 0 alone holds. The other ranks have outlines of them, and are sent what they compute when they do.
+
+A generated batch is large and comes into being on rank 0; another rank needs of it what the plan of an optimizer step
+places there.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.engine.batching.plan import Placement
+from isoloss.engine.batching.sample import Sample, outline
+from isoloss.parallel import Mesh
+from isoloss.parallel.collectives import gather_objects
+from isoloss.parallel.rank0 import RankZero
+from isoloss.parallel.runtime.process_group import own_host_group
+
+
+class Scatter:
+    """Carries samples from rank 0 to the ranks that compute them, over gloo: to the first rank of each replica of the
+    model, and on to the replica's other ranks.
+
+    The constructor is collective over the world.
+
+    here: whether this rank is the one that holds them.
+    """
+
+    def __init__(self, mesh: Mesh):
+        self._rank0 = RankZero()
+        self.here = self._rank0.here
+        self._dp_rank = mesh.dp.rank()
+        dp_ranks = gather_objects(self._dp_rank, self._rank0.group)
+        replicas = [[rank for rank, of in enumerate(dp_ranks) if of == dp_rank] for dp_rank in range(mesh.dp.size())]
+        self._firsts = [min(ranks) for ranks in replicas]
+        self._replica = own_host_group(replicas)
+
+    def make(self, call: Callable[[], list[Sample]]) -> list[Sample]:
+        """What call() gives on rank 0; on the other ranks outlines of it, or its UserError. Collective over the
+        world."""
+        return self._rank0.compute(call, lambda samples: [outline(sample) for sample in samples])
+
+    def hold(self, samples: Sequence[Sample]) -> "RankZeroSamples":
+        """Samples that `make` gave, for an engine's methods."""
+        return RankZeroSamples(samples, self)
+
+    def placed(
+        self, samples: Sequence[Sample], place: Callable[[Sequence[Sample]], Placement]
+    ) -> tuple[Placement, list[Sample]]:
+        """Where samples that `make` gave are computed, and the samples: whole where that is this rank.
+
+        Collectives: a broadcast of the placement over the world; for each replica but rank 0's own a message for each
+        of tokens, masks and fields, and a broadcast of these in every replica.
+        """
+        placement, found = self._rank0.compute(lambda: place(samples)), list(samples)
+        for dp_rank, first in enumerate(self._firsts):
+            indices = [*chain.from_iterable(placement.plan.micro_batches[dp_rank])]
+            if indices and (self.here or dp_rank == self._dp_rank):
+                sent = self._sent([samples[index] for index in indices], dp_rank, first)
+                for index, sample in zip(indices, sent):
+                    found[index] = sample
+        return placement, found
+
+    def _sent(self, samples: Sequence[Sample], dp_rank: int, first: int) -> list[Sample]:
+        """The samples, whole, on the ranks of this replica, whose first rank is `first`."""
+
+        def sent(values: Sequence[Tensor]) -> list[Tensor]:
+            return self._sent_together(values, dp_rank, first)
+
+        tokens, masks = sent([sample.tokens_T for sample in samples]), sent([sample.mask_T for sample in samples])
+        names = [*samples[0].fields]
+        fields = [dict(zip(names, of_one)) for of_one in zip(*(sent([s.fields[n] for s in samples]) for n in names))]
+        parts = zip(samples, tokens, masks, fields or [{} for _ in samples])
+        return [replace(sample, tokens_T=t, mask_T=m, fields=f) for sample, t, m, f in parts]
+
+    def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
+        """Vectors of one type, in one message."""
+        if self.here:
+            if first == 0 and self._replica.size() == 1:
+                return [*values]
+            flat = torch.cat([*values])
+        else:
+            flat = torch.empty(sum(map(len, values)), dtype=values[0].dtype)
+        if first != 0:
+            if self.here:
+                dist.send(flat.view(torch.uint8), first, group=self._rank0.group)
+            elif dist.get_rank() == first:
+                dist.recv(flat.view(torch.uint8), 0, group=self._rank0.group)
+        if dp_rank == self._dp_rank and self._replica.size() > 1:
+            dist.broadcast(flat.view(torch.uint8), first, group=self._replica)
+        return [*values] if self.here else [*flat.split([len(each) for each in values])]
+
+    def close(self) -> None:
+        """Collective over the world."""
+        dist.destroy_process_group(self._replica)
+        self._rank0.close()
+
+
+class RankZeroSamples(Sequence[Sample]):
+    """The samples of a step, whole on rank 0; on the other ranks their lengths, groups, ids and the fields' names."""
+
+    def __init__(self, samples: Sequence[Sample], scatter: Scatter):
+        self._samples, self._scatter = samples, scatter
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index):
+        return self._samples[index]
+
+    def placed(self, place: Callable[[Sequence[Sample]], Placement]) -> tuple[Placement, list[Sample]]:
+        """See `Scatter.placed`."""
+        return self._scatter.placed(self._samples, place)

@@ -1,0 +1,117 @@
+"""Plain nested values -> the frozen dataclasses of a configuration; defaults, names, and what to say of wrong ones."""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from isoloss.parallel import UserError
+from isoloss.parallel.runtime.config_key import require
+
+
+def build(cls: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A frozen dataclass from a plain nested mapping. Raises UserError for a key it does not know or a wrong type."""
+    types_of = typing.get_type_hints(cls)
+    for key in values:
+        if key not in types_of:
+            raise UserError(unknown_key(f"{prefix}{key}", known_keys(cls, prefix)))
+    return cls(**{key: _convert(types_of[key], value, f"{prefix}{key}") for key, value in values.items()})
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    """Every key of a configuration class with its default, as plain nested values."""
+    values = {}
+    for f in dataclasses.fields(cls):
+        kind = typing.get_type_hints(cls)[f.name]
+        if dataclasses.is_dataclass(kind):
+            values[f.name] = defaults(kind)
+        else:
+            default = f.default if f.default_factory is dataclasses.MISSING else f.default_factory()
+            values[f.name] = list(default) if isinstance(default, tuple) else default
+    return values
+
+
+# What other trainers call it.
+ELSEWHERE = {
+    "learning_rate": "optim.lr",
+    "max_grad_norm": "optim.clip",
+    "clip_grad": "optim.clip",
+    "batch_size": "batch.global_size",
+    "train_batch_size": "batch.global_size",
+    "micro_batch_size": "batch.max_tokens",
+    "gradient_accumulation_steps": "batch.max_tokens",
+    "max_seq_length": "data.max_length",
+    "max_steps": "train.steps",
+    "num_train_epochs": "train.epochs",
+    "bf16": "train.precision",
+    "dtype": "train.precision",
+    "cp": "parallel.ulysses",
+    "sp": "parallel.ulysses",
+}
+
+
+def unknown_key(key: str, known: list[str]) -> str:
+    """The message for a key that does not exist: the nearest one that does."""
+    if members := [k for k in known if k.startswith(f"{key}.")]:
+        return f"{key!r} is a group, not a key; its keys are {', '.join(members)}"
+    # The right name in the wrong group is likelier than another name in the right group.
+    same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
+    near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
+    elsewhere = ELSEWHERE.get(key.rsplit(".", 1)[-1])
+    guess = elsewhere if elsewhere in known else near[0] if near else None
+    return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
+
+
+def mappings(cls: Any) -> list[str]:
+    """Those of the known keys that hold a mapping, in which any name may stand."""
+    return [name for name, kind in key_types(cls) if typing.get_origin(kind) is Mapping]
+
+
+def known_keys(cls: Any, prefix: str = "") -> list[str]:
+    """Every key of a configuration class, dotted."""
+    return [name for name, _ in key_types(cls, prefix)]
+
+
+def key_types(cls: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted name and the type of every key of a configuration class."""
+    for name, kind in typing.get_type_hints(cls).items():
+        if dataclasses.is_dataclass(kind):
+            yield from key_types(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", kind
+
+
+def _convert(kind: Any, value: Any, key: str) -> Any:
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{key}={value!r} must be a group of keys: {', '.join(known_keys(kind, key + '.'))}")
+        return build(kind, value, f"{key}.")
+    if origin in (types.UnionType, typing.Union):
+        if value is None:
+            return None
+        return _convert(next(a for a in args if a is not type(None)), value, key)
+    if origin is Literal:
+        return value  # the class holds it against its choices
+    if origin is Mapping:
+        value = {} if value is None else value
+        require(isinstance(value, Mapping), key, value, "must be a mapping of names to values, such as {name: value}")
+        return dict(value)
+    if origin is tuple:
+        items = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)) or (args[-1] is not Ellipsis and len(items) != len(args)):
+            raise UserError(f"{key}={value!r} must be a list" + ("" if args[-1] is Ellipsis else f" of {len(args)}"))
+        return tuple(_convert(args[0], item, key) for item in items)
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)  # YAML reads 1e-5 as a string
+        except (ValueError, OverflowError):
+            raise UserError(f"{key}={value!r} must be a number") from None
+    if kind is str and isinstance(value, (int, float)):
+        return str(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        wanted = {bool: "true or false", int: "an integer", float: "a number", str: "text"}[kind]
+        raise UserError(f"{key}={value!r} must be {wanted}")
+    return value

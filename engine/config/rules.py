@@ -1,0 +1,377 @@
+"""What cannot be run: loss x layout x model x precision x optimizer x memory.
+
+Rules about the value of a single key stand where the key is defined (engine/config/schema.py), and so do those that a
+`Layout` fulfils whatever runs on it (parallel/layout.py). Here is all that needs two of configuration, model and
+layout, and every assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no
+weights.
+
+Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
+stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
+and a run that breaks it into tests/support/impossible.py.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.moe import fused_a2a
+
+from isoloss.engine.config.help import as_written
+from isoloss.engine.config.schema import Config
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.parallel import Layout, UserError
+from isoloss.parallel.ops import flash_attention
+
+# SGLang's classes for these families do not use the sliding_window of config.json.
+SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
+# SGLang has no classes for these, and runs those of transformers, whose experts a weight sync does not reach.
+UNKNOWN_TO_SGLANG = ("mistral4",)
+
+Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before it exists. layout: with its dp, where the world is known."""
+
+    config: Config
+    arch: Architecture
+    layout: Layout
+
+    def value(self, key: str) -> Any:
+        """What the user set a key to; of a degree, what the layout says."""
+        group, name = key.split(".")
+        if group == "parallel" and hasattr(self.layout, name):
+            return getattr(self.layout, name)
+        return getattr(getattr(self.config, group), name)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        return not all(map(self.arch.has_experts, range(self.arch.num_layers)))
+
+
+def check(config: Config, arch: Architecture, layout: Layout) -> None:
+    """Raises UserError for the first rule that the setup breaks."""
+    setup = Setup(config, arch, layout)
+    for subject in SUBJECTS:
+        for key, why, remedy in subject(setup):
+            raise UserError(f"{key}={as_written(setup.value(key))} {why}; {remedy}")
+
+
+def attention_and_mlp(setup: Setup) -> Refusals:
+    arch, tp = setup.arch, setup.layout.tp
+    heads, kv_heads = arch.num_heads, arch.num_kv_heads
+    if heads % tp:
+        yield "parallel.tp", f"does not divide the model's {heads} attention heads", _divisors(heads)
+    if kv_heads % tp and tp % kv_heads:
+        why = f"neither divides nor is a multiple of the model's {kv_heads} key/value heads"
+        yield "parallel.tp", why, _divisors(kv_heads)
+    if arch.joint_qk_norm and kv_heads % tp:
+        why = f"does not divide the model's {kv_heads} key/value heads, which are normed together"
+        yield "parallel.tp", why, _divisors(kv_heads)
+    for count in sorted({arch.kv_heads(layer) for layer in range(arch.num_layers)}):
+        if arch.differing_attention and count % tp:
+            why = f"does not divide the {count} key/value heads of some of the model's layers"
+            yield "parallel.tp", why, _divisors(count)
+    if setup.has_dense_layers and arch.intermediate_size % tp:
+        why = f"does not divide the model's intermediate_size {arch.intermediate_size}"
+        yield "parallel.tp", why, _divisors(arch.intermediate_size)
+    if arch.critic and arch.hidden_size % tp:
+        why = f"does not divide the hidden_size {arch.hidden_size} that the critic's value head reads"
+        yield "parallel.tp", why, _divisors(arch.hidden_size)
+    rank_heads = heads // tp
+    if rank_heads % setup.layout.ulysses:
+        why = f"does not divide the {rank_heads} attention heads of a TP rank ({heads} heads / tp {tp})"
+        yield "parallel.ulysses", why, f"{_divisors(rank_heads)}, and parallel.ring for more context ranks"
+
+
+def gated_delta(setup: Setup) -> Refusals:
+    delta, layout = setup.arch.delta, setup.layout
+    if delta is None:
+        return
+    if delta.key_heads % layout.tp:
+        why = f"does not divide the {delta.key_heads} key heads of the model's Gated DeltaNet"
+        yield "parallel.tp", why, _divisors(delta.key_heads)
+    rank_heads = delta.value_heads // layout.tp
+    if rank_heads % layout.context:
+        key, other = ("ring", "ulysses") if layout.ring > 1 else ("ulysses", "ring")
+        why = (
+            f"x {other}={getattr(layout, other)} does not divide the {rank_heads} value heads of a TP rank in the "
+            "model's Gated DeltaNet"
+        )
+        yield f"parallel.{key}", why, f"for parallel.ulysses x parallel.ring {_divisors(rank_heads)}"
+
+
+def shared_prefixes(setup: Setup) -> Refusals:
+    if not setup.config.batch.share_prefixes:
+        return
+    if setup.config.parallel.cp_kernel != "isoloss":
+        why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}, which takes whole documents"
+        yield "batch.share_prefixes", why, "leave it at null, or set parallel.cp_kernel=isoloss"
+
+
+def shares_prefixes(config: Config) -> bool:
+    """What batch.share_prefixes is, where it is null as well."""
+    if config.batch.share_prefixes is not None:
+        return config.batch.share_prefixes
+    return config.samples_begin_alike and config.parallel.cp_kernel == "isoloss"
+
+
+def generation(setup: Setup) -> Refusals:
+    """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
+    rollout = getattr(setup.config, "rollout", None)
+    if rollout is None:
+        return
+    if rollout.backend == "megatron" and setup.config.parallel.cp_kernel != "isoloss":
+        why = f"is not known to parallel.cp_kernel={setup.config.parallel.cp_kernel}"
+        yield "rollout.backend", why, "use rollout.backend=transformers or sglang"
+    family, longest = setup.arch.family, min(setup.config.data.max_length, setup.arch.max_positions)
+    window = min(filter(None, setup.arch.windows), default=longest)
+    if rollout.backend == "sglang" and family in SEEN_WHOLE_BY_SGLANG and window < longest:
+        why = f"lets a token of {family} see all of up to {longest} tokens, and the model's sliding_window is {window}"
+        remedy = f"set data.max_length to {window}, or sliding_window to null in config.json"
+        yield "rollout.backend", why, f"{remedy}, or rollout.backend=megatron"
+    if rollout.backend == "sglang" and family in UNKNOWN_TO_SGLANG:
+        why = f"has no class for {family}, and would go on with the experts that it began with"
+        yield "rollout.backend", why, "use rollout.backend=megatron"
+
+
+def stages(setup: Setup) -> Refusals:
+    num_layers, pp, vpp = setup.arch.num_layers, setup.layout.pp, setup.layout.vpp
+    chosen = setup.config.parallel.stage_layers
+    if pp * vpp > num_layers:
+        why = f"x vpp={vpp} makes more stages than the model's {num_layers} layers"
+        yield "parallel.pp", why, f"use at most {num_layers} stages"
+    if chosen and len(chosen) != pp * vpp:
+        why = f"names {len(chosen)} stages, and pp={pp} x vpp={vpp} makes {pp * vpp}"
+        yield "parallel.stage_layers", why, "give one number for each, or leave it at []"
+    if chosen and sum(chosen) != num_layers:
+        why = f"adds up to {sum(chosen)}, not to the model's {num_layers} layers"
+        yield "parallel.stage_layers", why, "change a number, or leave it at []"
+
+
+def mixture_of_experts(setup: Setup) -> Refusals:
+    layout, experts = setup.layout, setup.arch.experts
+    if experts is None:
+        for key, degree in (("parallel.ep", layout.ep), ("parallel.etp", layout.etp)):
+            if degree > 1:
+                yield key, "is for mixture-of-experts models and this one is dense", "set it to 1"
+        return
+    if layout.tp > 1 and not layout.sequence_parallel:
+        why = "does not work with experts and parallel.tp > 1: every TP rank would send the same tokens to the experts"
+        yield "parallel.sequence_parallel", why, "leave it at null"
+    if experts.count % layout.ep:
+        yield "parallel.ep", f"does not divide the model's {experts.count} experts", _divisors(experts.count)
+    if experts.intermediate_size % layout.etp:
+        why = f"does not divide the model's expert width {experts.intermediate_size}"
+        yield "parallel.etp", why, _divisors(experts.intermediate_size)
+    if experts.shared_size % layout.tp:
+        why = f"does not divide the model's shared expert's width {experts.shared_size}"
+        yield "parallel.tp", why, _divisors(experts.shared_size)
+    if layout.etp > 1 and setup.arch.linear_bias:
+        yield "parallel.etp", "does not work with biases in the experts", "set it to 1"
+
+
+def load_balancing(setup: Setup) -> Refusals:
+    moe, experts = setup.config.moe, setup.arch.experts
+    if experts is None:
+        for name, off in (
+            ("aux_loss", "none"), ("z_loss_coef", 0), ("bias_update_rate", 0), ("dispatcher", "alltoall"),
+            ("dispatch_bound", None),
+        ):  # fmt: skip
+            if getattr(moe, name) != off:
+                why, shown = "is for mixture-of-experts models and this one is dense", "null" if off is None else off
+                yield f"moe.{name}", why, f"leave it at {shown}"
+    elif moe.bias_update_rate > 0 and not experts.selection_bias:
+        why = f"moves selection biases, and models of the family {setup.arch.family} have none"
+        yield "moe.bias_update_rate", why, "leave it at 0 and balance with moe.aux_loss=sequence"
+
+
+def dispatch_bound(setup: Setup) -> Refusals:
+    config, arch = setup.config, setup.arch
+    if config.moe.dispatch_bound is None:
+        return
+    key, remedy = "moe.dispatch_bound", "leave it at null"
+    if setup.layout.ep == 1:
+        yield key, "is of messages between ranks of parallel.ep, and here it is 1", remedy
+    if config.moe.dispatcher != "alltoall":
+        yield key, f"does not work with moe.dispatcher={config.moe.dispatcher}, which has messages of its own", remedy
+    if not config.kernels.grouped_experts or config.model.transformer_engine:
+        why = "needs the experts of kernels.grouped_experts, which are switched off here"
+        yield key, why, "set kernels.grouped_experts=true and model.transformer_engine=false, or leave it at null"
+    if arch.linear_bias or arch.clamped_swiglu:
+        yield key, f"does not work with the experts of {arch.family}, which run one by one", remedy
+
+
+def dispatcher(setup: Setup) -> Refusals:
+    chosen, precision = setup.config.moe.dispatcher, setup.config.train.precision
+    if chosen == "alltoall":
+        return
+    key, remedy = "moe.dispatcher", "use moe.dispatcher=alltoall"
+    if setup.layout.ep * setup.layout.etp == 1:
+        yield key, "sends tokens to other ranks, and here every rank has all experts", remedy
+    if precision != "bf16":
+        yield key, f"does not work with train.precision={precision}, which its kernels do not have", remedy
+    # HybridEP is a branch of DeepEP's repository; both were read, not run.
+    if not (fused_a2a.HAVE_HYBRIDEP if chosen == "hybridep" else fused_a2a.HAVE_DEEP_EP):
+        yield key, "needs the package deep_ep with its kernels, which does not import here", f"install it, or {remedy}"
+
+
+def precision_and_optimizer(setup: Setup) -> Refusals:
+    parallel, fp64 = setup.config.parallel, setup.config.train.precision == "fp64"
+    if fp64 and parallel.distributed_optimizer:
+        why = "does not work with train.precision=fp64 (Megatron's distributed optimizer holds fp32 state)"
+        yield "parallel.distributed_optimizer", why, "leave it at null"
+    if parallel.overlap_param_gather and not setup.config.distributed_optimizer:
+        why = "is for the distributed optimizer, whose ranks step a piece of the weights each"
+        yield "parallel.overlap_param_gather", why, "leave it at null"
+    if parallel.grad_reduce_dtype == "bf16" and setup.config.train.precision != "bf16":
+        why = f"does not work with train.precision={setup.config.train.precision}, whose weights need wider gradients"
+        yield "parallel.grad_reduce_dtype", why, "use train.precision=bf16, or fp32"
+    if fp64 and parallel.gradient_accumulation_fusion:
+        why = "does not work with train.precision=fp64, whose gradients Megatron's layers do not add up themselves"
+        yield "parallel.gradient_accumulation_fusion", why, "leave it at null"
+
+
+def kernels(setup: Setup) -> Refusals:
+    if setup.config.kernels.attention == "fa3" and not flash_attention.has_fa3():
+        why = "needs the package flash_attn_interface and PyTorch 2.11, and one of them is not here"
+        yield "kernels.attention", why, "install it, or use auto"
+
+
+def transformer_engine_layers(setup: Setup) -> Refusals:
+    """docs/transformer_engine.md names the sources, also of the attention's rules."""
+    if not setup.config.model.transformer_engine:
+        return
+    key, own_layers = "model.transformer_engine", "use model.transformer_engine=false"
+    version, oldest = transformer_engine.installed(), transformer_engine.OLDEST
+    if version is None:
+        why = "needs the package transformer_engine, which does not import here"
+        yield key, why, f"install it, or {own_layers}"
+    elif version < oldest:
+        why = f"needs Transformer Engine {oldest}, and here is {version}"
+        yield key, why, f"install a newer one, or {own_layers}"
+    if setup.config.train.precision == "fp64":
+        why = "does not work with train.precision=fp64, which its kernels do not have"
+        yield key, why, f"{own_layers}, or train.precision=fp32 or bf16"
+
+
+def transformer_engine_attention(setup: Setup) -> Refusals:
+    arch, kernel, precision = setup.arch, setup.config.parallel.cp_kernel, setup.config.train.precision
+    if kernel == "isoloss":
+        return
+    key, own_kernel = "parallel.cp_kernel", "use parallel.cp_kernel=isoloss"
+    if not setup.config.model.transformer_engine:
+        why = "is a kernel of Transformer Engine, which this run does not use"
+        yield key, why, f"{own_kernel}, or model.transformer_engine=true"
+    if precision != "bf16":
+        why = f"does not work with train.precision={precision}, which no fused attention has"
+        yield key, why, f"{own_kernel}, or train.precision=bf16"
+    splits_tokens = setup.layout.context > 1  # with one context rank, its kernels for several do nothing more
+    version, since = transformer_engine.installed(), transformer_engine.SPLITS_PACKED_ROWS_SINCE
+    assert version is not None, "an earlier rule asks for a version"
+    if splits_tokens and version < since[kernel]:
+        why = f"splits packed rows from Transformer Engine {since[kernel]} on, and here is {version}"
+        yield key, why, f"use {', '.join(name for name in since if version >= since[name])} or isoloss"
+    if arch.latent is not None or arch.differing_attention:
+        kind = "latent" if arch.latent else arch.family
+        yield key, f"does not attend for {kind} attention here", own_kernel
+    if arch.sinks:
+        yield key, "has no attention sinks in packed rows", own_kernel
+    if arch.head_dim % 8:
+        yield key, f"needs heads of a multiple of 8 channels, and the model's have {arch.head_dim}", own_kernel
+    if splits_tokens and kernel in ("p2p", "a2a+p2p") and any(arch.windows):
+        yield key, "has no attention windows", "use parallel.cp_kernel=a2a, all_gather or isoloss"
+
+
+def transformer_engine_context_ranks(setup: Setup) -> Refusals:
+    layout, kernel = setup.layout, setup.config.parallel.cp_kernel
+    if kernel in ("p2p", "all_gather") and layout.ulysses > 1:
+        why = f"divides heads, and parallel.cp_kernel={kernel} exchanges keys and values only"
+        yield "parallel.ulysses", why, f"set it to 1, and parallel.ring to {layout.context}"
+    if kernel == "a2a" and layout.ring > 1:
+        why = "passes keys and values round, and parallel.cp_kernel=a2a exchanges heads only"
+        yield "parallel.ring", why, f"set it to 1, and parallel.ulysses to {layout.context}"
+    rank_kv_heads = max(setup.arch.num_kv_heads // layout.tp, 1)  # tp ranks beyond their number share one
+    if kernel in ("a2a", "a2a+p2p") and rank_kv_heads % layout.ulysses:
+        why = f"does not divide the {rank_kv_heads} key/value heads of a TP rank"
+        remedy = f"{_divisors(rank_kv_heads)}, or parallel.cp_kernel=isoloss"
+        yield "parallel.ulysses", f"{why}, which parallel.cp_kernel={kernel} does not repeat", remedy
+
+
+def recomputation(setup: Setup) -> Refusals:
+    memory, arch, experts = setup.config.memory, setup.arch, setup.arch.experts
+    no_mlp = "" if setup.has_dense_layers else "experts in every layer"
+    lacking = {
+        "mlp": no_mlp,
+        "mlp_act": no_mlp,
+        "moe": "" if experts else "no experts",
+        "experts": "" if experts else "no experts",
+        "shared_experts": "" if experts and experts.shared_size else "no shared experts",
+        "mla_up_proj": "" if arch.latent else "no latent attention",
+    }
+    for module, what in lacking.items():
+        if what and module in memory.recompute_modules:
+            usable = ", ".join(name for name in RECOMPUTE_MODULES if not lacking.get(name))
+            yield "memory.recompute_modules", f"names {module}, and the model has {what}", f"use some of {usable}"
+    if memory.recompute_layers is not None:
+        largest = max(stage_layers(arch, setup.layout, setup.config.parallel.stage_layers))
+        if memory.recompute_layers > largest:
+            why = f"is more than the {largest} layers of the largest pipeline stage"
+            yield "memory.recompute_layers", why, "leave it at null for all of them"
+
+
+def offloading(setup: Setup) -> Refusals:
+    memory, num_layers, precision = setup.config.memory, setup.arch.num_layers, setup.config.train.precision
+    if memory.offload_optimizer > 0 and precision != "bf16":
+        why = f"does not work with train.precision={precision} (it holds fp32 weights of bf16 ones)"
+        yield "memory.offload_optimizer", why, "use train.precision=bf16, or 0"
+    if memory.offload_optimizer > 0 and not setup.config.distributed_optimizer:
+        remedy = "leave parallel.distributed_optimizer at null, or use 0"
+        yield "memory.offload_optimizer", "needs the distributed optimizer", remedy
+    if memory.offload_optimizer > 0 and setup.config.parallel.grad_reduce_dtype == "bf16":
+        why = "does not work with parallel.grad_reduce_dtype=bf16 (what is stepped in CPU memory takes fp32 gradients)"
+        yield "memory.offload_optimizer", why, "use parallel.grad_reduce_dtype=fp32, or 0"
+    if memory.offload_optimizer > 0 and setup.config.parallel.overlap_param_gather:
+        why = "does not work with memory.offload_optimizer (weights come from CPU memory after the step)"
+        yield "parallel.overlap_param_gather", why, "leave it at null"
+    if memory.offload_layers == 0:
+        return
+    key = "memory.offload_layers"
+    if memory.offload_layers >= num_layers:
+        yield key, f"is not less than the model's {num_layers} layers", f"use at most {num_layers - 1}"
+    if setup.layout.pp > 1:
+        yield key, f"does not work in a pipeline (parallel.pp={setup.layout.pp})", "use 0, or parallel.pp=1"
+    if memory.recompute != "none":
+        remedy = "use one of the two: 0 here, or memory.recompute=none"
+        yield key, f"does not work with memory.recompute={memory.recompute}", remedy
+    if not setup.config.model.transformer_engine:
+        why = "needs the layers of Transformer Engine, which this run does not use"
+        yield key, why, "use 0, or model.transformer_engine=true where it is installed"
+
+
+SUBJECTS = (
+    attention_and_mlp,
+    gated_delta,
+    shared_prefixes,
+    generation,
+    stages,
+    mixture_of_experts,
+    load_balancing,
+    dispatch_bound,
+    dispatcher,
+    precision_and_optimizer,
+    kernels,
+    transformer_engine_layers,
+    transformer_engine_attention,
+    transformer_engine_context_ranks,
+    recomputation,
+    offloading,
+)
+
+
+def _divisors(n: int) -> str:
+    return f"use one of {[d for d in range(1, n + 1) if n % d == 0]}"

@@ -1,0 +1,465 @@
+"""Every knob of a run: frozen dataclasses, checked once, before any process group exists.
+
+Hydra selects presets and overrides keys (recipes/launch.py); `config_tree.build` turns the composed tree into these
+classes and refuses what it does not know, with the nearest name. A key's meaning and bounds stand beside it; rules
+between keys that need no model are in `__post_init__`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from isoloss.models.mcore.activation_memory import ActivationMemory
+from isoloss.models.mcore.kernels import Kernels
+from isoloss.parallel.aggregation import MODES, Aggregation
+from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
+from isoloss.parallel.runtime.config_key import Keys, key, require
+
+
+@dataclass(frozen=True)
+class ModelConfig(Keys, group="model"):
+    """The model that is trained."""
+
+    path: str = key(
+        "",
+        "A Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint of isoloss or of Megatron-Core.",
+        required=True,
+        refusal="must name a Hugging Face folder or a checkpoint",
+    )
+    tokenizer: str | None = key(None, "Folder to take the tokenizer from; null: model.path.")
+    from_scratch: bool = key(
+        False,
+        "Start from random weights, not from those in model.path. The same train.seed gives the same on every layout.",
+    )
+    transformer_engine: bool = key(
+        False, "Build the layers from Transformer Engine's modules (docs/transformer_engine.md); for bf16 on a GPU."
+    )
+
+
+@dataclass(frozen=True)
+class DataConfig(Keys, group="data"):
+    """The rows to train on and to evaluate."""
+
+    train: tuple[str, ...] = key((), "JSONL or Parquet files to train on; a recipe needs at least one.")
+    eval: tuple[str, ...] = key((), "JSONL or Parquet files of held-out rows, for evaluations; []: no evaluations.")
+    max_length: int = key(
+        2048,
+        "Most tokens of a row; in reinforcement learning, of prompt and completion together.",
+        at_least=2,
+    )
+    overlong: Literal["error", "drop", "truncate"] = key(
+        "error",
+        "What happens to a longer row: the run stops and names it, or the row is dropped, or its end is cut off. "
+        "Prompts are never truncated.",
+    )
+    max_rejects: int = key(
+        0,
+        "Bad rows of data.train, and as many of data.eval, that may be left out; output_dir/rejects.jsonl names each "
+        "with its file, line and reason. 0: the first one ends the run.",
+        at_least=0,
+    )
+    template_kwargs: Mapping[str, Any] = key(
+        {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
+    )
+    cache_dir: str | None = key(
+        None, "Folder that keeps tokenized rows for the next run; null: .cache beside output_dir."
+    )
+
+
+@dataclass(frozen=True)
+class BatchConfig(Keys, group="batch"):
+    """How much goes into a step. Only global_size changes what is learned."""
+
+    global_size: int = key(
+        32,
+        "Sequences in an optimizer step, over all ranks; in reinforcement learning, prompts in a generated batch.",
+        at_least=1,
+    )
+    max_tokens: int = key(
+        8192,
+        "Most tokens in a micro-batch of one model replica, shared by its ulysses x ring ranks. A longer sequence runs "
+        "alone. Lower it when memory runs out: the number of micro-batches follows from it.",
+        at_least=2,
+    )
+    share_prefixes: bool | None = key(
+        None,
+        "Compute once what several samples of a micro-batch begin with alike, such as the prompt of a group. Nothing "
+        "but time and memory depends on it. null: in reinforcement learning, but not with kernels of "
+        "parallel.cp_kernel that take whole documents.",
+    )
+
+
+@dataclass(frozen=True)
+class ParallelConfig(Degrees, group="parallel"):
+    """How many ranks share what (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of
+    these keys changes the loss.
+    """
+
+    stage_layers: tuple[int, ...] = key(
+        (),
+        "Layers of each of the pp x vpp stages, in the order of the model; []: split so that the stages cost about the "
+        "same FLOPs, with the output projection.",
+        at_least=1,
+    )
+    cp_kernel: Literal["isoloss", "p2p", "all_gather", "a2a", "a2a+p2p"] = key(
+        "isoloss",
+        "What runs attention over ulysses x ring ranks: isoloss, or a kernel of Transformer Engine "
+        "(docs/transformer_engine.md).",
+    )
+    sequence_parallel: bool | None = key(
+        None, "Megatron's sequence parallelism: activations between the matrices are split over tp; null: if tp > 1."
+    )
+    distributed_optimizer: bool | None = key(
+        None, "Split the optimizer's state over data-parallel ranks (ZeRO-1); null: unless train.precision is fp64."
+    )
+    overlap_grad_reduce: bool | None = key(
+        None,
+        "Reduce gradients during the backward of the last micro-batch, where one call takes the whole step, as in "
+        "the recipes (Engine.train_step); null: on a GPU.",
+    )
+    overlap_param_gather: bool | None = key(
+        None,
+        "The distributed optimizer's ranks send each other the weights that they stepped during the forward of the "
+        "next pass, which waits for each bucket of weights where it first needs one; null: on a GPU, with the "
+        "distributed optimizer and memory.offload_optimizer=0.",
+    )
+    grad_reduce_dtype: Literal["fp32", "bf16"] = key(
+        "fp32",
+        "In what gradients are summed, over micro-batches and ranks. bf16: half of the memory and of the exchange, "
+        "and gradients are then the same on every layout up to the rounding of bf16 only, also of every micro-batch. "
+        "Needs train.precision=bf16.",
+    )
+    gradient_accumulation_fusion: bool | None = key(
+        None,
+        "Matrix products add weight gradients to the buffer of gradients themselves; null: on a GPU, unless "
+        "train.precision is fp64.",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.layout()
+
+    def layout(self) -> Layout:
+        """The layout of one model replica (dp = 1)."""
+        sequence_parallel = self.tp > 1 if self.sequence_parallel is None else self.sequence_parallel
+        degrees = {axis: getattr(self, axis) for axis in MODEL_AXES}
+        return Layout(**degrees, sequence_parallel=sequence_parallel)
+
+
+@dataclass(frozen=True)
+class MemoryConfig(ActivationMemory):
+    """What is recomputed, or kept in CPU memory, to save device memory (docs/memory.md). None of these keys changes the
+    loss.
+
+    All but check are Megatron-Core's own; the keys of activations are in ActivationMemory."""
+
+    offload_optimizer: float = key(
+        0.0,
+        "Share of the optimizer's state (moments and fp32 weights) that is kept and stepped in CPU memory. Needs "
+        "train.precision=bf16.",
+        at_least=0,
+        at_most=1,
+    )
+    check: bool = key(True, "Refuse a run whose planned memory exceeds that of its GPUs (docs/plan.md).")
+
+    def __post_init__(self):
+        super().__post_init__()
+        modules, layers = self.recompute_modules, self.recompute_layers
+        selective, full = self.recompute == "selective", self.recompute == "full"
+        require(selective or not modules, "memory.recompute_modules", modules, "needs memory.recompute=selective")
+        require(full or layers is None, "memory.recompute_layers", layers, "needs memory.recompute=full")
+
+
+AUX_LOSSES = ("none", "sequence")
+# Names of Megatron-Core's, and why a loss that depends on the samples alone cannot have them.
+REFUSED_AUX_LOSSES = {
+    "aux_loss": "is balance within each micro-batch: splitting the step otherwise changes it",
+    "seq_aux_loss": "takes a packed row for one sequence: packing the samples otherwise changes it",
+    "global_aux_loss": "compares each micro-batch with the counts of those before it: their order changes it",
+    "sinkhorn": "iterates over the tokens that a rank happens to hold: every layout chooses other experts",
+}
+
+
+@dataclass(frozen=True)
+class MoeConfig(Keys, group="moe"):
+    """Balancing the load of experts (docs/moe.md says which methods keep the promise, and why)."""
+
+    aux_loss: str = key(
+        "none", "Balance loss: none, or DeepSeek-V3's over each sequence, times aux_loss_coef.", choices=AUX_LOSSES
+    )
+    aux_loss_coef: float = key(0.0, "Weight of aux_loss (DeepSeek-V3: 1e-4).", at_least=0)
+    z_loss_coef: float = key(
+        0.0,
+        "Weight of the router z-loss, which keeps the router's logits small (ST-MoE: 1e-3); 0: none.",
+        at_least=0,
+    )
+    bias_update_rate: float = key(
+        0.0,
+        "How far an expert's selection bias moves towards balance in a step (DeepSeek-V3: 1e-3), in models that have "
+        "such biases; 0: not at all.",
+        at_least=0,
+    )
+    dispatcher: Literal["alltoall", "deepep", "hybridep"] = key(
+        "alltoall",
+        "What sends tokens to their experts: alltoall, or the kernels of DeepEP or HybridEP through Megatron-Core's "
+        "flex dispatcher. Those need bf16 and the package deep_ep, and were not run.",
+    )
+    dispatch_bound: float | None = key(
+        None,
+        "On a GPU every message between ranks of parallel.ep has room for so many times the even share of tokens, and "
+        "the host need not wait for sizes. A training step in which one has no room for a token is run again with "
+        "the sizes that are needed, so this changes no number (docs/moe.md); null: always those sizes.",
+        at_least=1,
+    )
+
+    def __post_init__(self):
+        why = REFUSED_AUX_LOSSES.get(self.aux_loss, "is unknown")
+        hint = f"{why}; use one of {', '.join(AUX_LOSSES)}"
+        require(self.aux_loss in AUX_LOSSES, "moe.aux_loss", self.aux_loss, hint)
+        super().__post_init__()
+        if self.aux_loss == "none":
+            hint = "weighs no loss: set moe.aux_loss=sequence, or leave it at 0"
+            require(self.aux_loss_coef == 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
+        else:
+            hint = f"leaves moe.aux_loss={self.aux_loss} without effect: set it, as to 0.0001, or moe.aux_loss=none"
+            require(self.aux_loss_coef > 0, "moe.aux_loss_coef", self.aux_loss_coef, hint)
+
+
+@dataclass(frozen=True)
+class LossConfig(Keys, group="loss"):
+    """How the losses of tokens become the loss of a step (docs/normalization.md)."""
+
+    aggregation: str = key(
+        "token-mean",
+        "How the tokens of a step are weighted: their mean; the mean over sequences of the tokens' mean, sum, or "
+        "sum / norm_length; the mean over prompts of the tokens' mean; or their sum.",
+        choices=MODES,
+    )
+    norm_length: int | None = key(
+        None,
+        "The constant, in tokens, that seq-mean-token-sum-norm divides by; null with all others.",
+        above=0,
+    )
+    count_fully_masked: bool = key(False, "Whether means over sequences or prompts also count those without a target.")
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.weighting()
+
+    def weighting(self) -> Aggregation:
+        """Raises UserError where the keys do not fit together."""
+        return Aggregation(self.aggregation, self.norm_length, self.count_fully_masked)
+
+
+@dataclass(frozen=True)
+class OptimConfig(Keys, group="optim"):
+    """AdamW and its learning rate. It rises to lr, then falls; one step after the last it would be min_lr."""
+
+    lr: float = key(1e-5, "Peak learning rate.", at_least=0)
+    min_lr: float = key(0.0, "Learning rate at which linear and cosine end; at most lr.", at_least=0)
+    warmup_steps: int = key(0, "Optimizer steps in which the learning rate rises linearly to lr; 0: none.", at_least=0)
+    schedule: Literal["constant", "linear", "cosine"] = key("cosine", "How the learning rate falls after the warm-up.")
+    weight_decay: float = key(
+        0.0, "AdamW's: a step shrinks weights by lr x weight_decay, but not biases and norms.", at_least=0
+    )
+    betas: tuple[float, float] = key(
+        (0.9, 0.95),
+        "AdamW's decay rates of the gradients' mean and mean square.",
+        at_least=0,
+        below=1,
+    )
+    eps: float = key(1e-8, "AdamW's epsilon, added to the root of the mean square.", above=0)
+    clip: float = key(
+        1.0,
+        "Largest norm of the whole gradient. A larger gradient is scaled down to it. 0: no clipping.",
+        at_least=0,
+        refusal="must not be negative (0 switches clipping off)",
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        require(self.min_lr <= self.lr, "optim.min_lr", self.min_lr, f"must be between 0 and optim.lr={self.lr}")
+
+
+@dataclass(frozen=True)
+class TrainConfig(Keys, group="train"):
+    """How long, in what precision, and from which random numbers."""
+
+    steps: int | None = key(
+        None,
+        "Optimizer steps of the whole run, over the data as often as needed; null: as many as train.epochs make.",
+        at_least=1,
+    )
+    epochs: int = key(1, "Passes over data.train, each in a new order, if train.steps is null.", at_least=1)
+    seed: int = key(0, "Decides the order of the data, the random weights, and what is sampled.", at_least=0)
+    device: Literal["auto", "cpu", "cuda"] = key(
+        "auto",
+        "What to run on. auto: the GPU if torch sees one, else the CPU; an error if nvidia-smi sees a GPU and torch "
+        "does not.",
+    )
+    precision: Literal["fp32", "bf16", "fp64"] = key(
+        "fp32",
+        "Of weights and activations. bf16 keeps fp32 weights in the optimizer, and fp32 gradients. fp64 is for proofs.",
+    )
+    deterministic: bool = key(
+        False, "Repeated runs are bit-equal on a GPU too: an operation without a deterministic kernel is an error."
+    )
+    eval_every: int = key(
+        0,
+        "Optimizer steps between evaluations on data.eval. There is always one before the first step and one after the "
+        "last; 0: only those.",
+        at_least=0,
+    )
+    gc_every: int = key(
+        10,
+        "Optimizer steps between collections of Python's garbage, by all ranks at once, so that none keeps the others "
+        "waiting at some other time; 0: whenever Python likes.",
+        at_least=0,
+    )
+    timeout: float = key(
+        1200.0,
+        "Seconds without a micro-batch, a token or a step after which the run ends and tells which rank keeps the "
+        "others waiting, and in which line; 0: never. What waits for servers and rewards has its own limits.",
+        at_least=0,
+    )
+    max_bad_steps: int = key(
+        3,
+        "The run ends after this many consecutive steps that were not applied because their loss or gradient is not "
+        "finite, or for skip_spikes.",
+        at_least=1,
+    )
+    spike_factor: float | None = key(
+        10.0,
+        "A step whose gradient norm, or in SFT loss, is above this many times the median of the last 64 is told, and "
+        "bad_steps.jsonl names its samples; null: none is.",
+        above=1,
+    )
+    skip_spikes: bool = key(False, "Such a step is not applied either.")
+    profile: str | None = key(
+        None,
+        "STEP:FOLDER writes a torch.profiler trace of that optimizer step and a table of its phases, of each rank, "
+        "into the folder (docs/performance.md); null: none.",
+    )
+    check_replicas_every: int = key(
+        100,
+        "Optimizer steps between comparisons of the weights that several ranks hold, bit for bit; there is one before "
+        "each checkpoint as well. 0: never.",
+        at_least=0,
+    )
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.profiled(self.steps)
+
+    def profiled(self, total_steps: int | None) -> tuple[int, Path] | None:
+        """The step, from 1 on, and the folder of train.profile.
+
+        total_steps: of the run, where they are known. Raises UserError where the step is none of them.
+        """
+        if self.profile is None:
+            return None
+        step, _, folder = self.profile.partition(":")
+        named = step.isdecimal() and int(step) > 0 and folder
+        require(bool(named), "train.profile", self.profile, "must be STEP:FOLDER, such as 5:profile, with steps from 1")
+        within = total_steps is None or int(step) <= total_steps
+        require(within, "train.profile", self.profile, f"must name one of the run's {total_steps} optimizer steps")
+        return int(step), Path(folder)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig(Keys, group="checkpoint"):
+    """What a run leaves in output_dir, and how to continue it (docs/checkpoints.md)."""
+
+    every: int = key(
+        0,
+        "Optimizer steps between checkpoints. There is always one after the last step; 0: only that one.",
+        at_least=0,
+    )
+    keep: int = key(2, "How many of the newest checkpoints stay.", at_least=1)
+    asynchronous: bool = key(
+        True,
+        "Training waits for the copy of a checkpoint to host memory only, while the one before is on the disk. On CPUs "
+        "that copy takes as much memory as what a rank writes.",
+    )
+    resume: bool = key(False, "Continue after the newest whole checkpoint of output_dir, on any layout.")
+    export_hf: bool = key(True, "Write a Hugging Face folder, hf, into output_dir at the end.")
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run. `Engine` reads model, batch, parallel, optim and train; the recipes read the rest."""
+
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    batch: BatchConfig = field(default_factory=BatchConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    kernels: Kernels = field(default_factory=Kernels)
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    output_dir: str | None = key(None, "Folder of the run; null: runs/RECIPE-PRESET, with a number if that exists.")
+
+    def accumulates_in_products(self, *, on_gpu: bool) -> bool:
+        """What parallel.gradient_accumulation_fusion says."""
+        chosen = self.parallel.gradient_accumulation_fusion
+        return on_gpu and self.train.precision != "fp64" if chosen is None else chosen
+
+    def overlaps_grad_reduce(self, *, on_gpu: bool) -> bool:
+        """What parallel.overlap_grad_reduce says."""
+        chosen = self.parallel.overlap_grad_reduce
+        return on_gpu if chosen is None else chosen
+
+    def overlaps_param_gather(self, *, on_gpu: bool) -> bool:
+        """What parallel.overlap_param_gather says."""
+        chosen = self.parallel.overlap_param_gather
+        legal = self.distributed_optimizer and self.memory.offload_optimizer == 0
+        return on_gpu and legal if chosen is None else chosen
+
+    @property
+    def distributed_optimizer(self) -> bool:
+        chosen = self.parallel.distributed_optimizer
+        return self.train.precision != "fp64" if chosen is None else chosen
+
+    @property
+    def judged_by(self) -> tuple[str, ...]:
+        """What train.spike_factor is compared with."""
+        return "loss", "grad_norm"
+
+    @property
+    def samples_begin_alike(self) -> bool:
+        """Whether a step has samples that share what they begin with."""
+        return False
+
+    @property
+    def trained_models(self) -> int:
+        """Number of models that are trained: the policy, and in reinforcement learning a critic."""
+        return 1
+
+    @property
+    def frozen_models(self) -> int:
+        """Number of models on the device that are not trained, such as a reference."""
+        return 0
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether a server sleeps on the GPU while the trainer works."""
+        return False
+
+    @property
+    def lends_device_memory(self) -> bool:
+        """Whether other processes open this one's memory of the GPU, by handles."""
+        return False
+
+    def resume_fingerprint(self) -> dict[str, object]:
+        """What must not change when a run goes on, by key: what the state in its checkpoints means, and which rows a
+        step takes (what is in them: `output.Fingerprint`). Plain values, as a checkpoint holds them."""
+        return {
+            "train.precision": self.train.precision,
+            "parallel.distributed_optimizer": self.distributed_optimizer,
+            "train.seed": self.train.seed,
+            "batch.global_size": self.batch.global_size,
+        }

@@ -1,0 +1,94 @@
+"""A tokenizer's chat template and what it is given: messages, the tools of a row, data.template_kwargs."""
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from isoloss.engine.data.rows import one_line, parse_json, shown
+from isoloss.parallel.runtime.errors import UserError
+
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Template:
+    """What renders the messages of one row: the tokenizer's chat template, with what it is given besides them.
+
+    place: of the row, for messages to the user.
+    tools: the row's, None where it has none.
+    kwargs: data.template_kwargs.
+    """
+
+    tokenizer: Any
+    place: str
+    tools: list[dict[str, Any]] | None
+    kwargs: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        return self.tokenizer.get_chat_template(tools=self.tools)
+
+    def __call__(self, messages: Messages, **options):
+        """As `apply_chat_template` with these options. UserError where the template refuses the row."""
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options, **self.kwargs)
+        except Exception as error:  # a template is somebody's program: which errors rows lead it into, nobody knows
+            reason = one_line(error)
+            raise UserError(
+                f"{self.place}: the chat template refuses these messages ({reason}): fix the row"
+            ) from error
+
+
+def render(messages: Messages, template: Template, prompt: bool = False) -> tuple[str, list[int]]:
+    """(text, token ids) of a conversation; `prompt` adds what comes before the assistant's next turn."""
+    text = template(messages, tokenize=False, add_generation_prompt=prompt)
+    return text, list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_template(tokenizer, place: str, otherwise: str) -> None:
+    """UserError where messages cannot be rendered. otherwise: what rows can do without a template."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{place}: messages need a chat template and the tokenizer {tokenizer.name_or_path} has none: "
+            f"add chat_template.jinja to its folder, or {otherwise}"
+        )
+
+
+def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:
+    """UserError for a key of data.template_kwargs that would not reach the chat template, or that it does not read."""
+    own = set(inspect.signature(tokenizer.apply_chat_template).parameters) - {"documents", "kwargs"}
+    templates = tokenizer.chat_template or ""
+    text = templates if isinstance(templates, str) else "\n".join(templates.values())
+    for key in kwargs:
+        if key in own | {"messages"}:
+            raise UserError(f"data.template_kwargs.{key} is not for the user to choose: take it out")
+        if not re.search(rf"\b{re.escape(key)}\b", text):
+            raise UserError(
+                f"data.template_kwargs.{key} is not read by the chat template of {tokenizer.name_or_path}: correct the "
+                "name, or take it out"
+            )
+
+
+def check_tools(value: Any, place: str) -> list[dict[str, Any]] | None:
+    """The `tools` of a row: JSON schemas of functions, as chat templates take them; or the same as JSON text."""
+    if isinstance(value, str):
+        try:
+            value = parse_json(value)
+        except ValueError as error:
+            raise UserError(f"{place}: `tools` is {error}: fix it") from None
+    if value is None or (isinstance(value, list) and all(isinstance(tool, dict) for tool in value)):
+        return value
+    raise UserError(f"{place}: `tools` must be a list of JSON schemas of functions, not {shown(value)}")
+
+
+def refuse_tools(template: Template, key: str) -> None:
+    """UserError where a row has tools and no messages: no template would tell the model of them."""
+    if template.tools:
+        raise UserError(
+            f"{template.place}: `tools` reaches the model through the chat template, and `{key}` is plain text: give "
+            "messages, or take `tools` out of the row"
+        )

@@ -1,0 +1,271 @@
+"""Rewarded completions -> the samples of the optimizer steps that they feed.
+
+Shape suffixes: S completions of the batch, T tokens of one sample (prompt and completion), C of one completion.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.instruments.profiling import phase
+from isoloss.engine.rl import advantages as estimators
+from isoloss.engine.rl.algorithms import advantage_of, imported
+from isoloss.engine.rl.config import AlgorithmConfig, RLConfig
+from isoloss.engine.rl.critic import Critic
+from isoloss.engine.rl.losses import kl_estimator
+from isoloss.engine.rl.reference import Reference
+from isoloss.engine.rl.trajectory import Group, Trajectory
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.losses import shape_or_type
+from isoloss.parallel import UserError
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """A generated batch, and how far the run has come in it. Rank 0 has its samples, the others outlines.
+
+    steps: the samples of each of its optimizer steps.
+    done: how many of them have been taken.
+    stats: what the metrics tell of the batch.
+    """
+
+    samples: tuple[Sample, ...] = ()
+    steps: tuple[tuple[int, ...], ...] = ()
+    stats: Mapping[str, float] = field(default_factory=dict)
+    done: int = 0
+
+    @property
+    def exhausted(self) -> bool:
+        return self.done == len(self.steps)
+
+    def next(self) -> tuple[list[Sample], "RolloutBatch"]:
+        """The samples of the next optimizer step, and what is left."""
+        return [self.samples[index] for index in self.steps[self.done]], replace(self, done=self.done + 1)
+
+    def state(self) -> dict[str, object]:
+        """For a checkpoint, in plain containers and tensors: in the middle of a batch the rest of it goes along, whole
+        on rank 0."""
+        if self.exhausted:
+            return {"experience": None}
+        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
+        steps = [list(step) for step in self.steps]
+        rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
+        return {"experience": rest}
+
+    @classmethod
+    def from_state(cls, state: Mapping, scatter: Scatter) -> "RolloutBatch":
+        """state: what rank 0's gave; other ranks may have the same. Collective over the world."""
+        rest = state["experience"]
+        if rest is None:
+            return cls()
+        samples = tuple(scatter.make(lambda: [Sample(*sample) for sample in rest["samples"]]))
+        return cls(samples, tuple(map(tuple, rest["steps"])), rest["stats"], rest["done"])
+
+
+@phase("log-probabilities")
+def with_logprobs(
+    groups: Sequence[Group],
+    scatter: Scatter,
+    policy: Engine,
+    reference: Reference | None,
+    critic: Critic | None,
+    config: RLConfig,
+) -> list[Sample]:
+    """The completions as samples, with what the models say of each token as fields; outlines on ranks but 0.
+
+    rollout_logprobs: of the backend.
+    train_logprobs: of the policy, only asked for where the first optimizer step will not compute the same number.
+    ref_logprobs: of the initial policy.
+    old_values: of the critic.
+    Collective over the world, through the models: each passes over packed micro-batches of the trainer's plan.
+
+    A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
+    so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
+    """
+    algorithm, temperature = config.algorithm, config.rollout.temperature
+    kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    learned = scatter.make(lambda: to_samples(groups, algorithm))
+    asked = learned
+    if kl_in_reward:
+        asked = scatter.make(lambda: to_samples(groups, replace(algorithm, mask_truncated=False)))
+    asked, answers = scatter.hold(asked), dict[str, list[Tensor]]()
+
+    def keep(name: str, values: list[Tensor]) -> None:
+        if scatter.here:
+            answers[name] = on_the_host(values)
+
+    if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
+        keep("train_logprobs", policy.logprobs(asked, temperature))
+    if reference is not None:
+        keep("ref_logprobs", reference.logprobs(asked, temperature))
+    if critic is not None:
+        keep("old_values", critic.values(asked))
+    return scatter.make(lambda: with_fields(learned, answers))
+
+
+def with_fields(samples: Sequence[Sample], fields: Mapping[str, Sequence[Tensor]]) -> list[Sample]:
+    """fields: by name, of each sample."""
+    added = [{name: values[index] for name, values in fields.items()} for index in range(len(samples))]
+    return [replace(sample, fields={**sample.fields, **more}) for sample, more in zip(samples, added)]
+
+
+def on_the_host(values: list[Tensor]) -> list[Tensor]:
+    """Values of each sample, [T], from the device in one copy."""
+    if not values or values[0].device.type == "cpu":
+        return values
+    return [*torch.cat(values).cpu().split([len(each) for each in values])]
+
+
+def with_advantages(samples: Sequence[Sample], groups: Sequence[Group], config: RLConfig) -> list[Sample]:
+    """The samples with `advantages`, and with a critic `returns`; all fields are 0 where nothing is learned.
+
+    samples: of all groups, in whichever parts `with_logprobs` made them.
+    """
+    algorithm = config.algorithm
+    trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+    group_S = torch.tensor([index for index, group in enumerate(groups) for _ in group.trajectories])
+    in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
+    penalty = [kl_penalty(sample.fields, algorithm) if in_reward else None for sample in samples]
+    fields = [
+        {name: value if name == "rollout_logprobs" else value * sample.mask_T for name, value in sample.fields.items()}
+        for sample in samples
+    ]
+    rewards_S = shaped_rewards(trajectories, config)
+    estimated = estimate(samples, trajectories, rewards_S, group_S, penalty, fields, config)
+    return [
+        replace(sample, group=group, fields={**kept, **added})
+        for sample, group, kept, added in zip(samples, group_S.tolist(), fields, estimated)
+    ]
+
+
+def to_samples(groups: Sequence[Group], algorithm: AlgorithmConfig) -> list[Sample]:
+    """`to_sample` of every completion, with `rollout_logprobs`."""
+    trajectories = [(t, index) for index, group in enumerate(groups) for t in group.trajectories]
+    samples = [to_sample(t, group, algorithm) for t, group in trajectories]
+    logprobs = (np.asarray(t.completion.logprobs, dtype=np.float64) for t, _ in trajectories)
+    return [
+        replace(sample, fields={"rollout_logprobs": on_completion(sample, torch.from_numpy(logprobs_C))})
+        for sample, logprobs_C in zip(samples, logprobs)
+    ]
+
+
+def to_sample(trajectory: Trajectory, group: int, algorithm: AlgorithmConfig) -> Sample:
+    """Prompt and completion, with the completion's tokens as targets; none where nothing is to be learned from it."""
+    prompt, completion = trajectory.prompt, trajectory.completion
+    both = [np.asarray(tokens, np.int64) for tokens in (prompt.tokens, completion.tokens)]
+    tokens_T = torch.from_numpy(np.concatenate(both))
+    mask_T = torch.arange(len(tokens_T)) >= len(prompt.tokens)
+    if not trajectory.valid or (algorithm.mask_truncated and completion.finish == "length"):
+        mask_T[:] = False
+    return Sample(tokens_T, mask_T, group, id=completion.id)
+
+
+def on_completion(sample: Sample, values_C: Tensor) -> Tensor:
+    """Values of the completion's tokens as a field of the sample: 0 on the prompt."""
+    values_T = torch.zeros(len(sample), dtype=torch.float64)
+    values_T[len(sample) - len(values_C) :] = values_C
+    return values_T
+
+
+def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tensor:
+    """The rewards with DAPO's soft punishment of overlong completions, [S]; 0 where the reward is not valid."""
+    rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
+    lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
+    punishment_S = estimators.overlong_punishment(
+        lengths_S, config.rollout.max_new_tokens, config.algorithm.overlong_buffer
+    )
+    return rewards_S + config.algorithm.overlong_penalty * punishment_S
+
+
+def kl_penalty(fields: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> Tensor:
+    """kl_coef times the estimated divergence from the initial policy at each token, [T]."""
+    log_ratio_T = fields["ref_logprobs"] - fields["train_logprobs"]
+    return algorithm.kl_coef * kl_estimator(algorithm)(log_ratio_T)
+
+
+def estimate(
+    samples: Sequence[Sample],
+    trajectories: Sequence[Trajectory],
+    rewards_S: Tensor,
+    group_S: Tensor,
+    penalty: Sequence[Tensor | None],
+    fields: Sequence[Mapping[str, Tensor]],
+    config: RLConfig,
+) -> list[dict[str, Tensor]]:
+    """`advantages` of each sample, and with a critic its `returns`; [T], 0 where mask_T is False.
+
+    penalty: taken off the reward, token by token where the estimator looks at tokens, else the sum of it.
+    """
+    algorithm, kind = config.algorithm, advantage_of(config.algorithm.advantage)
+    function = imported(kind.function, "algorithm.advantage")
+    if not kind.by_token:
+        valid_S = torch.tensor([trajectory.valid for trajectory in trajectories])
+        for index, penalty_T in enumerate(penalty):
+            rewards_S[index] -= penalty_T.sum() if penalty_T is not None else 0.0
+        advantages_S = one_number_each(function(rewards_S, group_S, valid_S), kind.function, len(samples))
+        advantages = [a * s.mask_T.double() for a, s in zip(advantages_S, samples)]
+        return [{"advantages": a} for a in (whitened(samples, advantages) if kind.whitened else advantages)]
+
+    estimated = []
+    for sample, reward, penalty_T, sample_fields in zip(samples, rewards_S, penalty, fields):
+        at = sample.mask_T.nonzero().squeeze(1)
+        rewards_C = torch.zeros(len(at), dtype=torch.float64) if penalty_T is None else -penalty_T[at]
+        if len(at):
+            rewards_C[-1] += reward
+        if kind.critic:
+            values_C = sample_fields["old_values"][at]
+            advantages_C, returns_C = function(rewards_C, values_C, algorithm.gamma, algorithm.gae_lambda)
+            per_target = {"advantages": advantages_C, "returns": returns_C}
+        else:
+            per_target = {"advantages": function(rewards_C, algorithm.gamma)}
+        estimated.append(
+            {name: torch.zeros(len(sample)).double().index_put((at,), v) for name, v in per_target.items()}
+        )
+    for sample_fields, advantages_T in zip(estimated, whitened(samples, [each["advantages"] for each in estimated])):
+        sample_fields["advantages"] = advantages_T
+    return estimated
+
+
+def one_number_each(advantages_S: object, function: str, count: int) -> Tensor:
+    """What an advantage gave. Raises UserError where that is not a finite number for each of `count` completions."""
+    returned = f"algorithm.advantage={function} returned"
+    if not isinstance(advantages_S, Tensor) or advantages_S.shape != (count,):
+        shape = shape_or_type(advantages_S)
+        raise UserError(f"{returned} {shape} instead of shape ({count},): one number per completion")
+    if not advantages_S.isfinite().all():
+        first = int((~advantages_S.isfinite()).nonzero()[0])
+        raise UserError(f"{returned} {advantages_S[first]:g} for completion {first}: it must be finite")
+    return advantages_S
+
+
+def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Tensor]:
+    """Mean 0 and variance 1 over all targets of the batch, 0 elsewhere."""
+    per_target = estimators.whiten([a[sample.mask_T] for sample, a in zip(samples, advantages)])
+    return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
+
+
+def minibatches(groups: Sequence[int], step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
+    """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
+
+    groups: the prompt of each completion.
+    Shuffled by (seed, first step, epoch), one by one, so that completions of a prompt are spread over the parts, or by
+    prompt (algorithm.minibatch_by): no part holds only easy prompts. A batch that dynamic sampling left smaller is cut
+    into the most parts, up to algorithm.minibatches, that are of one size: every step is a mean, so a completion of a
+    smaller part would weigh more.
+    """
+    dealt = [[index] for index in range(len(groups))]
+    if config.algorithm.minibatch_by == "prompt":
+        of_group: dict[int, list[int]] = {}
+        for index, group in enumerate(groups):
+            of_group.setdefault(group, []).append(index)
+        dealt = list(of_group.values())
+    steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if len(dealt) % n == 0)
+    for epoch in range(config.algorithm.epochs):
+        order = np.random.default_rng([config.train.seed, step, epoch]).permutation(len(dealt))
+        steps += [tuple(i for unit in part for i in dealt[unit]) for part in np.array_split(order, parts)]
+    return tuple(steps)

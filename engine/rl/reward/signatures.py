@@ -1,0 +1,143 @@
+"""How reward functions are called. Three conventions are told apart by the names of the parameters:
+
+isoloss   f(prompt, completion, answer, **extra) -> number                  any of NAMES and the row's columns
+verl      f(data_source, solution_str, ground_truth, extra_info=None)       number, or a mapping with "score"
+TRL       f(prompts, completions, **columns) -> numbers and None            one call for the whole batch
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from isoloss.engine.rl.reward.pool import Call
+from isoloss.engine.rl.trajectory import Completion, Prompt
+from isoloss.parallel.runtime.errors import UserError
+
+Convention = Literal["isoloss", "verl", "trl"]
+NAMES = ("prompt", "completion", "answer", "source", "finish", "id", "completion_tokens")
+VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+TRL_NAMES = ("prompts", "completions", "completion_ids")
+
+
+class Attempt(NamedTuple):
+    """A completion that wants a reward, and its text."""
+
+    prompt: Prompt
+    completion: Completion
+    text: str
+
+
+class Parameter(NamedTuple):
+    """kind: as inspect.Parameter has it."""
+
+    name: str
+    kind: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """index: its number among the functions of the workers. label: what metrics call it."""
+
+    index: int
+    label: str
+    weight: float
+    convention: Convention
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def batched(self) -> bool:
+        return self.convention == "trl"
+
+    def calls(self, attempts: Sequence[Attempt]) -> list[Call]:
+        """One for each attempt, or one for all."""
+        if self.batched:
+            return [Call(self.index, self._arguments(trl_values(attempts)), batched=True)]
+        values = verl_values if self.convention == "verl" else own_values
+        return [Call(self.index, self._arguments(values(attempt))) for attempt in attempts]
+
+    def _arguments(self, values: tuple[Mapping[str, Any], Mapping[str, Any]]) -> dict[str, Any]:
+        """values: what there is to be named, and what a ** parameter is given besides."""
+        named, rest = values
+        arguments: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if parameter.kind == "VAR_KEYWORD":
+                arguments = {**rest, **arguments}
+            elif parameter.kind != "VAR_POSITIONAL" and (parameter.required or parameter.name in named):
+                arguments[parameter.name] = named.get(parameter.name)  # None where this row lacks the column
+        return arguments
+
+
+def recognise(function: str, parameters: Sequence[Parameter], prompts: Sequence[Prompt]) -> Convention:
+    """The convention of a function. UserError where it asks for something that none of the prompts provides."""
+    names = {parameter.name for parameter in parameters}
+    columns = {name for prompt in prompts for name in prompt.extra}
+    answers: tuple[str, ...]
+    if names & set(TRL_NAMES):
+        convention, answers = "trl", ("answer",)
+        provided = {*TRL_NAMES, "trainer_state", "data_source", "answer", *columns}
+    elif "solution_str" in names:
+        convention, answers, provided = "verl", ("ground_truth",), set(VERL_NAMES)
+    else:
+        convention, answers = "isoloss", ("answer",)
+        provided = {*NAMES, *columns}
+    if all(prompt.answer is None for prompt in prompts):
+        provided.difference_update(answers)
+    for parameter in parameters:
+        if parameter.kind == "POSITIONAL_ONLY":
+            raise UserError(f"reward.function={function}: its parameter {parameter.name!r} has no name to callers: "
+                            "take the / out of its signature")  # fmt: skip
+        if parameter.required and not parameter.kind.startswith("VAR") and parameter.name not in provided:
+            raise UserError(
+                f"reward.function={function}: nothing provides its parameter {parameter.name!r}: there are "
+                f"{', '.join(sorted(provided))}; rename it, add that column to the rows, or give it a default"
+            )
+    return convention
+
+
+def own_values(attempt: Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
+    prompt, completion = attempt.prompt, attempt.completion
+    extra = {name: value for name, value in prompt.extra.items() if name not in NAMES}
+    named = {
+        "prompt": as_stored(prompt),
+        "completion": attempt.text,
+        "answer": prompt.answer,
+        "source": prompt.source,
+        "finish": completion.finish,
+        "id": completion.id,
+        "completion_tokens": list(completion.tokens),
+    }
+    return {**extra, **named}, extra
+
+
+def verl_values(attempt: Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
+    prompt = attempt.prompt
+    named = {
+        "data_source": prompt.source,
+        "solution_str": attempt.text,
+        "ground_truth": prompt.answer,
+        "extra_info": prompt.extra.get("extra_info", {}),
+    }
+    return named, {}
+
+
+def trl_values(attempts: Sequence[Attempt]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Lists, as long as the batch; rows of messages have their completions as messages too."""
+    prompts = [attempt.prompt for attempt in attempts]
+    columns = sorted({name for prompt in prompts for name in prompt.extra})
+    named: dict[str, Any] = {name: [prompt.extra.get(name) for prompt in prompts] for name in columns}
+    named |= {
+        "answer": [prompt.answer for prompt in prompts],
+        "data_source": [prompt.source for prompt in prompts],
+        "prompts": [as_stored(prompt) for prompt in prompts],
+        "completions": [
+            attempt.text if isinstance(attempt.prompt.prompt, str) else [{"role": "assistant", "content": attempt.text}]
+            for attempt in attempts
+        ],
+        "completion_ids": [list(attempt.completion.tokens) for attempt in attempts],
+    }
+    return {**named, "trainer_state": None}, named
+
+
+def as_stored(prompt: Prompt) -> str | list[Mapping[str, Any]]:
+    return prompt.prompt if isinstance(prompt.prompt, str) else list(prompt.prompt)

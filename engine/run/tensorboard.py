@@ -1,0 +1,53 @@
+"""TensorBoard's file of a run."""
+
+import io
+import itertools
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import scalar, text
+
+from isoloss.engine.instruments.files import AppendOnlyFile
+
+VERSION = "brain.Event:2"  # of the format
+_numbers = itertools.count()
+
+
+class EventFile:
+    """A new event file in `folder`. SummaryWriter of torch would write it beside training, but raises in a later call
+    what a disk refused, and loses what it held.
+
+    first_step: TensorBoard hides what it finds in the folder of this step and of later ones.
+    """
+
+    def __init__(self, folder: Path, first_step: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        # The name that TensorBoard expects: it reads files in the order of their time.
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        self.file = AppendOnlyFile(folder / name)
+        start = SessionLog(status=SessionLog.START)
+        self._write(Event(file_version=VERSION), Event(step=first_step, session_log=start))
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        self._write(*(_event(step, scalar(tag, value)) for tag, value in values.items()))
+
+    def text(self, step: int, tag: str, markdown: str) -> None:
+        self._write(_event(step, text(tag, markdown)))
+
+    def _write(self, *events: Event) -> None:
+        records = io.BytesIO()
+        writer = RecordWriter(records)
+        for event in events:
+            event.wall_time = time.time()
+            writer.write(event.SerializeToString())
+        self.file.append(records.getvalue())
+
+
+def _event(step: int, summary: Summary) -> Event:
+    return Event(step=step, summary=summary)

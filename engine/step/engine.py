@@ -1,0 +1,440 @@
+"""Engine: forward_backward and optim_step, the two verbs at which SFT and RL meet."""
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import finalize_model_grads
+from torch import Tensor
+
+from isoloss.engine.batching.balance import CostModel, Plan
+from isoloss.engine.batching.distribute import RankZeroSamples
+from isoloss.engine.batching.packing import PackedBatch
+from isoloss.engine.batching.plan import Placement, place, plan_step
+from isoloss.engine.batching.sample import Sample
+from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint.writer import HostCopies
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config
+from isoloss.engine.instruments import startup
+from isoloss.engine.instruments.profiling import phase
+from isoloss.engine.memory.offload import Offloader
+from isoloss.engine.step import moe_balancing, replica_check
+from isoloss.engine.step.forward_backward import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
+from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
+from isoloss.engine.step.model_source import ModelSource, resolve
+from isoloss.engine.step.optimizer import (
+    Gather,
+    Overlap,
+    build_optimizer,
+    clip_gradients,
+    global_grad_norm,
+    gradient_buffers,
+    set_hyperparameters,
+    state_tensors,
+    wrap_ddp,
+)
+from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
+from isoloss.models.mcore.layers.value_head import CriticWeights
+from isoloss.models.mcore.stages import stage_layers
+from isoloss.models.mcore.weight_stream import Receives
+from isoloss.models.model import Model
+from isoloss.models.weights import manifest
+from isoloss.models.weights.hf_checkpoint import copy_sidecars
+from isoloss.parallel import Layout, Mesh
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.ops import flash_attention
+from isoloss.parallel.runtime import process_group
+
+TARGETS = Loss((Term(negative_log_likelihood, Aggregation("sum")),))  # where only the targets matter
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class OptimResult:
+    """What an optimizer step did.
+
+    grad_norm: global norm before clipping.
+    applied: False if loss or gradient were not finite, or N = 0.
+    seconds: that reduction and step took.
+    """
+
+    grad_norm: float
+    lr: float
+    applied: bool
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Limits:
+    """A step that exceeds one of them is reported and not applied."""
+
+    loss: float = math.inf
+    grad_norm: float = math.inf
+
+
+class Engine:
+    """A model on a mesh, with its optimizer.
+
+    source: what `resolve` gives for `config`; None: resolve it here.
+    critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
+
+    Every rank calls every method with the same arguments: all samples of a step, on every rank, or `RankZeroSamples` by
+    its `Scatter`. The plan then decides, purely from their lengths, which rank sees which.
+    Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
+    """
+
+    def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
+        self.config = config
+        self.source = source or resolve(config)
+        self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
+        startup.prepare(config)
+        process_group.choose_kernels(deterministic=config.train.deterministic)
+        if critic_of is None:
+            flash_attention.activate(config.kernels.attention)
+            process_group.init_process_group()
+            self.mesh = Mesh.create(layout, config.parallel.cp_kernel)
+        else:
+            self.mesh = critic_of.mesh
+            self.arch, weights = self.arch.as_critic(), CriticWeights(weights)
+        self.device = torch.device(torch.cuda.current_device())
+        if critic_of is None and not config.model.from_scratch and (self.source.path / manifest.NAME).is_file():
+            checkpoint.verify(self.source.path)  # plain Megatron-Core writes no checksums to compare with
+        model = Model.build(
+            self.arch,
+            self.mesh,
+            DTYPES[config.train.precision],
+            stage_layers(self.arch, layout, config.parallel.stage_layers),
+            config.memory,
+            config.kernels,
+            te=config.model.transformer_engine,
+            dispatcher=config.moe.dispatcher,
+            deterministic=config.train.deterministic,
+        )
+        on_gpu = model.tensors()[0].is_cuda
+        if config.accumulates_in_products(on_gpu=on_gpu):
+            accumulate_in_products(model.modules)
+        if not on_gpu:
+            accumulate_in_embedding(model.modules)
+        model.load(weights)
+        self.chunks = wrap_ddp(model.modules, config, self.mesh)
+        self.model = dataclasses.replace(model, chunks=self.chunks)
+        self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
+        self.overlap = Overlap(self.chunks)
+        self.gather = Gather(self.chunks, put_off=config.overlaps_param_gather(on_gpu=on_gpu))
+        model_config = self.chunks[0].config
+        model_config.no_sync_func = self._no_sync
+        # The schedule must not reduce: several forward_backward calls can precede one optim_step.
+        model_config.finalize_model_grads_func = None
+        self.cost_model = CostModel.of(self.arch)
+        self.load_balancing = moe_balancing.configured(config.moe, self.arch)
+        self._weights = Offloader(self.device, self.model.tensors)
+        self._training = Offloader(
+            self.device, lambda: state_tensors(self.optimizer, self.model), lambda: gradient_buffers(self.chunks)
+        )
+        self.zero_grad()
+
+    # ---- the two verbs ----------------------------------------------------------------------------------------------
+
+    def forward_backward(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        """Accumulate the gradient of the samples' loss; nothing is reduced yet.
+
+        A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
+        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics; here and in every
+        method that reads weights, after a step, the all-gather of what it stepped (`Gather`).
+        """
+        return self._forward_backward(samples, loss)
+
+    @phase("optimizer")
+    def optim_step(self, lr: float | None = None, max_grad_norm: float = math.inf) -> OptimResult:
+        """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
+
+        A non-finite loss or gradient, or a step without a valid token, is reported and not applied.
+
+        lr: learning rate of this step; default the configured one.
+        max_grad_norm: nor is a step whose gradient has a greater norm, before clipping.
+        Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
+            experts' loads.
+        """
+        started = time.perf_counter()
+        lr = self.config.optim.lr if lr is None else lr
+        self.reduce_gradients()
+        self.optimizer.prepare_grads()
+        norm = global_grad_norm(self.optimizer)
+        applied = self._finite and math.isfinite(norm) and norm <= max_grad_norm and self._tokens > 0
+        if applied:
+            clip_gradients(self.optimizer, norm, self.config.optim.clip)
+            set_hyperparameters(self.optimizer, lr)
+            with self.gather.later():
+                self.optimizer.step_with_ready_grads()
+            if self.load_balancing is not None:
+                moe_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
+        self.zero_grad()
+        return OptimResult(norm, lr, applied, time.perf_counter() - started)
+
+    def train_step(
+        self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
+    ) -> tuple[StepMetrics, OptimResult]:
+        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
+
+        With `moe.dispatch_bound` the host does not wait for the sizes of messages between experts. Where one of them
+        had no room for a token, on whatever rank, all ranks forget the step and run it again without a bound, so
+        nothing depends on it.
+        """
+
+        def step(metrics: StepMetrics) -> OptimResult:
+            return self.optim_step(lr, limits.grad_norm if metrics.loss <= limits.loss else -math.inf)
+
+        # What earlier calls accumulated could not be kept if this one were forgotten.
+        bound = None if self._modes else self.config.moe.dispatch_bound
+        try:
+            with self.overlap.now():
+                metrics = self._forward_backward(samples, loss, bound)
+                result = None if metrics.lost else step(metrics)
+            if result is None:
+                wasted = metrics.seconds
+                self.zero_grad()  # once what has begun to be reduced has been waited for
+                with self.overlap.now():
+                    metrics = self.forward_backward(samples, loss)
+                    result = step(metrics)
+                metrics = dataclasses.replace(metrics, seconds=wasted + metrics.seconds, reruns=1)
+            elif bound is not None:
+                metrics = dataclasses.replace(metrics, reruns=0)
+        except BaseException:
+            self.zero_grad()  # of a step that failed nothing stays, so that the next one can be taken
+            raise
+        return metrics, result
+
+    # ---- more verbs -------------------------------------------------------------------------------------------------
+
+    def evaluate(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
+        """The loss of the samples, without gradients; normalized like a training step."""
+        batch = self._prepare(samples, loss)
+        with torch.no_grad():
+            return run_step(self.model, batch, loss, forward_only=True)
+
+    def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
+        """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
+
+        p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
+        Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
+        pp.
+        """
+
+        def head(micro_batch: PackedBatch, hidden: Tensor) -> Tensor:
+            at, targets_N = micro_batch.labelled_N, micro_batch.targets_N
+            return self.model.logprobs(hidden, at, targets_N, temperature=temperature)[0]
+
+        return self._of_targets(head, samples)
+
+    def values(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
+
+        Collectives as `logprobs`.
+        """
+        return self._of_targets(lambda row, hidden: self.model.values(hidden, row.labelled_N), samples)
+
+    def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
+        """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
+
+        For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
+        """
+        shape = (self.arch.vocab_size,)
+        return self._of_targets(lambda row, hidden: self.model.logits(hidden, row.labelled_N), samples, shape)
+
+    def zero_grad(self) -> None:
+        """Forget the accumulated gradients and the experts' loads: a new step begins."""
+        self._come_back()
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        moe_balancing.forget_loads(self.chunks)
+        self._reduced, self._finite, self._tokens = False, True, 0
+        self._modes: list[str] = []  # of what was accumulated
+
+    @phase("reduce gradients")
+    def reduce_gradients(self) -> None:
+        """Sum the accumulated gradients over dp x context, and the shared ones over tp and pp; once a step."""
+        if self._reduced:
+            return
+        self.return_to_device()
+        # num_tokens would make Megatron divide: the weights already hold the only division.
+        finalize_model_grads([*self.chunks], num_tokens=None, pg_collection=self.mesh.megatron)
+        self._reduced = True
+
+    def gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
+
+        Not with the distributed optimizer, whose ranks hold pieces. Collective over tp and etp.
+        """
+        if self.config.distributed_optimizer:
+            raise ValueError(
+                "gradients() needs parallel.distributed_optimizer=false: its ranks hold only pieces of them"
+            )
+        self.reduce_gradients()
+        for owned, gradient in self.model.whole_tensors(lambda p: getattr(p, "main_grad", p)):
+            if owned.weight.trained:
+                yield owned.weight.name, gradient
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
+        self._whole_weights()
+        yield from self.model.weights()
+
+    def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
+        """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+
+        In the precision of training. Collective over the world: every rank exhausts the iterator.
+        """
+        self._whole_weights()
+        yield from self.model.weight_stream(bucket_bytes, receives)
+
+    def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
+        """Raises DivergedError where ranks that should hold the same weights do not. See `replicas.check_replicas`."""
+        self._whole_weights()
+        replica_check.check_replicas(self.model, world, after)
+
+    def save(self, folder: str | Path, extra: Mapping[str, object] | None = None) -> None:
+        """Write a checkpoint (weights, optimizer, `extra`) that any layout can load. Collective over the world."""
+        self.stage(folder, extra).write()
+
+    def stage(
+        self, folder: str | Path, extra: Mapping[str, object] | None = None, copies: HostCopies | None = None
+    ) -> checkpoint.Staged:
+        """Take a checkpoint to host memory, for `write` to put into the folder. Collective over the world.
+
+        copies: for what is in host memory already, so that the engine may go on before that.
+        """
+        self.return_to_device()
+        return checkpoint.stage(Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, copies)
+
+    def load(self, folder: str | Path) -> dict[str, object]:
+        """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
+        self.return_to_device()
+        return checkpoint.load(Path(folder), self.model, self.optimizer)
+
+    def export_hf(self, folder: str | Path) -> None:
+        """Write a Hugging Face folder that transformers and every server load; of a multimodal model, its text model.
+        Collective over the world."""
+        self._whole_weights()
+        checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
+        if dist.get_rank() == 0:
+            copy_sidecars(self.source.folder, folder, self.arch.text_only())
+        dist.barrier()
+
+    # ---- memory of the device, for others ---------------------------------------------------------------------------
+
+    def offload(self, *, weights: bool = True) -> None:
+        """Give the memory of the gradients, of the optimizer's state and of the weights to others, between two steps.
+
+        State and weights wait in pinned host memory, numbers unchanged. Every method brings back what it needs. An
+        exception before that loses nothing. No collectives: ranks that must all have left have to meet.
+
+        weights: False: they stay.
+        Raises ValueError amid a step, whose gradients would be lost.
+        """
+        if self._modes:
+            raise ValueError("offload() after forward_backward: call optim_step() or zero_grad() first")
+        self._training.leave()
+        self.gather.wait()  # weights in pieces may leave, and be gathered when they are back
+        if weights:
+            self._weights.leave()
+
+    def return_to_device(self) -> None:
+        """Take the memory back, where `offload` gave it away, with whole weights in it. Collective as `Gather`."""
+        self._come_back()
+        self.gather.finish()
+
+    # ---- how --------------------------------------------------------------------------------------------------------
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return rules.shares_prefixes(self.config)
+
+    def plan(self, samples: Sequence[Sample]) -> Plan:
+        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
+        return plan_step(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
+
+    def _place(self, samples: Sequence[Sample]) -> Placement:
+        return place(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
+
+    @property
+    def _limits_of_a_plan(self) -> tuple[Layout, int, CostModel]:
+        return self.mesh.layout, self.config.batch.max_tokens, self.cost_model
+
+    def _come_back(self) -> None:
+        self._weights.onload()
+        self._training.onload()
+
+    def whole_model(self) -> Model:
+        """The model, once its weights are on the device and what the last step left under way has arrived."""
+        self._whole_weights()
+        return self.model
+
+    def _whole_weights(self) -> None:
+        self._weights.onload()
+        self.gather.finish()
+
+    def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
+        self._come_back()
+        if isinstance(samples, RankZeroSamples):
+            placement, samples = samples.placed(self._place)
+        else:
+            placement = self._place(samples)
+        batch = prepare_step(samples, loss, placement, self.mesh, self.device)
+        self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
+        costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
+        return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
+
+    def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
+        """What `head` gives for every target, sample by sample."""
+        batch = self._prepare(samples, TARGETS)
+        with torch.no_grad():
+            flat = run_targets(self.model, batch, head, shape)
+        return list(flat.split([len(s) for s in samples]))
+
+    @phase("forward and backward")
+    def _forward_backward(
+        self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
+    ) -> StepMetrics:
+        """dispatch_bound: of messages between experts. What was accumulated is worth nothing where `lost` of the
+        metrics is not 0."""
+        started = time.perf_counter()
+        self._check_call(loss)
+        batch, router_losses = self._prepare(samples, loss), None
+        if self.load_balancing is not None:
+            router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
+        metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
+        self._finite &= math.isfinite(metrics.loss)
+        self._tokens += metrics.valid_tokens
+        return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
+
+    def _check_call(self, loss: Loss) -> None:
+        """ValueError where the gradient of the step would be wrong with this call of `forward_backward` in it."""
+        if self._reduced:
+            raise ValueError(
+                "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "
+                "optim_step() or zero_grad() first"
+            )
+        before, modes = self._modes, [aggregation.mode for aggregation in loss.aggregations]
+        means = [mode for mode in before + modes if mode != "sum"]
+        if before and means:
+            raise ValueError(
+                f"several calls of forward_backward before optim_step() would add up means of {means[0]}: give all "
+                "samples of the step in one call, or use the aggregation sum in every call"
+            )
+        self._modes = before + modes
+
+    @contextlib.contextmanager
+    def _no_sync(self):
+        with contextlib.ExitStack() as stack:
+            for chunk in self.chunks:
+                stack.enter_context(chunk.no_sync())
+            yield

@@ -1,0 +1,146 @@
+"""Per-token losses and their sum. They are never averaged here: the normalizer's weights hold the only division."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isoloss.engine.config.schema import LossConfig
+from isoloss.parallel import UserError
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.sequence import sum_over_documents
+
+
+@dataclass(frozen=True)
+class TokenInputs:
+    """What a loss sees of the labeled positions of a micro-batch on this rank; all tensors are [N].
+
+    logprobs_N: log-probabilities of the targets at the loss's temperature.
+    entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
+    values_N: the value head's output, of a critic, whose other two are empty.
+    fields: those of the samples.
+    document_N: the document of the row that each target belongs to.
+    """
+
+    logprobs_N: Tensor
+    entropy_N: Tensor | None
+    values_N: Tensor | None
+    fields: Mapping[str, Tensor]
+    document_N: Tensor
+    num_documents: int
+    context: dist.ProcessGroup
+
+    def sequence_sum(self, values_N: Tensor) -> Tensor:
+        """For every target the sum of `values_N` over all targets of its sequence, [N], however it is sharded.
+
+        Differentiable. Collectives: one all-reduce over context, another in the backward.
+        """
+        return sum_over_documents(values_N, self.document_N, self.num_documents, self.context)[self.document_N]
+
+
+PerToken = Callable[[TokenInputs], Tensor]
+TOKEN_MEAN = Aggregation("token-mean")
+
+
+@dataclass(frozen=True)
+class Term:
+    """coefficient * sum(weight * per_token), with weights that the aggregation makes of the counts of the whole step.
+
+    per_token: TokenInputs -> [N], not yet weighted.
+    name: what the metrics call the sum, without the coefficient.
+    """
+
+    per_token: PerToken
+    aggregation: Aggregation = TOKEN_MEAN
+    coefficient: float = 1.0
+    name: str = "loss"
+
+    def values(self, inputs: TokenInputs) -> Tensor:
+        """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
+        values_N, shape = self.per_token(inputs), tuple(inputs.document_N.shape)
+        if not isinstance(values_N, Tensor) or values_N.shape != shape:
+            raise UserError(
+                f"{self.name}: {defined(self.per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
+                "return one number per target, neither summed nor averaged, which loss.aggregation does"
+            )
+        if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
+            raise UserError(
+                f"{self.name}: {defined(self.per_token)} returned numbers without a gradient: compute them from "
+                "inputs.logprobs_N, without detach() or item()"
+            )
+        return values_N
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum of terms, each with an aggregation of its own.
+
+    needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N.
+    temperature: logits are divided by it.
+    observed: further per-token values, reported as means over the valid tokens of the step.
+    largest: others, none of them negative, of which the largest is reported.
+    correlated: pairs of others, reported as Pearson's correlation.
+    """
+
+    terms: tuple[Term, ...]
+    needs_entropy: bool = False
+    temperature: float = 1.0
+    observed: Mapping[str, PerToken] = field(default_factory=dict)
+    largest: Mapping[str, PerToken] = field(default_factory=dict)
+    correlated: Mapping[str, Callable[[TokenInputs], tuple[Tensor, Tensor]]] = field(default_factory=dict)
+
+    def __post_init__(self):
+        names = [term.name for term in self.terms] + [*self.observed, *self.largest, *self.correlated]
+        if len(set(names)) < len(names) or not self.terms:
+            raise ValueError(f"a loss needs terms, and every term and observed value a name of its own, not {names}")
+
+    @classmethod
+    def of(
+        cls,
+        per_token: PerToken,
+        aggregation: str = "token-mean",
+        norm_length: int | None = None,
+        count_fully_masked: bool = False,
+        needs_entropy: bool = False,
+    ) -> "Loss":
+        """A loss of one term."""
+        return cls((Term(per_token, Aggregation(aggregation, norm_length, count_fully_masked)),), needs_entropy)
+
+    @property
+    def aggregations(self) -> tuple[Aggregation, ...]:
+        """The distinct ones, in the order of the terms."""
+        return tuple(dict.fromkeys(term.aggregation for term in self.terms))
+
+
+class Fields(dict[str, Tensor]):
+    """Those of the samples, by name."""
+
+    def __missing__(self, name: str) -> Tensor:
+        raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
+
+
+def shape_or_type(returned: object) -> str:
+    """What an error message says of what a user's function returned."""
+    return f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
+
+
+def defined(function: Callable[..., Any]) -> str:
+    """The name of a function, and where it stands."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
+
+
+def negative_log_likelihood(inputs: TokenInputs) -> Tensor:
+    """Cross-entropy with the target as a one-hot distribution, in nats."""
+    return -inputs.logprobs_N
+
+
+def cross_entropy(config: LossConfig) -> Loss:
+    """The SFT loss, aggregated as configured."""
+    return Loss((Term(negative_log_likelihood, config.weighting()),))

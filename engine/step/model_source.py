@@ -1,0 +1,95 @@
+"""The model that a configuration names, read and checked once a run, before any process group exists."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory import preflight
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.mcore import nvidia_apex
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
+from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.distcp import is_checkpoint
+from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check
+from isoloss.models.weights.mmap import DTYPES
+from isoloss.models.weights.random_weights import RandomWeights
+from isoloss.models.weights.weight_map import weight_map
+from isoloss.parallel import Layout
+from isoloss.parallel.runtime import device, environment
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The model of a configuration, resolved and checked once a run.
+
+    path: of the Hugging Face folder or the checkpoint, where model.path names a folder of checkpoints.
+    layout: in this world.
+    weights: where they are read from.
+    folder: of config.json and tokenizer.
+    own_dtypes: of the tensors that are stored in another type than most of the model, such as a few in fp32 beside
+        bf16, by their names in an exported folder.
+    """
+
+    path: Path
+    arch: Architecture
+    layout: Layout
+    weights: WeightSource
+    folder: Path
+    own_dtypes: Mapping[str, torch.dtype]
+
+
+def resolve(config: Config) -> ModelSource:
+    """Read and check the model that a configuration names, and its layout.
+
+    Raises UserError where they do not fit together. Enters no collective and needs no process group.
+    """
+    nvidia_apex.check()
+    device.check(config.train.device)
+    path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
+    arch = read_architecture(folder)
+    layout = config.parallel.layout().with_world(_world_size())
+    rules.check(config, arch, layout)
+    if config.memory.check and (memory := device.memory_bytes()) is not None:
+        preflight.check(config, arch, layout, memory)
+    from_scratch = config.model.from_scratch
+    weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
+    return ModelSource(path, arch, layout, weights, folder, _own_dtypes(weights, arch))
+
+
+def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
+    """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
+    if is_checkpoint(path):
+        return CheckpointWeights(path, arch)
+    source = HFReader(path)
+    check(source, arch)
+    return source
+
+
+def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dtype]:
+    """See `ModelSource`. "Most" are the most numbers, not the most tensors."""
+    dtypes, numbers = dict[str, torch.dtype](), Counter[torch.dtype]()
+    for stored, exported in zip(weight_map(arch), weight_map(arch.text_only()), strict=True):
+        for part, name in zip(stored.parts, (part.tensor for part in exported.parts), strict=True):
+            if isinstance(weights, CheckpointWeights):
+                dtypes[name] = weights.dtype(stored)
+            # A tensor may hold all experts of a layer: its file is asked once.
+            elif (
+                name not in dtypes and isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES
+            ):
+                dtypes[name] = DTYPES[kind]
+            if name in dtypes:
+                numbers[dtypes[name]] += prod(part.shape)
+    usual = [dtype for dtype, _ in numbers.most_common(1)]
+    return {name: dtype for name, dtype in dtypes.items() if dtype not in usual}
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else environment.rank_and_world()[1]

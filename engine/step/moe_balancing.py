@@ -1,0 +1,113 @@
+"""Balancing the load of experts: what the configuration asks of the routers, and the weights of their losses.
+
+Shape suffixes: A losses, O tokens of the step, R tokens of this rank's slice, Z of those that its routers see,
+S documents of the row, L layers with experts on this rank, E experts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isoloss.engine.batching.packing import PackedBatch
+from isoloss.engine.config.schema import MoeConfig
+from isoloss.engine.step.losses import Loss
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.moe.router import routers
+from isoloss.models.mcore.moe.router_losses import RoutedTokens, RouterLoss, RouterLosses, sequence_balance, z_loss
+from isoloss.parallel import Mesh
+from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.mesh import reuse_world_group
+from isoloss.parallel.normalizer import TokenCounts, token_weights
+
+
+@dataclass(frozen=True)
+class LoadBalancing:
+    """What a training step does about the load of experts.
+
+    losses: of the routers.
+    bias_rate: how far a selection bias moves in a step."""
+
+    losses: tuple[RouterLoss, ...]
+    bias_rate: float
+
+
+def configured(config: MoeConfig, arch: Architecture) -> LoadBalancing | None:
+    """None where nothing is asked for, and for a critic: the keys are about the model that is being made."""
+    # Each part of `sequence_balance` is already divided by its document's length.
+    losses = (
+        RouterLoss("moe_aux_loss", sequence_balance, Aggregation("seq-mean-token-sum"), config.aux_loss_coef),
+        RouterLoss("moe_z_loss", z_loss, Aggregation("token-mean"), config.z_loss_coef),
+    )
+    balancing = LoadBalancing(tuple(loss for loss in losses if loss.coefficient), config.bias_update_rate)
+    return None if arch.critic or not (balancing.losses or balancing.bias_rate) else balancing
+
+
+def start(balancing: LoadBalancing, lengths: Sequence[int], loss: Loss, device: torch.device) -> RouterLosses:
+    """What the routers do in one pass over a step.
+
+    lengths: tokens of every sequence of the step, on every rank.
+
+    Every token counts, target or not: all of them are sent to experts. Where `loss` leaves the normalization to the
+    caller, so do the losses of the routers. No collective.
+    """
+    tokens = TokenCounts.from_lengths(lengths)
+    ones = [torch.ones(length) for length in lengths]
+    summed = all(aggregation.mode == "sum" for aggregation in loss.aggregations)
+    weights_AO, counts = torch.zeros((len(balancing.losses), sum(lengths)), dtype=torch.float64), []
+    for weights_O, router_loss in zip(weights_AO, balancing.losses):
+        weights, counted = token_weights(ones, tokens, Aggregation("sum") if summed else router_loss.aggregation)
+        weights_O[:] = torch.cat([*weights, weights_O[:0]])
+        counts.append(counted)
+    return RouterLosses(balancing.losses, weights_AO.to(device), counts)
+
+
+def routed_tokens(micro_batch: PackedBatch, mesh: Mesh, router_losses: RouterLosses | None) -> RoutedTokens:
+    """The tokens of this rank's slice that its routers see."""
+
+    def own(row_R: Tensor) -> Tensor:
+        return row_R.chunk(mesh.tp.size())[mesh.tp.rank()] if mesh.layout.sequence_parallel else row_R
+
+    tokens = own(micro_batch.piece_R), own(micro_batch.positions_R)
+    of_row = micro_batch.members_SP, micro_batch.length_S, micro_batch.start_S
+    return RoutedTokens(*tokens, *of_row, mesh.megatron.tp_cp, router_losses)
+
+
+def reduce_losses(router_losses: RouterLosses, mesh: Mesh) -> tuple[list[float], list[float]]:
+    """The sum of each loss, without its coefficient, and of the weights that went into it, over all ranks.
+
+    Collectives: one all-reduce of 2A numbers over dp x context and one over tp x pp.
+    """
+    totals = torch.stack([router_losses.sums_A, router_losses.consumed_A])
+    dist.all_reduce(totals, group=mesh.dp_context)
+    dist.all_reduce(totals, group=mesh.stage)
+    sums, consumed = totals.tolist()
+    return sums, consumed
+
+
+@torch.no_grad()
+def update_biases(chunks: Sequence[nn.Module], rate: float, mesh: Mesh) -> None:
+    """Move every selection bias by `rate` towards an even load (arXiv:2408.15664, algorithm 1).
+
+    It goes up where an expert got fewer tokens of the step than the mean, and down where it got more.
+
+    Integers decide, so the biases are bit-equal on every layout. Collectives: one all-reduce of int64 counts [L, E]
+    over tp x dp x context.
+    """
+    stage_routers = list(routers(chunks))
+    if rate == 0 or not stage_routers:  # nothing to move, or a pipeline stage of dense layers
+        return
+    load_LE = torch.stack([router.load_E for router in stage_routers])
+    dist.all_reduce(load_LE, group=reuse_world_group(mesh.megatron.tp_dp_cp))
+    below_LE = torch.sign(load_LE.sum(1, keepdim=True) - load_LE.shape[1] * load_LE)  # of mean - load
+    for router, below_E in zip(stage_routers, below_LE):
+        assert router.expert_bias is not None
+        router.expert_bias += rate * below_E
+
+
+def forget_loads(chunks: Sequence[nn.Module]) -> None:
+    """A new step begins."""
+    for router in routers(chunks):
+        router.load_E.zero_()

@@ -1,0 +1,136 @@
+"""A key of the configuration: its default, meaning and bounds, written once, beside the field of its dataclass.
+
+`key` makes such a field, and `Keys` is the base that holds every value against its bounds, whoever builds the object.
+isoloss.engine.config.help tells a user what is written here.
+"""
+
+import dataclasses
+import math
+import operator
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from isoloss.parallel.runtime.errors import UserError
+
+
+def require(holds: bool, key: str, value: object, hint: str) -> None:
+    if not holds:
+        raise UserError(f"{key}={value!r} {hint}")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeySpec:
+    """What is known of a key besides its name, type and default. Bounds and choices hold for each item of a list, and
+    not for null.
+
+    text: its meaning, for `--help` and docs/configuration.md: units, what null means.
+    required: the default, something empty, is refused.
+    choices: the valid names, where its type, a Literal, does not tell them.
+    or_function: or a function of the user's, file.py:function.
+    refusal: what follows `key=value` where it is out of bounds, if there is more to say than the bounds.
+    """
+
+    text: str
+    required: bool = False
+    choices: tuple[str, ...] = ()
+    or_function: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    refusal: str | None = None
+
+    def bounds(self) -> list[tuple[str, float]]:
+        """Such as [(">=", 0), ("<", 1)]."""
+        each = ((">=", self.at_least), (">", self.above), ("<=", self.at_most), ("<", self.below))
+        return [(sign, bound) for sign, bound in each if bound is not None]
+
+    def within(self, number: float) -> bool:
+        holds = {">=": operator.ge, ">": operator.gt, "<=": operator.le, "<": operator.lt}
+        return all(holds[sign](number, bound) for sign, bound in self.bounds())
+
+    def must(self, is_list: bool, nullable: bool) -> str:
+        """What follows a refused number: "must not be negative"."""
+        if self.refusal is not None:
+            return self.refusal
+        each, or_null = "each " if is_list else "", ", or null" if nullable else ""
+        match self.bounds():
+            case [(">=", 0)] if not is_list and not nullable:
+                return "must not be negative"
+            case [(">", 0)] if not is_list:
+                return f"must be positive{or_null}"
+            case [(">=", low), ("<=" | "<" as sign, high)]:
+                return f"must {each}be in [{low}, {high}{']' if sign == '<=' else ')'}{or_null}"
+            case several:
+                words = {">=": "at least", ">": "above", "<=": "at most", "<": "below"}
+                return f"must {each}be {' and '.join(f'{words[sign]} {bound}' for sign, bound in several)}{or_null}"
+
+
+def key(default: Any, text: str, **more: Any) -> Any:
+    """A field of a `Keys` class. more: fields of its `KeySpec`."""
+    meaning = KeySpec(text, **more)
+    if isinstance(default, Mapping):  # a dataclass takes no default that can change, and a dict has no hash
+        return dataclasses.field(default_factory=lambda: dict(default), hash=False, metadata={"key": meaning})
+    return dataclasses.field(default=default, metadata={"key": meaning})
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """Base of a group of keys: `class OptimConfig(Keys, group="optim")`. Raises UserError for a value out of bounds.
+
+    A class with a `__post_init__` of its own, for rules between keys, calls this one's in it.
+    """
+
+    _group = ""
+
+    def __init_subclass__(cls, group: str | None = None, **others: Any):
+        super().__init_subclass__(**others)
+        if group is not None:
+            cls._group = group
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _check(f"{self._group}.{field.name}", field, getattr(self, field.name))
+
+
+def meaning_of(field: "dataclasses.Field[Any]") -> KeySpec:
+    assert "key" in field.metadata, f"{field.name} is a key without a meaning: make the field with key(...)"
+    return field.metadata["key"]
+
+
+def choices_of(field: "dataclasses.Field[Any]") -> tuple[str, ...]:
+    """The valid names of a key, or of the items of its list; none where any value will do."""
+    return meaning_of(field).choices or _literals(field.type)
+
+
+def is_nullable(field: "dataclasses.Field[Any]") -> bool:
+    return types.NoneType in typing.get_args(field.type)
+
+
+def _literals(kind: Any) -> tuple[str, ...]:
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    return next((names for part in typing.get_args(kind) if (names := _literals(part))), ())
+
+
+def _check(name: str, field: "dataclasses.Field[Any]", value: Any) -> None:
+    meaning, choices = meaning_of(field), choices_of(field)
+    is_list = isinstance(value, tuple)
+    must = meaning.must(is_list, is_nullable(field))
+    if meaning.required:
+        require(bool(value), name, list(value) if is_list else value, must)
+    if value is None:
+        return
+    items = value if is_list else (value,)
+    if choices:
+        verb = "may only name" if is_list else "is not one of"
+        or_function = " or file.py:function" if meaning.or_function else ""
+        known = (item in choices or (meaning.or_function and ":" in item) for item in items)
+        require(all(known), name, value, f"{verb} {', '.join(choices)}{or_function}")
+    for item in items:
+        if isinstance(item, float):
+            require(math.isfinite(item), name, value, "must be a finite number")
+        if isinstance(item, (int, float)):
+            require(meaning.within(item), name, value, must)

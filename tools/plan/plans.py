@@ -1,0 +1,71 @@
+"""What `isoloss.tools.plan` prints and writes."""
+
+import argparse
+import json
+from dataclasses import asdict
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.limits import room
+from isoloss.engine.rl.config import RLConfig
+from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.tools.plan.data_file import plan_data
+from isoloss.tools.plan.estimate import estimate
+from isoloss.tools.plan.hardware import GPUS
+from isoloss.tools.plan.picture import draw
+from isoloss.tools.plan.preset import write_preset
+from isoloss.tools.plan.rollout_batch import estimate_batch
+from isoloss.tools.plan.search import search as best_layouts
+from isoloss.tools.plan.stages import dry_runs
+from isoloss.tools.plan.tables import (
+    batch_lines,
+    data_table,
+    exchange_table,
+    fits,
+    phase_table,
+    search_table,
+    stage_table,
+    verdict,
+)
+
+BEST = 5  # layouts that are told
+
+
+def plan(config: Config, arguments: argparse.Namespace) -> int:
+    """Of the configured layout. Returns the exit status."""
+    arch, gpu = read_architecture(hf_folder(config.model.path)), GPUS[arguments.gpu]
+    layout = config.parallel.layout().with_world(arguments.gpus)
+    data = plan_data(config, arch, layout) if config.data.train else None
+    stages = dry_runs(arguments.recipe, arguments.overrides, layout)
+    step = estimate(config, arch, layout, stages, gpu)
+    batch = None
+    if isinstance(config, RLConfig):
+        batch = estimate_batch(config, arch, layout, stages, step, gpu, arguments.server_gpus)
+    fitting = all(fits(report, config, gpu) for report in stages)
+    if arguments.json is not None:
+        plan = {"gpu": asdict(gpu), "room": room(config, gpu.memory), "fits": fitting, "estimate": asdict(step)}
+        plan |= {"batch": batch and asdict(batch), "data": data and asdict(data)}
+        text = json.dumps(plan | {"stages": [asdict(report) for report in stages]}, indent=1)
+        arguments.json.write_text(text + "\n")
+    if arguments.picture is not None:
+        draw(stages, layout, room(config, gpu.memory), arguments.picture)
+    print(f"layout {layout}\n{stage_table(stages, config, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
+    if data is not None:
+        print(data_table(data, config, layout))
+    print(verdict(step, config, fitting=fitting))
+    if batch is not None:
+        print(batch_lines(batch))
+    return 0 if fitting else 1
+
+
+def search(config: Config, arguments: argparse.Namespace) -> int:
+    """Of the best layouts. Returns the exit status."""
+    arch = read_architecture(hf_folder(config.model.path))
+    found = best_layouts(config, arch, arguments.gpus, GPUS[arguments.gpu])
+    if not found:
+        print("no layout fits: take more GPUs, or a lower data.max_length")
+        return 1
+    print(search_table(found[:BEST]))
+    if arguments.write is not None:
+        file = write_preset(arguments.recipe, arguments.write, found[0])
+        print(f"wrote {file}: preset={arguments.write}")
+    return 0

@@ -1,0 +1,177 @@
+"""A dry run of one rank, in a process of its own: build the Engine, go through the phases of a run, and tell what
+its device did.
+
+    python -m isoloss.tools.plan.rank RECIPE WORLD_SIZE RANK FILE [key=value ...]
+
+FILE: of the report, JSON.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
+from isoloss.engine.step.model_source import resolve
+from isoloss.models.architecture import Architecture
+from isoloss.models.mcore import patches, weight_stream
+from isoloss.models.mcore.moe import dispatch
+from isoloss.models.mcore.weight_stream import Label
+from isoloss.models.weights.weight_map import Weight
+from isoloss.parallel import Layout
+from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.tools.plan import world
+from isoloss.tools.plan.files import save_load_export
+from isoloss.tools.plan.phases import GENERATION, colocated, full_rows, take
+from isoloss.tools.plan.recorder import Phase, Recorder
+from isoloss.tools.plan.report import PhaseReport, RankReport
+from isoloss.tools.plan.world import Device, Kernels, join, wait, without_values
+
+# What has left the device before a phase, beside servers.
+AWAY = {"weight sync": ("gradients", "optimizer"), GENERATION: ("weights", "gradients", "optimizer")}
+
+
+class NoWeights:
+    """Weights of the right shapes, without values."""
+
+    def whole(self, weight: Weight) -> Tensor:
+        return torch.empty(weight.shape, device=world.DEVICE)
+
+
+def dry_run(
+    config: Config,
+    rank: int,
+    world_size: int,
+    *,
+    gpus_per_node: int = 8,
+    kernels: Kernels = "cuda",
+    device: Device = "meta",
+    halves: bool = False,
+    files: Path | None = None,
+    documents: int = 1,
+) -> RankReport:
+    """The last of the phases of each name: rows are full (batch.max_tokens), and all tokens are targets.
+
+    documents: of a row. halves: see `take`.
+    files: a folder, for a checkpoint and an export of rank 0 (`save_load_export`); None: neither.
+    The optimizer takes its step on the device, as a copy to the host needs values; what memory.offload_optimizer keeps
+    there is taken off after.
+    """
+    recorder = join(rank, world_size, gpus_per_node, kernels, device)
+    share = config.memory.offload_optimizer
+    config = dataclasses.replace(
+        config,
+        model=dataclasses.replace(config.model, from_scratch=True),
+        # What does not fit is planned, too; and rows that share nothing, as their tokens have no values.
+        memory=dataclasses.replace(config.memory, check=False, offload_optimizer=0.0),
+        batch=dataclasses.replace(config.batch, share_prefixes=False),
+    )
+    source = dataclasses.replace(resolve(config), weights=NoWeights())
+    answer_exchanges(source.arch, source.layout, recorder)
+    rows = full_rows(config.batch.max_tokens, source.layout, documents)
+    with without_values(recorder):
+        with recorder.phase("build"):
+            engine = Engine(config, source)
+        recorder.name_groups(engine.mesh)
+        resident = resident_bytes(engine, recorder.live_bytes)
+        micro_batches = take(engine, config, rows, recorder, halves)
+        if files is not None:
+            save_load_export(engine, files, recorder)
+    on_host = round(share * resident["optimizer"])
+    last = {phase.name: phase for phase in recorder.phases}
+    return RankReport(
+        rank,
+        engine.mesh.pp.rank(),
+        sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
+        micro_batches,
+        config.batch.max_tokens,
+        [reported(phase, resident, on_host, leaves=colocated(config)) for phase in last.values()],
+        [(*fault, count) for fault, count in recorder.faults.most_common()],
+    )
+
+
+def reported(phase: Phase, resident: Mapping[str, int], on_host: int, *, leaves: bool) -> PhaseReport:
+    """on_host: bytes of the optimizer that are never on the device. leaves: as the trainer does beside servers."""
+    left = AWAY.get(phase.name, ()) if leaves else ()
+    if "optimizer" in left:
+        return PhaseReport.of(phase, {kind: nbytes for kind, nbytes in resident.items() if kind not in left})
+    return PhaseReport.of(phase, {**resident, "optimizer": resident["optimizer"] - on_host}).less(on_host)
+
+
+def resident_bytes(engine: Engine, built: int) -> dict[str, int]:
+    """What stays on the device from step to step. built: bytes that are live after building."""
+    parameters = [parameter for chunk in engine.chunks for parameter in chunk.parameters()]
+    weights = storage_bytes(parameters)
+    gradients = storage_bytes([parameter.main_grad for parameter in parameters])  # pyright: ignore[reportAttributeAccessIssue]
+    return {"weights": weights, "gradients": gradients, "optimizer": built - weights - gradients}
+
+
+def storage_bytes(tensors: Sequence[Tensor]) -> int:
+    """Of the memory behind them, each once."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def answer_exchanges(arch: Architecture, layout: Layout, recorder: Recorder) -> None:
+    """Tell the ranks that share experts, and those that stream weights, what they would ask each other."""
+    if arch.experts is not None:
+        patches.answer_split_sizes(arch.experts.top_k, wait)
+        dispatch.to_host = even_counts
+        recorder.share_selected = arch.experts.top_k / arch.experts.count
+    weight_stream.gather_objects = partial(labels_of_all, layout=layout)
+
+
+def even_counts(counts: Tensor, rows: int) -> np.ndarray:
+    """Every rank sends as many rows as this one, and each expert gets the same number of them."""
+    wait("split sizes")
+    even = np.full(counts.shape, rows // counts[0, 0].numel())
+    even[..., -1, -1] += rows - even[0, 0].sum()
+    return even
+
+
+def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Sequence[Label] | None]:
+    """What every rank has to send in a round of the weight stream: the first of a stage as much as this rank, and those
+    that share its experts as many experts. The others have nothing."""
+    of_all: list[Sequence[Label] | None] = [None if mine is None else () for _ in range(layout.world_size)]
+    if mine is None:
+        return of_all
+    experts = [label for label in mine if ".experts." in label.name]
+    for stage in range(layout.pp):
+        first = stage * layout.world_size // layout.pp
+        for sharing in range(layout.ep):
+            of_all[first + sharing * layout.etp] = experts if sharing else mine
+    return of_all
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("recipe", choices=CONFIGS)
+    parser.add_argument("world_size", type=int)
+    parser.add_argument("rank", type=int)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--kernels", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--documents", type=int, default=1, help="of a row; default: %(default)s")
+    parser.add_argument("--halves", action="store_true", help="also a step of half the rows")
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_intermixed_args(argv)
+    config = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)[0]
+    report = dry_run(
+        config,
+        arguments.rank,
+        arguments.world_size,
+        kernels=arguments.kernels,
+        halves=arguments.halves,
+        documents=arguments.documents,
+    )
+    arguments.file.write_text(report.dumps())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""What a dry run tells of a rank: plain numbers, which travel between processes as JSON."""
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from isoloss.tools.plan.recorder import Phase
+
+# Of what is live at a peak: files whose allocations are of a kind. All others' are activations.
+KINDS = {
+    "loss head": ("isoloss/parallel/vocab.py", "isoloss/models/model.py", "isoloss/models/mcore/layers/value_head.py"),
+    "exchange": ("isoloss/parallel/collectives.py", "isoloss/parallel/ring.py",
+                 "megatron/core/tensor_parallel/mappings.py", "megatron/core/pipeline_parallel/p2p_communication.py",
+                 "megatron/core/utils.py"),
+}  # fmt: skip
+# Phases that say themselves what they allocate.
+KEPT = {"build reference": "reference", "build critic": "critic", "weight sync": "weight sync"}
+TOLD_SITES = 20
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Collectives of one kind. calls, nbytes: of the phase; of inputs or outputs, whichever are more."""
+
+    op: str
+    group: str
+    ranks: int
+    nodes: int
+    dtype: str
+    site: str
+    calls: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class PhaseReport:
+    """A phase of a step on one rank. Bytes, FLOPs and counts are of the whole phase.
+
+    peak: largest number of live bytes; peak_site: file:line that allocates the last of them.
+    peak_kinds: what they are. peak_sites: the largest of them by file:line.
+    flops, launches, traffic: by op; traffic are bytes that ops without FLOPs read and write.
+    launch_sites: the launches by file:line.
+    waits: (kind, file:line, how often) that the host waits for the device.
+    """
+
+    name: str
+    peak: int
+    after: int
+    peak_site: str
+    peak_kinds: Mapping[str, int]
+    peak_sites: Mapping[str, int]
+    flops: Mapping[str, int]
+    launches: Mapping[str, int]
+    launch_sites: Mapping[str, int]
+    traffic: Mapping[str, int]
+    waits: Sequence[tuple[str, str, int]]
+    exchanges: Sequence[Exchange]
+
+    @classmethod
+    def of(cls, phase: Phase, resident: Mapping[str, int]) -> "PhaseReport":
+        """resident: bytes that stay from the first phase on, by kind."""
+        kinds, sites = Counter(resident), Counter()
+        for (allocated_in, site), nbytes in phase.at_peak.items():
+            if allocated_in != "build":
+                kinds[KEPT.get(allocated_in) or kind_of(site)] += nbytes
+            sites[site] += nbytes
+        exchanges = [Exchange(**asdict(key), calls=phase.calls[key], nbytes=phase.sent[key]) for key in phase.calls]
+        return cls(
+            phase.name, phase.peak, phase.after, phase.peak_site, dict(kinds), dict(sites.most_common(TOLD_SITES)),
+            dict(phase.flops), dict(phase.launches), dict(phase.launch_sites), dict(phase.traffic),
+            [(*key, count) for key, count in phase.waits.most_common()], exchanges,
+        )  # fmt: skip
+
+    def less(self, nbytes: int) -> "PhaseReport":
+        """Where so many bytes are never on the device."""
+        return replace(self, peak=self.peak - nbytes, after=self.after - nbytes)
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """parameters: of this rank. micro_batches: of a step; tokens: of one of them, over all ranks that share it.
+
+    faults: (what, file:line, how often) that a device would refuse.
+    """
+
+    rank: int
+    stage: int
+    parameters: int
+    micro_batches: int
+    tokens: int
+    phases: Sequence[PhaseReport]
+    faults: Sequence[tuple[str, str, int]] = ()
+
+    @property
+    def peak(self) -> PhaseReport:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    def phase(self, name: str) -> PhaseReport:
+        return next(phase for phase in self.phases if phase.name == name)
+
+    def dumps(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def loads(cls, text: str) -> "RankReport":
+        values = json.loads(text)
+        phases = [
+            PhaseReport(**phase | {"exchanges": [Exchange(**e) for e in phase["exchanges"]]})
+            for phase in values.pop("phases")
+        ]
+        return cls(**values, phases=phases)
+
+
+def kind_of(site: str) -> str:
+    return next((kind for kind, files in KINDS.items() if site.startswith(files)), "activations")

@@ -1,0 +1,41 @@
+"""Dry runs of one rank of every pipeline stage, each in a process of its own."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from isoloss.parallel import Layout, UserError
+from isoloss.tools.plan.report import RankReport
+
+PROCESSES = 2  # at a time: half a gigabyte each
+
+
+def dry_runs(recipe: str, overrides: Sequence[str], layout: Layout) -> list[RankReport]:
+    """Of the first rank of every stage; all others of a stage do the same.
+
+    Raises UserError where the configuration, the model and the layout do not fit together.
+    """
+    ranks = [stage * (layout.world_size // layout.pp) for stage in range(layout.pp)]
+    with ThreadPoolExecutor(PROCESSES) as pool:
+        return list(pool.map(lambda rank: dry_run(recipe, overrides, layout.world_size, rank), ranks))
+
+
+def dry_run(recipe: str, overrides: Sequence[str], world_size: int, rank: int, *options: str) -> RankReport:
+    """Of one rank. options: more of isoloss.tools.plan.rank. Raises as `dry_runs`."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "isoloss.tools.plan.rank", recipe, str(world_size), str(rank), str(file)]
+        # GPUs are hidden: what stands in for CUDA takes no effect where there is one.
+        environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            [*command, *options, *overrides], env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        )
+        if done.returncode == 2:
+            raise UserError(done.stderr.strip().splitlines()[-1].removeprefix("isoloss: error: "))
+        if done.returncode != 0:
+            raise RuntimeError(f"the dry run of rank {rank} ended with status {done.returncode}:\n{done.stderr}")
+        return RankReport.loads(file.read_text())

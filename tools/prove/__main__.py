@@ -1,0 +1,83 @@
+"""Prove, on your data and configuration, that the loss and gradients of a step do not depend on the layout.
+
+    python -m isoloss.tools.prove --layouts "tp2,pp2,ulysses2,dp2,tp2+pp2+ring2"
+    python -m isoloss.tools.prove --layouts dp2,tp2 model.path=DIR data.train=FILE batch.global_size=64
+    python -m isoloss.tools.prove --layouts dp2,ring2 --loss clip algorithm.kl_coef=0.1
+
+One global batch runs under the reference layout (one rank, one micro-batch) and under every asked layout, in one
+micro-batch a rank, in about three, and one sample at a time. Loss, gradient norm and every parameter's gradient must
+agree up to rounding; the certificate is proof.json, a table and a picture, and says of every claim which runs exercised
+it. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
+Exit status: 0 every claim proved, 1 not (with a planted bug it must be 1), 2 a mistake in the arguments, the
+configuration or the data.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.rl.algorithms import LOSSES, loss_of
+from isoloss.engine.rl.config import RLConfig
+from isoloss.parallel import Layout, UserError
+from isoloss.recipes.launch import compose_config, print_error_once
+from isoloss.tools import command_line
+
+if TYPE_CHECKING:
+    from isoloss.tools.prove.rank_pool import WorkerPool
+
+
+def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) -> int:
+    """pool: runs the ranks; default one of its own."""
+    arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
+    try:
+        layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
+        config = configuration(arguments.loss, arguments.overrides)
+        from isoloss.tools.prove import proof  # its import takes seconds: help and a mistake do not wait for it
+
+        return proof.run(arguments, config, layouts, pool)
+    except UserError as error:
+        print_error_once(str(error))
+        return 2
+
+
+def parser() -> command_line.Parser:
+    parser = command_line.parser("prove", __doc__)
+    parser.add_argument("--layouts", default="tp2,pp2,ulysses2,dp2,tp2+pp2+ring2", help="layouts, separated by commas")
+    parser.add_argument(
+        "--budgets",
+        type=token_budgets,
+        help="token budgets of a micro-batch, 0: all in one; default, from the data: one micro-batch, about three, one "
+        "sample each",
+    )
+    parser.add_argument("--aggregations", help="aggregation modes; default loss.aggregation")
+    parser.add_argument(
+        "--loss",
+        metavar="LOSS",
+        help=f"a policy loss ({', '.join(LOSSES)}, file.py:function) instead of cross-entropy, with made-up advantages "
+        "and log-probabilities of older policies; the keys algorithm.* go with it",
+    )
+    parser.add_argument("--precision", choices=("fp32", "fp64"), default="fp64")
+    parser.add_argument("--plant", metavar="BUG", help="a known bug to plant; a wrong name lists the right ones")
+    parser.add_argument("--out", type=Path, help="folder of the certificate; default runs/proof, or runs/proof-BUG")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="preset=NAME and keys of the sft recipe")
+    return parser
+
+
+def token_budgets(text: str) -> list[int]:
+    """argparse tells of a ValueError in one line."""
+    return [int(budget) for budget in text.split(",")]
+
+
+def configuration(loss: str | None, overrides: Sequence[str]) -> Config:
+    """Of the sft recipe; for a policy loss with the keys of reinforcement learning."""
+    if loss is None:
+        return compose_config("sft", Config, overrides)[0]
+    only = loss_of(loss).aggregation
+    fitting = [f"loss.aggregation={only}"] if only else []
+    return compose_config("sft", RLConfig, [f"algorithm.loss={loss}", *fitting, *overrides])[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
