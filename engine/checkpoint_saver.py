@@ -12,7 +12,7 @@ from isoloss.engine.checkpoint import NotWrittenError, Staged, prune
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.config import CheckpointConfig
 from isoloss.engine.console import say
-from isoloss.engine.run_folder import is_main
+from isoloss.engine.rank0 import is_main
 from isoloss.parallel.launch import host_group
 
 NICE = 10  # by so much less than training the threads that write insist on a core

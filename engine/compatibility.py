@@ -13,10 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from isoloss.engine.config import RECOMPUTE_MODULES, Config
+from megatron.core.transformer.moe import fused_a2a
+
+from isoloss.engine.config import Config
 from isoloss.engine.key_help import as_written
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore import deep_ep, transformer_engine
+from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError, flash_attention
 
@@ -210,7 +213,8 @@ def dispatcher(setup: Setup) -> Refusals:
         yield key, "sends tokens to other ranks, and here every rank has all experts", remedy
     if precision != "bf16":
         yield key, f"does not work with train.precision={precision}, which its kernels do not have", remedy
-    if not deep_ep.has(chosen):
+    # HybridEP is a branch of DeepEP's repository; both were read, not run.
+    if not (fused_a2a.HAVE_HYBRIDEP if chosen == "hybridep" else fused_a2a.HAVE_DEEP_EP):
         yield key, "needs the package deep_ep with its kernels, which does not import here", f"install it, or {remedy}"
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES as RECOMPUTE_MODULES
 from isoloss.models.mcore.activation_memory import ActivationMemory
 from isoloss.models.mcore.kernels import Kernels
 from isoloss.parallel.aggregation import MODES, Aggregation
@@ -433,6 +432,21 @@ class Config:
     @property
     def samples_begin_alike(self) -> bool:
         """Whether a step has samples that share what they begin with."""
+        return False
+
+    @property
+    def trained_models(self) -> int:
+        """Number of models that are trained: the policy, and in reinforcement learning a critic."""
+        return 1
+
+    @property
+    def frozen_models(self) -> int:
+        """Number of models on the device that are not trained, such as a reference."""
+        return 0
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether a server sleeps on the GPU while the trainer works."""
         return False
 
     @property

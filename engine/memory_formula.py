@@ -18,7 +18,6 @@ import torch
 from isoloss.engine.attention_memory import backward_by_blocks, is_by_blocks, kept_by_attention
 from isoloss.engine.config import Config
 from isoloss.engine.delta_memory import DeltaMemory, delta_memory
-from isoloss.engine.rl.config import RLConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.mappings import ParamMapping
@@ -62,22 +61,14 @@ def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, 
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
     if not config.distributed_optimizer:
         replicas = (1, 1)
-    trained, kept = _models(config)
+    trained, models = config.trained_models, config.trained_models + config.frozen_models
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     return StageMemory(
-        (trained + kept) * width * (dense + experts),
+        models * width * (dense + experts),
         trained * (2 if config.parallel.grad_reduce_dtype == "bf16" else master) * (dense + experts),
         sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
         _activations(config, arch, layout, rank, chunks),
     )
-
-
-def _models(config: Config) -> tuple[int, int]:
-    """How many are trained, a critic among them, and how many are only kept on the device, as a reference."""
-    if not isinstance(config, RLConfig):
-        return 1, 0
-    algorithm = config.algorithm
-    return 1 + algorithm.uses_critic, int(algorithm.uses_reference and not algorithm.reference_offload)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """How much of a GPU the tensors of training may take. Imports no torch."""
 
 from isoloss.engine.config import Config
-from isoloss.engine.rl.config import RLConfig
 
 GIB = 2**30
 # What comes on top of the tensors: CUDA context and kernels, NCCL's buffers, cuBLAS's workspaces, and the allocator's
@@ -14,5 +13,4 @@ SLEEPING_SERVER = 5 * GIB
 
 def room(config: Config, device_bytes: float) -> float:
     """Bytes that the tensors of training may take at their peak. device_bytes: of the GPU, as the driver shows them."""
-    beside_a_server = isinstance(config, RLConfig) and config.rollout.colocated
-    return device_bytes - MARGIN - SLEEPING_SERVER * beside_a_server
+    return device_bytes - MARGIN - SLEEPING_SERVER * config.shares_device

@@ -1,8 +1,10 @@
 """Where the time of a step goes: `train.profile` leaves a trace of one optimizer step, and a table of its phases."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -75,3 +77,25 @@ def table(found: profile, on_gpu: bool) -> str:
             lines.append(f"{'  ' * depth + name:<28}{event.count:>7}{seconds:>11.4f}{share:>8.1%}{of_kernels}")
     by = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     return "\n".join(lines) + "\n\n" + averages.table(sort_by=by, row_limit=40, max_name_column_width=60)
+
+
+class Stopwatch:
+    """Times the device from the constructor to `stop`, and does not wait for it."""
+
+    def __init__(self):
+        self._on_gpu = torch.cuda.is_available()
+        self._from = self._now()
+
+    def stop(self) -> None:
+        self._to = self._now()
+
+    def seconds(self) -> float:
+        """Once the device has come to where `stop` was called."""
+        return self._from.elapsed_time(self._to) / 1000 if self._on_gpu else self._to - self._from
+
+    def _now(self) -> Any:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -1,12 +1,12 @@
 """What rank 0 does for all: its result, or its failure, on every rank."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from isoloss.engine import watchdog
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.launch import host_group
@@ -22,6 +22,11 @@ def whole(result: Result) -> Result:
     return result
 
 
+def is_main() -> bool:
+    """Whether this rank writes files and prints what the user reads."""
+    return dist.get_rank() == 0
+
+
 class RankZero:
     """Calls made on rank 0 alone, over a gloo group of the whole world: waiting for servers or rewards must neither
     trip the time limit of the training's groups nor mix with their collectives.
@@ -29,12 +34,18 @@ class RankZero:
     The constructor is collective over the world.
 
     explain: makes of an exception what the user should see.
+    patient: the context in which a rank may wait for any time, such as `watchdog.patient`.
     """
 
-    def __init__(self, explain: Callable[[Exception], Exception] = lambda error: error):
+    def __init__(
+        self,
+        explain: Callable[[Exception], Exception] = lambda error: error,
+        patient: Callable[[], AbstractContextManager] = nullcontext,
+    ):
         self._explain = explain
+        self._patient = patient
         self.group = host_group(PATIENCE)
-        self.here = dist.get_rank() == 0
+        self.here = is_main()
 
     def attempt(self, call: Callable[[], Any]) -> Exception | None:
         """call() on rank 0; what it raised, explained. None on the other ranks. Not collective."""
@@ -48,18 +59,19 @@ class RankZero:
             return self._explain(error)
         return None
 
-    @watchdog.patiently
     def agree(self, failure: Exception | None) -> Exception | None:
         """The failure of the first rank that has one, on every rank. Collective over the world."""
-        for rank, told in enumerate(gather_objects(_told(failure), self.group)):
+        with self._patient():
+            failures = gather_objects(_told(failure), self.group)
+        for rank, told in enumerate(failures):
             if told is not None:
                 return failure if rank == dist.get_rank() else _heard(told, rank)
         return None
 
-    @watchdog.patiently  # servers and rewards have limits of their own
     def run(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
-        """`compute`, where call() waits for somebody."""
-        return self.compute(call, shown)
+        """`compute`, where call() waits for servers or rewards, which have limits of their own."""
+        with self._patient():
+            return self.compute(call, shown)
 
     def compute(self, call: Callable[[], Result], shown: Callable[[Result], Result] = whole) -> Result:
         """call() on rank 0; its result, or its UserError, on every rank. Collective over the world.
@@ -80,10 +92,10 @@ class RankZero:
             raise _heard(told, 0)
         return results[0]
 
-    @watchdog.patiently
     def meet(self) -> None:
         """Wait until every rank is here. Collective over the world."""
-        dist.barrier(group=self.group)
+        with self._patient():
+            dist.barrier(group=self.group)
 
     def close(self) -> None:
         dist.destroy_process_group(self.group)

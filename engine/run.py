@@ -26,7 +26,8 @@ from isoloss.engine.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.optimizer import learning_rate
 from isoloss.engine.preemption import Preemption
 from isoloss.engine.profiling import StepProfile
-from isoloss.engine.run_folder import Fingerprint, is_main, resume_fingerprint
+from isoloss.engine.rank0 import is_main
+from isoloss.engine.run_folder import Fingerprint, resume_fingerprint
 from isoloss.engine.step import StepMetrics
 from isoloss.engine.stragglers import Stragglers
 from isoloss.engine.watchdog import Watchdog

@@ -19,6 +19,7 @@ import yaml
 from isoloss.engine import checkpoint
 from isoloss.engine.config import Config
 from isoloss.engine.optimizer import OPTIMIZER
+from isoloss.engine.rank0 import is_main
 from isoloss.engine.run_files import replace_text
 from isoloss.models.architecture import Architecture
 from isoloss.models.mcore import transformer_engine
@@ -38,11 +39,6 @@ class Fingerprint:
     of: str
     value: str
     decided_by: str
-
-
-def is_main() -> bool:
-    """Whether this rank writes files and speaks to the user."""
-    return dist.get_rank() == 0
 
 
 def check_folder(config: Config, run_name: str, arch: Architecture) -> None:

@@ -20,8 +20,7 @@ from isoloss.engine.losses import Fields, Loss, TokenInputs
 from isoloss.engine.packing import PackedBatch, pack
 from isoloss.engine.placement import Placement
 from isoloss.engine.prefixes import Piece
-from isoloss.engine.profiling import phase
-from isoloss.engine.stopwatch import Stopwatch
+from isoloss.engine.profiling import Stopwatch, phase
 from isoloss.models.mcore.dispatch import Bound
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.router_losses import RouterLoss, RouterLosses

@@ -11,9 +11,10 @@ from isoloss.engine.data import TokenDataset, check_files, load_dataset, step_in
 from isoloss.engine.engine import Engine
 from isoloss.engine.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.model_source import resolve
+from isoloss.engine.rank0 import is_main
 from isoloss.engine.rejects import RejectsOfRun
 from isoloss.engine.run import Run, RunResult
-from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, is_main, open_folder
+from isoloss.engine.run_folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.parallel import UserError, device

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from isoloss.engine.rl.reward.worker import NotFoundError, load
+from isoloss.engine.rl.user_functions import NotFoundError, load
 from isoloss.parallel.errors import UserError
 
 

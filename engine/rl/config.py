@@ -382,6 +382,18 @@ class RLConfig(Config):
         return self.rollout.num_generations > 1
 
     @property
+    def trained_models(self) -> int:
+        return 1 + self.algorithm.uses_critic
+
+    @property
+    def frozen_models(self) -> int:
+        return int(self.algorithm.uses_reference and not self.algorithm.reference_offload)
+
+    @property
+    def shares_device(self) -> bool:
+        return self.rollout.colocated
+
+    @property
     def lends_device_memory(self) -> bool:
         """Servers open the buckets of weights. Memory of segments that grow goes by file descriptors, which the kernel
         refuses across containers, and whose handles differ between versions of torch."""

@@ -12,9 +12,9 @@ from isoloss.engine import checkpoint
 from isoloss.engine.batch import Sample
 from isoloss.engine.checkpoint_writer import HostCopies
 from isoloss.engine.engine import Engine
+from isoloss.engine.rank0 import is_main
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.losses import value_loss
-from isoloss.engine.run_folder import is_main
 
 FOLDER = "critic_checkpoints"
 

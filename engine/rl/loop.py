@@ -4,6 +4,7 @@ import contextlib
 
 from isoloss.engine.engine import Engine
 from isoloss.engine.model_source import resolve
+from isoloss.engine.rank0 import is_main
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.batch import RolloutBatch, minibatches, with_advantages, with_logprobs
@@ -15,7 +16,7 @@ from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_th
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run import Run, RunResult
-from isoloss.engine.run_folder import check_fingerprints, check_folder, is_main, open_folder
+from isoloss.engine.run_folder import check_fingerprints, check_folder, open_folder
 from isoloss.engine.scatter import Scatter
 from isoloss.parallel import device
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from isoloss.engine import watchdog
 from isoloss.engine.data import draw_indices
 from isoloss.engine.engine import Engine
 from isoloss.engine.profiling import phase
@@ -56,7 +57,7 @@ class Rollout:
         self._scoring = None if rewarder is None else Scoring(rewarder)
         self._seed, self._generations = config.train.seed, config.rollout.num_generations
         self._reward = config.reward
-        self._rank0 = RankZero()
+        self._rank0 = RankZero(patient=watchdog.patient)
         self._beside, self._colocated = beside, config.rollout.colocated
         self._bucket_bytes = config.rollout.bucket_mb << 20
         self.sampling = Sampling(

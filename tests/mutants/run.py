@@ -1,10 +1,14 @@
 """Plants one-line bugs, one at a time, in a copy of this repository and runs the tests that must notice: make mutants.
 
-    .venv/bin/python tests/mutants/run.py [NAME ...] [--jobs 2]
+    .venv/bin/python tests/mutants/run.py [NAME ...] [--jobs 2] [--pin | --apply]
 
 The catalogue is every *.toml beside this file; test_catalogue.py says what an entry holds. First the named tests run on
 the untouched copy, where all must pass: a test that fails anyway notices nothing. The last lines name the mutants that
 survived; the status is 1 where there are any, or where a mutant does not apply.
+
+--pin finds the cheapest row that notices each mutant, and writes it into the catalogue as the mutant's only test. It
+keeps what it finds in .mutant-pins.jsonl (pinned.py), so --pin --resume goes on where a run was ended, and --apply
+writes what was found so far.
 """
 
 import argparse
@@ -16,25 +20,49 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
 import tomllib
 import venv
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from typing import Any
+
+import pinned
 
 ROOT = Path(__file__).parents[2]
 WARM = Path(__file__).with_name("warm.py")
-# Imported once. Nothing of isoloss, for that is what changes, nor Megatron-Core, which needs its CUDA stubs first;
-# torch starts no threads until it computes.
-PRELOAD = ("pytest", "hypothesis", "torch.distributed", "transformers.models.auto.modeling_auto")
+# Imported once; torch starts no threads until it computes. Of isoloss, which is what changes, only the CUDA stubs that
+# Megatron-Core needs first: a mutant of a file that this imports gets a process that has imported neither.
+PRELOAD = (
+    "hypothesis",
+    "torch.distributed",
+    "transformers.models.auto.modeling_auto",
+    "isoloss.parallel",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.dist_checkpointing.strategies.torch",
+    "megatron.core.models.gpt.gpt_layer_specs",
+    "megatron.core.ssm.gated_delta_net",
+    "transformers.models.mistral4.modeling_mistral4",
+    "transformers.models.qwen3_next",
+    "tokenizers",
+    "xdist.plugin",
+    "_hypothesis_pytestplugin",
+    "torch.utils.tensorboard",
+    "hydra",
+)
+CHANGING = ("isoloss", "megatron")
 PACKAGES = ("engine", "models", "parallel", "recipes", "tools")
 # What `make test` runs, and what only `make test-all` does. No mutant needs a GPU, a real server or a page of docs.
 QUICK, ALL = (f"{tier}not slow and not sglang and not docs and not gpu" for tier in ("not full and ", ""))
 PASSED, FAILED, NO_TESTS = 0, 1, 5  # pytest's statuses
 SECONDS, SECONDS_UNTOUCHED = 900, 3600  # of one mutant's tests; of all tests on the untouched copy
+# Of a row on the untouched copy, as in pyproject.toml; and of one that a mutant may make hang, besides five times what
+# it took.
+SECONDS_OF_A_ROW, SECONDS_HUNG = 300, 45
 
 
 @dataclass(frozen=True)
@@ -79,6 +107,33 @@ def read_catalogue(root: Path) -> list[Mutant]:
     return mutants
 
 
+@dataclass(frozen=True)
+class Record:
+    """What became of rows. collected: in the order in which they run. seconds: CPU seconds of those that ended, the
+    least where a row ran twice. failed: the first that failed, or began and never ended; None where all passed."""
+
+    collected: list[str]
+    seconds: dict[str, float]
+    failed: str | None
+
+    @classmethod
+    def read(cls, path: Path) -> "Record":
+        collected: list[str] = []
+        seconds: dict[str, float] = {}
+        failed = running = None
+        for line in map(json.loads, path.read_text().splitlines()):
+            if "collected" in line:
+                collected = line["collected"]
+            elif "begins" in line:
+                running = line["begins"]
+            else:
+                row, running = line["row"], None
+                seconds[row] = min(line["seconds"], seconds.get(row, line["seconds"]))
+                if line["outcome"] == "failed":
+                    failed = failed or row
+        return cls(collected, seconds, failed or running)
+
+
 class Copy:
     """A copy of the repository with an interpreter that imports isoloss from it, and all else from this one's."""
 
@@ -100,10 +155,18 @@ class Copy:
             (folder / ".links/isoloss" / package).symlink_to(folder / package)
         venv.create(folder / ".venv", symlinks=True)
         site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / ".venv")}))
-        (site / "copy.pth").write_text(f"{folder / '.links'}\n{sysconfig.get_path('purelib')}\n")
-        self._warm = subprocess.Popen(
-            [str(folder / ".venv/bin/python"), str(WARM), *preload],
-            cwd=folder,
+        packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+        (site / "copy.pth").write_text("\n".join([str(folder / ".links"), *packages]) + "\n")
+        self._preload = preload
+        self._planted = ""  # the file of the mutant
+        self._warm = self._start(preload)
+        self._imported = set(json.loads(self._answer(self._warm)))
+        self._less_warm: subprocess.Popen | None = None  # without what changes; started where a mutant needs it
+
+    def _start(self, preload: Sequence[str]) -> subprocess.Popen:
+        return subprocess.Popen(
+            [str(self.folder / ".venv/bin/python"), "-W", "ignore", str(WARM), *preload],
+            cwd=self.folder,
             # Without the PYTHONPATH of whoever calls: an isoloss there would be tested instead of the copy.
             env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
@@ -111,29 +174,49 @@ class Copy:
             text=True,
         )
 
+    @staticmethod
+    def _answer(warm: subprocess.Popen) -> str:
+        if not (answer := warm.stdout.readline()):
+            raise RuntimeError(f"{WARM} ended; see above")
+        return answer
+
     def plant(self, mutant: Mutant) -> None:
+        self._planted = mutant.file
         self._write(mutant.file, (self.folder / mutant.file).read_text().replace(mutant.before, mutant.after))
 
     def remove(self, mutant: Mutant, root: Path) -> None:
+        self._planted = ""
         self._write(mutant.file, (root / mutant.file).read_text())
 
-    def test(self, tests: Sequence[str], tier: str, seconds: int = SECONDS) -> tuple[int, str]:
-        """pytest's status on `tests`, which end within `seconds`, and its last lines."""
-        output = self.folder / ".output"
+    def test(
+        self, tests: Sequence[str], tier: str, seconds: int = SECONDS, options: Sequence[str] = ("-x",), **more: object
+    ) -> tuple[int, str, "Record"]:
+        """pytest's status on `tests`, which end within `seconds`, its last lines, and what became of each row.
+
+        more: for the `Recorder` of warm.py.
+        """
+        output, record = self.folder / ".output", self.folder / ".record"
         output.unlink(missing_ok=True)
-        arguments = ["-q", "-x", "-n", "0", "-m", tier, *tests]
-        asked = json.dumps({"arguments": arguments, "output": str(output), "seconds": seconds})
-        print(asked, file=self._warm.stdin, flush=True)
-        answer = self._warm.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"{WARM} ended; see above")
+        record.write_text("")
+        arguments = ["-q", "-n", "0", *options, "-m", tier, *tests]
+        asked = {"arguments": arguments, "output": str(output), "seconds": seconds, "record": str(record), **more}
+        warm = self._warm
+        if self._planted in self._imported:
+            if self._less_warm is None:
+                self._less_warm = self._start([name for name in self._preload if not name.startswith(CHANGING)])
+                self._answer(self._less_warm)
+            warm = self._less_warm
+        print(json.dumps(asked), file=warm.stdin, flush=True)
+        answer = self._answer(warm)
+        rows = Record.read(record)
         if (status := json.loads(answer)) is None:
-            return FAILED, f"no end in {seconds} s"
-        return status, "\n".join(output.read_text(errors="replace").rstrip().splitlines()[-15:])
+            return FAILED, f"no end in {seconds} s", rows
+        return status, "\n".join(output.read_text(errors="replace").rstrip().splitlines()[-15:]), rows
 
     def close(self) -> None:
-        self._warm.stdin.close()
-        self._warm.wait()
+        for warm in filter(None, (self._warm, self._less_warm)):
+            warm.stdin.close()
+            warm.wait()
 
     def _write(self, name: str, text: str) -> None:
         """No two versions share a second: by second and size Python tells whether a compiled file is today's."""
@@ -155,7 +238,7 @@ def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
     copy.plant(mutant)
     try:
         for tier, verdict in ((QUICK, "killed"), (ALL, "killed in full")):
-            status, told = copy.test(mutant.tests, tier)
+            status, told, _ = copy.test(mutant.tests, tier)
             if status == FAILED:
                 return verdict, noticed(told)
             if status not in (PASSED, NO_TESTS):
@@ -165,46 +248,143 @@ def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
     return "SURVIVED", mutant.suffers
 
 
-def judge_all(
-    mutants: Sequence[Mutant], root: Path, jobs: int, preload: Sequence[str]
-) -> Iterator[tuple[Mutant, str, str]]:
-    """(mutant, verdict, line) of each, as they end, `jobs` at a time. Raises ValueError where a named test fails on the
-    untouched copy."""
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, ThreadPoolExecutor(jobs) as threads:
-        copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
-        for job in range(jobs):
-            copies.put(Copy(root, Path(folder).resolve() / str(job), preload))
+def find_pin(copy: Copy, mutant: Mutant, root: Path, rows: Sequence[pinned.Row]) -> pinned.Pin:
+    """The first of `rows` that notices the mutant, where it runs alone too."""
+    begun, left = time.monotonic(), list(rows)
+    copy.plant(mutant)
+    try:
+        while left:
+            status, told, record = run_rows(copy, left)
+            if status not in (PASSED, FAILED, NO_TESTS):
+                return pinned.Pin.of(mutant, "BROKEN", None, told, begun)
+            if record.failed is None:
+                break
+            place = [row.name for row in left].index(record.failed)
+            failed, left = left[place], left[place + 1 :]
+            # What failed after others may owe it to what they left behind.
+            if place == 0 or run_rows(copy, [failed])[0] == FAILED:
+                return pinned.Pin.of(mutant, "pinned", failed.name, noticed(told), begun)
+    finally:
+        copy.remove(mutant, root)
+    return pinned.Pin.of(mutant, "SURVIVED", None, mutant.suffers, begun)
 
-        def take(work):
-            copy = copies.get()
+
+def run_rows(copy: Copy, rows: Sequence[pinned.Row]) -> tuple[int, str, Record]:
+    """A mutant may make a row hang; each gets several times what it took before."""
+    tests = sorted({row.name.partition("[")[0] for row in rows})
+    return copy.test(tests, ALL, rows={row.name: SECONDS_HUNG + 5 * row.seconds for row in rows})
+
+
+class Copies:
+    """Copies of the repository, each of which does one piece of work at a time."""
+
+    def __init__(self, root: Path, jobs: int, preload: Sequence[str]) -> None:
+        self._jobs, self._root, self._preload = jobs, root, preload
+
+    def __enter__(self) -> "Copies":
+        self._folder = tempfile.TemporaryDirectory(prefix="mutants-")
+        self._threads = ThreadPoolExecutor(self._jobs)
+        self._free: queue.SimpleQueue[Copy] = queue.SimpleQueue()
+        folders = [Path(self._folder.name).resolve() / str(job) for job in range(self._jobs)]
+        for copy in self._threads.map(lambda folder: Copy(self._root, folder, self._preload), folders):
+            self._free.put(copy)
+        return self
+
+    def map(self, work: Callable[[Copy, Any], Any], things: Iterable[Any]) -> Iterator[Any]:
+        """work(a copy, thing) for each, in the order of `things`."""
+
+        def take(thing):
+            copy = self._free.get()
             try:
-                return work(copy)
+                return work(copy, thing)
             finally:
-                copies.put(copy)
+                self._free.put(copy)
 
-        try:
-            tests = sorted({test for mutant in mutants for test in mutant.tests})
-            shares = [share for job in range(jobs) if (share := tests[job::jobs])]
+        return self._threads.map(take, things)
 
-            def untouched(tests: list[str]) -> tuple[int, str]:
-                return take(lambda copy: copy.test(tests, ALL, SECONDS_UNTOUCHED))
+    def __exit__(self, *exc) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        while not self._free.empty():
+            self._free.get().close()
+        self._folder.cleanup()
 
-            for status, told in threads.map(untouched, shares):
-                if status != PASSED:
-                    raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
-            verdicts = threads.map(lambda mutant: take(lambda copy: judge(copy, mutant, root)), mutants)
-            for mutant, (verdict, line) in zip(mutants, verdicts):
-                yield mutant, verdict, line
-        finally:
-            threads.shutdown(cancel_futures=True)
-            while not copies.empty():
-                copies.get().close()
+
+def rows_of(copies: Copies, tests: Sequence[str]) -> dict[str, list[str]]:
+    """The rows of each test that make test-all runs. Raises ValueError where a test has none: nothing would notice
+    its mutants."""
+
+    def collect(copy: Copy, tests: Sequence[str]) -> tuple[int, str, Record]:
+        return copy.test(tests, ALL, options=("--collect-only",))
+
+    ((status, told, record),) = copies.map(collect, [tests])
+    if status not in (PASSED, NO_TESTS):
+        raise ValueError(f"the tests must be collected before a mutant is planted:\n{told}")
+    found = {
+        test: [row for row in record.collected if row == test or row.startswith((f"{test}[", f"{test}::"))]
+        for test in tests
+    }
+    if without := [test for test, rows in found.items() if not rows]:
+        raise ValueError(f"make test-all runs no row of {', '.join(without)}: mutants that name it would survive")
+    return found
+
+
+def judge_all(mutants: Sequence[Mutant], root: Path, copies: Copies, jobs: int) -> Iterator[tuple[Mutant, str, str]]:
+    """(mutant, verdict, line) of each, as they end. Raises ValueError where a named test fails on the untouched
+    copy."""
+    tests = sorted({test for mutant in mutants for test in mutant.tests})
+    rows_of(copies, tests)
+    shares = [share for job in range(jobs) if (share := tests[job::jobs])]
+    for status, told, _ in copies.map(lambda copy, share: copy.test(share, ALL, SECONDS_UNTOUCHED), shares):
+        if status != PASSED:
+            raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
+    verdicts = copies.map(lambda copy, mutant: judge(copy, mutant, root), mutants)
+    for mutant, (verdict, line) in zip(mutants, verdicts):
+        yield mutant, verdict, line
+
+
+def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned.Found) -> Iterator[pinned.Pin]:
+    """The pin of each mutant that `found` has none of, as they end; they are added to it, and so are the seconds of
+    rows. Raises ValueError where a row fails on the untouched copy."""
+    mutants = [mutant for mutant in mutants if not found.has(mutant)]
+    rows = rows_of(copies, sorted({test for mutant in mutants for test in mutant.tests}))
+    for mutant in mutants:
+        if len(names := {row for test in mutant.tests for row in rows[test]}) == 1:
+            pin = pinned.Pin.of(mutant, "pinned", names.pop(), "its only row, not tried", time.monotonic())
+            found.add_pin(pin)
+            yield pin
+    mutants = [mutant for mutant in mutants if not found.has(mutant)]
+    named = {row for mutant in mutants for test in mutant.tests for row in rows[test]}
+    unmeasured: dict[str, list[str]] = {}
+    for row in sorted(named - found.seconds.keys()):
+        unmeasured.setdefault(row.partition("::")[0], []).append(row)
+
+    def measure(copy: Copy, names: Sequence[str]) -> tuple[int, str, Record]:
+        tests = sorted({name.partition("[")[0] for name in names})
+        limits = dict.fromkeys(names, SECONDS_OF_A_ROW)
+        return copy.test(tests, ALL, SECONDS_UNTOUCHED, options=(), rows=limits, again=True)
+
+    for status, told, record in copies.map(measure, unmeasured.values()):
+        if status != PASSED:
+            raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
+        found.add_seconds(record.seconds)
+        print(f"measured {len(record.seconds):4} rows, {sum(record.seconds.values()):6.1f} s", flush=True)
+
+    def pin(copy: Copy, mutant: Mutant) -> pinned.Pin:
+        names = {row for test in mutant.tests for row in rows[test]}
+        pin = find_pin(copy, mutant, root, found.by_seconds(names))
+        found.add_pin(pin)
+        return pin
+
+    yield from copies.map(pin, mutants)
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence[str] = PRELOAD) -> int:
     parser = argparse.ArgumentParser(description="Plant one-line bugs and run the tests that must notice.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="these mutants only")
     parser.add_argument("--jobs", type=int, default=2, help="mutants at a time, each in a copy (2)")
+    parser.add_argument("--pin", action="store_true", help="find the cheapest row that notices, and name it alone")
+    parser.add_argument("--resume", action="store_true", help="with --pin: keep what an earlier run found")
+    parser.add_argument("--apply", action="store_true", help="write what --pin has found so far, and run nothing")
     arguments = parser.parse_args(argv)
     mutants = read_catalogue(root)
     if unknown := set(arguments.names) - {mutant.name for mutant in mutants}:
@@ -213,11 +393,14 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence
     if faults := list(filter(None, (mutant.fault(root) for mutant in mutants))):
         print(*faults, sep="\n", file=sys.stderr)
         return 1
+    if arguments.pin or arguments.apply:
+        return pin(mutants, root, arguments, preload)
     found: dict[str, list[Mutant]] = {"killed": [], "killed in full": [], "SURVIVED": [], "BROKEN": []}
     try:
-        for mutant, verdict, line in judge_all(mutants, root, arguments.jobs, preload):
-            found[verdict].append(mutant)
-            print(f"{verdict:14}  {mutant.file:40}  {mutant.name:40}  {line}", flush=True)
+        with Copies(root, arguments.jobs, preload) as copies:
+            for mutant, verdict, line in judge_all(mutants, root, copies, arguments.jobs):
+                found[verdict].append(mutant)
+                print(f"{verdict:14}  {mutant.file:40}  {mutant.name:40}  {line}", flush=True)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 1
@@ -227,6 +410,26 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence
         for mutant in found[verdict]:
             print(f"{verdict}: {mutant.name} ({mutant.file}): {mutant.suffers}")
     return int(quick + full < len(mutants))
+
+
+def pin(mutants: Sequence[Mutant], root: Path, arguments: argparse.Namespace, preload: Sequence[str]) -> int:
+    """--pin and --apply."""
+    found = pinned.Found(root / pinned.FILE, fresh=arguments.pin and not arguments.resume)
+    if arguments.pin:
+        try:
+            with Copies(root, arguments.jobs, preload) as copies:
+                for pin in pin_all(mutants, root, copies, found):
+                    print(f"{pin.verdict:8}  {pin.wall:6.1f} s  {pin.mutant:40}  {pin.row or pin.told}", flush=True)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            return 1
+    pins = {mutant.name: row for mutant in mutants if (row := found.row_of(mutant))}
+    for path in sorted((root / "tests/mutants").glob("*.toml")):
+        text = path.read_text()
+        if (edited := pinned.name_rows(text, pins)) != text:
+            path.write_text(edited)
+    print(f"{len(pins)} of {len(mutants)} pinned")
+    return int(len(pins) < len(mutants))
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import pytest
 
 NO_LINE_RUNS = {"engine/rl/backends/protocol.py"}  # a protocol
 RUNNER = Path(__file__).with_name("run.py")
+sys.path.insert(0, str(RUNNER.parent))  # as where it runs as a script
 SPEC = importlib.util.spec_from_file_location("mutants_run", RUNNER)
 run = importlib.util.module_from_spec(SPEC)
 sys.modules[SPEC.name] = run
@@ -106,6 +107,46 @@ def test_tests_that_fail_anyway_kill_nothing(project, capsys):
     (root / "engine/sums.py").write_text("def add(a, b=0):\n    return 2 * (a + b)\n")
     assert run.main([], root, ()) == 1
     assert "must pass before a mutant is planted" in capsys.readouterr().err
+
+
+def test_a_mutant_is_pinned_to_the_cheapest_row_that_notices(project, capsys):
+    """Row 5 is run after the others; 1 and 2 see nothing, and 5 would notice as well as 3, by far longer."""
+    root = project(("wrong-sum", "a + b", "a - b"), ("wrong-default", "b=0", "b=1"))
+    (root / "tests/test_sums.py").write_text(
+        "import time, pytest\nfrom isoloss.engine.sums import add\n\n"
+        "@pytest.mark.parametrize('row', [5, pytest.param(4, marks=pytest.mark.slow), 3, 2, 1])\n"
+        "def test_add(row):\n    time.sleep(row / 5)\n    assert add(row, 1) == row + 1 or row < 3\n"
+    )
+    catalogue = root / "tests/mutants/engine.toml"
+    before = catalogue.read_text()
+    assert run.main(["--pin"], root, ()) == 1
+    assert "SURVIVED" in capsys.readouterr().out
+    found = (root / ".mutant-pins.jsonl").read_text()
+    pinned = before.replace("test_sums.py", "test_sums.py::test_add[3]", 1)
+    assert catalogue.read_text() == pinned
+
+    catalogue.write_text(before)
+    assert run.main(["--apply"], root, ()) == 1
+    assert catalogue.read_text() == pinned
+    assert run.main(["--pin", "--resume"], root, ()) == 1
+    assert (root / ".mutant-pins.jsonl").read_text() == found, "nothing was run again"
+
+
+def test_a_test_of_slow_rows_alone_is_refused(project, capsys):
+    root = project(("wrong-sum", "a + b", "a - b"))
+    test = root / "tests/test_sums.py"
+    test.write_text("import pytest\npytestmark = pytest.mark.slow\n" + test.read_text())
+    assert run.main([], root, ()) == 1
+    assert "make test-all runs no row of tests/test_sums.py" in capsys.readouterr().err
+
+
+def test_lists_of_tests_of_any_form_become_a_row():
+    text = (
+        '[[mutant]]\nname = "a"\ntests = [\n    "x[1]",\n    "y",\n]\n\n# Of b.\n[[mutant]]\nname = "b"\ntests = ["z"]'
+    )
+    assert run.pinned.name_rows(text, {"a": "x[]]", "b": 'z["]'}) == (
+        '[[mutant]]\nname = "a"\ntests = ["x[]]"]\n\n# Of b.\n[[mutant]]\nname = "b"\ntests = ["z[\\"]"]'
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from support.refusals import Refusal, first_refusal, rule_lines, silent
 
 from isoloss.engine import compatibility
 from isoloss.engine.config import (
-    RECOMPUTE_MODULES,
     Config,
     MemoryConfig,
     ModelConfig,
@@ -22,6 +21,7 @@ from isoloss.engine.config import (
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore import transformer_engine
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.build import transformer_config
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError

@@ -22,9 +22,9 @@ from support.hostile import Payload, code, saved
 from isoloss.engine.chat import load_tokenizer
 from isoloss.engine.config import Config, DataConfig
 from isoloss.engine.data import checksum, load_dataset
+from isoloss.engine.rl import user_functions
 from isoloss.engine.rl.backends import in_process
 from isoloss.engine.rl.prompts import load_prompts
-from isoloss.engine.rl.reward import worker
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader, copy_sidecars
 from isoloss.parallel import UserError
@@ -308,7 +308,7 @@ def test_a_reward_file_is_run_alone(mark, tmp_path, monkeypatch):
     (tmp_path / "rewards.py").write_text("import json\ndef one(completion): return float(json.loads('1'))\n")
     (tmp_path / "greedy.py").write_text("import beside\ndef one(completion): return 1.0\n")
     before = list(sys.path)
-    assert worker.load(f"{tmp_path}/rewards.py:one")("x") == 1.0
-    with pytest.raises(worker.NotFoundError, match="beside"):
-        worker.load(f"{tmp_path}/greedy.py:one")
+    assert user_functions.load(f"{tmp_path}/rewards.py:one")("x") == 1.0
+    with pytest.raises(user_functions.NotFoundError, match="beside"):
+        user_functions.load(f"{tmp_path}/greedy.py:one")
     assert sys.path == before and not mark.exists()

@@ -14,11 +14,9 @@ from isoloss.recipes.launch import compose_config
 from isoloss.tools.migrate import command, slime, trl_grpo, trl_sft, verl, verl_sft
 from isoloss.tools.migrate.command import READERS, main
 from isoloss.tools.migrate.result import Migration, flat, migrate
-from isoloss.tools.migrate.slime_rows import ROWS
-from isoloss.tools.migrate.table import Source
 
 EXAMPLES = Path(__file__).parents[1] / "oracles" / "migrate"
-SLIME = Source("slime", ROWS, slime.KEYS, slime.recipe, slime.loss, slime.before)
+SLIME = slime.SLIME
 SOURCES = {
     "verl_rl": verl.REINFORCEMENT,
     "verl_sft": verl_sft.SOURCE,

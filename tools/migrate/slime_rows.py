@@ -1,6 +1,6 @@
 """slime's arguments, each with its default and what becomes of it."""
 
-from isoloss.tools.migrate import slime
+from isoloss.tools.migrate import slime_keys
 from isoloss.tools.migrate.table import Row, Settings, none, to
 
 SERVERS = "you start SGLang servers and name them: rollout.backend=sglang, rollout.servers, rollout.colocated"
@@ -18,7 +18,7 @@ def lost_low(s: Settings) -> str | None:
 
 
 def lost_gspo_tokens(s: Settings) -> str | None:
-    refused = s.flag("--calculate-per-token-loss") and slime.policy(s) == "gspo"
+    refused = s.flag("--calculate-per-token-loss") and slime_keys.policy(s) == "gspo"
     return (
         "GSPO's ratio is one number a sequence, which token-mean would count once a token: refused" if refused else None
     )
@@ -38,15 +38,15 @@ TRANSLATED = (
     to("--num-steps-per-rollout", "algorithm.minibatches batch.global_size"),
     to("--use-dynamic-batch-size", "batch.max_tokens", False),
     to("--max-tokens-per-gpu", "batch.max_tokens"),
-    *(to(flag, f"parallel.{ours}", 1) for flag, ours in slime.LAYOUT.items()),
+    *(to(flag, f"parallel.{ours}", 1) for flag, ours in slime_keys.LAYOUT.items()),
     to("--expert-tensor-parallel-size", "parallel.etp"),
     to("--calculate-per-token-loss", "loss.aggregation loss.count_fully_masked", False, lost_gspo_tokens),
-    to("--loss-type", "algorithm.loss", "policy_loss", slime.lost_loss),
+    to("--loss-type", "algorithm.loss", "policy_loss", slime_keys.lost_loss),
     to("--lr", "optim.lr", 1e-6),
     to("--min-lr", "optim.min_lr", 0.0),
     to("--lr-warmup-iters", "optim.warmup_steps", 0),
-    to("--lr-warmup-fraction", "optim.warmup_steps", None, slime.lost_fraction),
-    to("--lr-decay-style", "optim.schedule", "linear", slime.lost_schedule),
+    to("--lr-warmup-fraction", "optim.warmup_steps", None, slime_keys.lost_fraction),
+    to("--lr-decay-style", "optim.schedule", "linear", slime_keys.lost_schedule),
     to("--weight-decay", "optim.weight_decay", 0.01),
     to("--adam-beta1", "optim.betas", 0.9),
     to("--adam-beta2", "optim.betas", 0.999),
@@ -58,22 +58,22 @@ TRANSLATED = (
     to("--eval-interval", "train.eval_every"),
     to("--save-interval", "checkpoint.every"),
     to("--rollout-temperature", "rollout.temperature", 1.0),
-    to("--rollout-top-p", "rollout.top_p", 1.0, slime.lost_top_p),
-    to("--rollout-top-k", "rollout.top_p", -1, slime.lost_top_p),
+    to("--rollout-top-p", "rollout.top_p", 1.0, slime_keys.lost_top_p),
+    to("--rollout-top-k", "rollout.top_p", -1, slime_keys.lost_top_p),
     to("--eval-temperature", "rollout.eval_temperature"),
     to("--eval-top-p", "rollout.eval_top_p"),
-    to("--advantage-estimator", "algorithm.advantage algorithm.loss", "grpo", slime.lost_advantage),
+    to("--advantage-estimator", "algorithm.advantage algorithm.loss", "grpo", slime_keys.lost_advantage),
     to("--disable-grpo-std-normalization", "algorithm.advantage", False),
-    to("--disable-rewards-normalization", "algorithm.advantage", False, slime.lost_raw),
-    to("--normalize-advantages", "algorithm.advantage", False, slime.lost_whitening),
+    to("--disable-rewards-normalization", "algorithm.advantage", False, slime_keys.lost_raw),
+    to("--normalize-advantages", "algorithm.advantage", False, slime_keys.lost_whitening),
     to("--eps-clip", "algorithm.clip_low algorithm.clip_high|--eps-clip-high", 0.2),
     to("--eps-clip-high", "algorithm.clip_high"),
     to("--eps-clip-c", "algorithm.dual_clip"),
     to("--value-clip", "algorithm.value_clip", 0.2),
     to("--use-kl-loss", "algorithm.kl_coef algorithm.kl_in", False),
     to("--kl-loss-coef", "algorithm.kl_coef", 0.0),
-    to("--kl-loss-type", "algorithm.kl_estimator", "k1", slime.lost_estimator),
-    to("--kl-coef", "algorithm.kl_coef", 0.0, slime.lost_kl),
+    to("--kl-loss-type", "algorithm.kl_estimator", "k1", slime_keys.lost_estimator),
+    to("--kl-coef", "algorithm.kl_coef", 0.0, slime_keys.lost_kl),
     to("--entropy-coef", "algorithm.entropy_coef", 0.0),
     to("--gamma", "algorithm.gamma", 1.0),
     to("--lambd", "algorithm.gae_lambda", 1.0),
@@ -82,7 +82,7 @@ TRANSLATED = (
     to("--tis-clip", "algorithm.importance_cap", 2.0),
     to("--tis-clip-low", "algorithm.importance_cap", 0, lost_low),
     to("--dynamic-sampling-filter-path", "algorithm.dynamic_sampling", None, lost_filter),
-    to("--rm-type", "reward.function", None, slime.lost_reward),
+    to("--rm-type", "reward.function", None, slime_keys.lost_reward),
 )
 
 WITHOUT = (

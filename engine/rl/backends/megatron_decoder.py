@@ -6,22 +6,52 @@ V the vocabulary, R tokens of the packed row.
 """
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from torch import Tensor
 
 from isoloss.engine.rl.backends.generation import ActiveSequence, Decoder
 from isoloss.engine.rl.trajectory import Sampling
+from isoloss.models.mcore import patches
 from isoloss.models.mcore.gpt import forward_row
-from isoloss.models.mcore.packed_products import PackedProducts
 from isoloss.models.model import Model
 from isoloss.parallel.decoding import KeyValueCache
+from isoloss.parallel.packed_matrix import PackedMatrix
 from isoloss.parallel.schedule import through_stages
 from isoloss.parallel.upload import upload
+
+
+class PackedProducts:
+    """Matrices of a model that generates on a CPU, laid out for products of few rows.
+
+    They take the memory of the weights once more. Those of experts are left out.
+
+    head: the output matrix, on the last stage.
+    """
+
+    def __init__(self, model: Model, rows: int):
+        """rows: that decode together."""
+        self._layers = {
+            layer: PackedMatrix(layer.weight, rows)
+            for module in model.modules
+            for layer in module.decoder.modules()
+            if isinstance(layer, ColumnParallelLinear | RowParallelLinear) and layer.weight is not None
+        }
+        last = model.modules[-1]
+        self.head = PackedMatrix(last.output_weight(), rows) if last.post_process else None
+
+    @staticmethod
+    def serve(model: Model) -> bool:
+        return PackedMatrix.serves(model.tensors()[0]) and model.mesh.tp.size() == 1
+
+    def in_layers(self) -> AbstractContextManager[None]:
+        """What the layers multiply by meanwhile."""
+        return patches.multiply_by(self._layers)
 
 
 @dataclass

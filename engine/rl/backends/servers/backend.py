@@ -69,7 +69,7 @@ class ServerBackend:
     ):
         self._config = config
         self._vocab_size = vocab_size
-        self._rank0 = RankZero(partial(explain, timeout=config.timeout))
+        self._rank0 = RankZero(partial(explain, timeout=config.timeout), watchdog.patient)
         self._sync = weight_sync(config, model, self._rank0.group)
         self.receives: Receives = self._sync.receives
         self._version: int | None = None  # that the last complete update gave to all servers; on every rank
