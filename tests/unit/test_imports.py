@@ -315,6 +315,11 @@ def test_a_circle_is_one_step_of_the_longest_chain():
     assert circles(tree.arrows("models")) == [("b.py", "c.py")]
 
 
+def test_a_circle_of_three_is_found():
+    arrows = {"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": {"e"}}
+    assert circles(arrows) == [("a", "b", "c"), ("e",)]
+
+
 def test_an_entry_is_directly_inside():
     assert entry_of("engine/rl/loop.py", "engine") == "rl"
     assert entry_of("engine/rl/loop.py", "engine/rl") == "loop.py"

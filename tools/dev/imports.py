@@ -166,7 +166,7 @@ def _arrows(nodes: Iterable[str], pairs: Iterable[tuple[str, str]]) -> dict[str,
 
 
 def circles(arrows: Arrows) -> list[tuple[str, ...]]:
-    """Groups of nodes that reach each other, each once, sorted."""
+    """Groups of nodes that reach each other, each group once."""
     reached = {node: _reached(node, arrows) for node in arrows}
     groups = ((other for other in reached[node] if node in reached[other]) for node in arrows if node in reached[node])
     return sorted({tuple(sorted(group)) for group in groups})
