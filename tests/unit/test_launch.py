@@ -99,7 +99,7 @@ def test_who_joined_leaves_at_the_end_but_not_after_an_exception(last_line, left
     program = f"""
 import atexit, sys
 import torch.distributed as dist
-from isoloss.parallel import launch
+from isoloss.parallel.runtime import process_group as launch
 atexit.register(lambda: print("left:", not dist.is_initialized()))
 launch.init_process_group()
 assert dist.is_initialized()

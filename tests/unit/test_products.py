@@ -136,13 +136,13 @@ def test_where_it_is_faster(cpuinfo, capability, faster, monkeypatch, tmp_path):
 LAYERS = """
 import torch
 from unittest import mock
-from isoloss.parallel import products
-products.onednn_is_faster = lambda: True
+from isoloss.parallel.ops import matmul
+matmul.onednn_is_faster = lambda: True
 from isoloss.models.mcore import build
 from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce as linear
 x, w, b = torch.randn(3, 2, 8, requires_grad=True), torch.randn(5, 8, requires_grad=True), torch.randn(5)
 grad = torch.randn(3, 2, 5)
-with mock.patch.object(products, "_onednn", wraps=products._onednn) as taken:
+with mock.patch.object(matmul, "_onednn", wraps=matmul._onednn) as taken:
     y = linear(x, w, b, False, False, False)
     forward = taken.call_count
     y.backward(grad)

@@ -18,7 +18,10 @@ GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = GIB  # what NCCL's and torch's exchange between the ranks of a node may take
 MANY_FILES = 65536
-WHY_NO_GPU = "import sys, torch; from isoloss.parallel.runtime import device; torch.cuda.is_available() or sys.exit(device.why_no_gpu())"
+WHY_NO_GPU = (
+    "import sys, torch; from isoloss.parallel.runtime import device; "
+    "torch.cuda.is_available() or sys.exit(device.why_no_gpu())"
+)
 
 
 def check_gpus(driver: Driver | None, installed: Installed) -> Iterator[Finding]:
