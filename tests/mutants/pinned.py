@@ -30,10 +30,11 @@ class MutantLike(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """name: as pytest has it. seconds: the CPU time that it took on the untouched copy."""
+    """name: as pytest has it. seconds, wall: the CPU time, and the time, that it took on the untouched copy."""
 
     name: str
     seconds: float
+    wall: float
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Found:
 
     def __init__(self, path: Path, fresh: bool) -> None:
         self._path, self._lock = path, threading.Lock()
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, list[float]] = {}  # CPU and wall
         self._pins: dict[str, Pin] = {}
         if fresh:
             path.unlink(missing_ok=True)
@@ -79,7 +80,7 @@ class Found:
             else:
                 self._pins[read["mutant"]] = Pin(**read)
 
-    def add_seconds(self, rows: Mapping[str, float]) -> None:
+    def add_seconds(self, rows: Mapping[str, list[float]]) -> None:
         self.seconds |= rows
         self._write({"rows": dict(rows)})
 
@@ -89,7 +90,7 @@ class Found:
 
     def by_seconds(self, names: Iterable[str]) -> list[Row]:
         """The cheapest first."""
-        return sorted((Row(name, self.seconds[name]) for name in names), key=lambda row: (row.seconds, row.name))
+        return sorted((Row(name, *self.seconds[name]) for name in names), key=lambda row: (row.seconds, row.name))
 
     def has(self, mutant: MutantLike) -> bool:
         """Whether anything was found of it, also that nothing notices it."""

@@ -28,7 +28,8 @@ FORK_SERVER = "from multiprocessing.forkserver import main"  # how the command o
 
 class Recorder:
     """Runs chosen rows in a given order, and writes what became of each: a line of JSON that names it when it begins,
-    and one when it ends with its outcome and its CPU seconds (wall seconds where nobody measures the others).
+    and one when it ends with its outcome, its CPU seconds (wall seconds where nobody measures the others), and its wall
+    seconds.
 
     rows: the rows to run, in this order, with the seconds that each may take; None for all, in pytest's order. again:
     run those once more at the end that are the first to use a fixture of their file or session, for the first pays for
@@ -37,7 +38,7 @@ class Recorder:
 
     def __init__(self, path: str, rows: dict[str, float] | None, again: bool) -> None:
         self._path, self._rows, self._again = path, rows, again
-        self._seconds, self._outcome = 0.0, "passed"
+        self._seconds, self._wall, self._outcome = 0.0, 0.0, "passed"
 
     def _write(self, **line: object) -> None:
         with open(self._path, "a") as file:
@@ -49,7 +50,8 @@ class Recorder:
             places = {row: place for place, row in enumerate(self._rows)}
             items[:] = sorted((item for item in items if item.nodeid in places), key=lambda item: places[item.nodeid])
             for item in items:
-                item.add_marker(pytest.mark.timeout(self._rows[item.nodeid]), append=False)
+                if item.get_closest_marker("timeout") is None:
+                    item.add_marker(pytest.mark.timeout(self._rows[item.nodeid]))
         self._write(collected=[item.nodeid for item in items])
         if self._again and len(items) > 1:
             used: set[object] = set()
@@ -68,15 +70,17 @@ class Recorder:
             items += first
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        self._seconds, self._outcome = 0.0, "passed"
+        self._seconds, self._wall, self._outcome = 0.0, 0.0, "passed"
         self._write(begins=nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._seconds += getattr(report, "cpu", report.duration)
+        self._wall += report.duration
         if report.failed:
             self._outcome = "failed"
         if report.when == "teardown":
-            self._write(row=report.nodeid, outcome=self._outcome, seconds=round(self._seconds, 3))
+            seconds = [round(self._seconds, 3), round(self._wall, 3)]
+            self._write(row=report.nodeid, outcome=self._outcome, seconds=seconds)
 
 
 def fork_server_in_waiting() -> None:
