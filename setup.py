@@ -7,9 +7,14 @@ subprocesses work, and new files need no reinstall. Everything else about the pr
 from setuptools import find_packages, setup
 
 FOLDERS = ("engine", "models", "parallel", "recipes", "tools")
+NOT_SHIPPED = ("dev", "dev.*")  # scripts for developers, in tools/
 
 setup(
-    packages=[f"isoloss.{p}" for f in FOLDERS for p in (f, *(f"{f}.{sub}" for sub in find_packages(f)))],
+    packages=[
+        f"isoloss.{package}"
+        for folder in FOLDERS
+        for package in (folder, *(f"{folder}.{sub}" for sub in find_packages(folder, exclude=NOT_SHIPPED)))
+    ],
     package_dir={f"isoloss.{folder}": folder for folder in FOLDERS},
     package_data={"": ["py.typed"], "isoloss.recipes": ["conf/**/*.yaml", "assets/**/*"]},
 )

@@ -1,0 +1,1 @@
+"""Keys: their meaning and bounds, rules between them, parsing and help."""

@@ -1,0 +1,1 @@
+"""What watches a run: watchdog, profile, console, log files."""

@@ -1,0 +1,1 @@
+"""Memory of a device: estimates, limits, the check before a run, offloading."""

@@ -49,10 +49,10 @@ class AsyncRollout(Rollout):
         if self._scoring is not None:
             self._under_way = InFlight(backend, self._scoring, self.sampling)
 
-    def groups(self, count: int, then: int = 0) -> list[Group]:
-        """As `Rollout.groups`: the oldest in flight, once they are there, or, of the oldest, those that are first."""
+    def collect(self, count: int, prefetch: int = 0) -> list[Group]:
+        """As `Rollout.collect`: the oldest in flight, once they are there, or, of the oldest, those that are first."""
         started = time.perf_counter()
-        missing = count + then + self._ahead - len(self.ledger.in_flight)
+        missing = count + prefetch + self._ahead - len(self.ledger.in_flight)
         if missing > 0:
             self._stop()
             self.ledger.draw(missing)

@@ -47,9 +47,9 @@ def policy_loss(config: RLConfig) -> Loss:
         tuple(terms),
         needs_entropy=True,
         temperature=config.rollout.temperature,
-        observed=observed(algorithm),
-        largest={"train_rollout_logprob_diff_max": rollout_difference},
-        correlated={"train_rollout_correlation": rollout_probabilities},
+        mean_metrics=mean_metrics(algorithm),
+        max_metrics={"train_rollout_logprob_diff_max": rollout_difference},
+        correlation_metrics={"train_rollout_correlation": rollout_probabilities},
     )
 
 
@@ -195,7 +195,7 @@ def value_loss(algorithm: AlgorithmConfig, loss: LossConfig) -> Loss:
 # ---- metrics --------------------------------------------------------------------------------------------------------
 
 
-def observed(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
+def mean_metrics(algorithm: AlgorithmConfig) -> dict[str, PerToken]:
     """What the metrics tell of a policy step, as means over its tokens.
 
     clip_fraction: tokens whose ratio clipping changed the objective (of cispo: the weight); 0 of a loss without a

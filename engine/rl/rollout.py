@@ -132,11 +132,11 @@ class Rollout:
         """See `RolloutBackend`."""
         return self.backend.take_counts()
 
-    def groups(self, count: int, then: int = 0) -> list[Group]:
+    def collect(self, count: int, prefetch: int = 0) -> list[Group]:
         """Rewarded completions of the next `count` prompts, rollout.num_generations of each, in the order of their
         draws; their outlines on ranks but 0. The ledger has them in flight until it is told what becomes of them.
 
-        then: how many will be asked for next, which may be begun already.
+        prefetch: how many will be asked for next, which may be begun already.
         Collective over the world.
         """
         self.ledger.draw(count)
@@ -268,7 +268,7 @@ def sample_groups(rollout: Rollout, sampled: SampledGroups, config: RLConfig) ->
         sizes = wave_sizes(missing, config.rollout.waves if sampled.rounds == 1 else 1)
         for number, size in enumerate(sizes):
             wave = []
-            for group in rollout.groups(size, then=sum(sizes[number + 1 :])):
+            for group in rollout.collect(size, prefetch=sum(sizes[number + 1 :])):
                 if algorithm.dynamic_sampling and not group.varied:
                     ledger.drop(group.draw, "no_variance" if group.rewarded else "reward_failed")
                     dropped.append(group)

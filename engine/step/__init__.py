@@ -1,0 +1,1 @@
+"""One optimizer step: forward_backward and optim_step."""

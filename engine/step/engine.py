@@ -172,7 +172,7 @@ class Engine:
         if applied:
             clip_gradients(self.optimizer, norm, self.config.optim.clip)
             set_hyperparameters(self.optimizer, lr)
-            with self.gather.later():
+            with self.gather.defer():
                 self.optimizer.step_with_ready_grads()
             if self.load_balancing is not None:
                 moe_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
@@ -195,13 +195,13 @@ class Engine:
         # What earlier calls accumulated could not be kept if this one were forgotten.
         bound = None if self._modes else self.config.moe.dispatch_bound
         try:
-            with self.overlap.now():
+            with self.overlap.reduce_during_backward():
                 metrics = self._forward_backward(samples, loss, bound)
                 result = None if metrics.lost else step(metrics)
             if result is None:
                 wasted = metrics.seconds
                 self.zero_grad()  # once what has begun to be reduced has been waited for
-                with self.overlap.now():
+                with self.overlap.reduce_during_backward():
                     metrics = self.forward_backward(samples, loss)
                     result = step(metrics)
                 metrics = dataclasses.replace(metrics, seconds=wasted + metrics.seconds, reruns=1)
@@ -343,14 +343,14 @@ class Engine:
         if self._modes:
             raise ValueError("offload() after forward_backward: call optim_step() or zero_grad() first")
         self._training.leave()
-        self.gather.wait()  # weights in pieces may leave, and be gathered when they are back
+        self.gather.wait_for_launched()  # weights in pieces may leave, and be gathered when they are back
         if weights:
             self._weights.leave()
 
     def return_to_device(self) -> None:
         """Take the memory back, where `offload` gave it away, with whole weights in it. Collective as `Gather`."""
         self._come_back()
-        self.gather.finish()
+        self.gather.wait()
 
     # ---- how --------------------------------------------------------------------------------------------------------
 
@@ -380,7 +380,7 @@ class Engine:
 
     def _whole_weights(self) -> None:
         self._weights.onload()
-        self.gather.finish()
+        self.gather.wait()
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
@@ -389,7 +389,7 @@ class Engine:
         else:
             placement = self._place(samples)
         batch = prepare_step(samples, loss, placement, self.mesh, self.device)
-        self.gather.start()  # after the counts: the host waits for those, and they take their turn in the same group
+        self.gather.launch()  # after the counts: the host waits for those, and they take their turn in the same group
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
 

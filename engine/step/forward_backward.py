@@ -195,10 +195,10 @@ def run_step(
             sums.append(terms_N.detach().sum(dtype=torch.float64))
             magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
         with torch.no_grad():
-            observed = [per_token(inputs).sum(dtype=torch.float64) for per_token in loss.observed.values()]
-            for pair in loss.correlated.values():
+            observed = [per_token(inputs).sum(dtype=torch.float64) for per_token in loss.mean_metrics.values()]
+            for pair in loss.correlation_metrics.values():
                 observed += moments_of(*pair(inputs))
-            largest = [largest_of(per_token(inputs)) for per_token in loss.largest.values()]
+            largest = [largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()]
         consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
         return value, torch.stack(consumed)
 
@@ -209,7 +209,14 @@ def run_step(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
     )
     busy.stop()
-    sizes = [len(modes), len(loss.terms), 1, len(loss.observed), MOMENTS * len(loss.correlated), len(loss.largest)]
+    sizes = [
+        len(modes),
+        len(loss.terms),
+        1,
+        len(loss.mean_metrics),
+        MOMENTS * len(loss.correlation_metrics),
+        len(loss.max_metrics),
+    ]
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
     totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh, lost)
@@ -234,9 +241,9 @@ def run_step(
         sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
-        observed={name: value / max(tokens, 1) for name, value in zip(loss.observed, observed)}
-        | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlated)}
-        | dict(zip(loss.largest, largest)),
+        observed={name: value / max(tokens, 1) for name, value in zip(loss.mean_metrics, observed)}
+        | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlation_metrics)}
+        | dict(zip(loss.max_metrics, largest)),
         lost=int(sum(most_lost)),
         busy_seconds=busy.seconds(),
         cost=batch.cost,

@@ -81,20 +81,20 @@ class Loss:
 
     needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N.
     temperature: logits are divided by it.
-    observed: further per-token values, reported as means over the valid tokens of the step.
-    largest: others, none of them negative, of which the largest is reported.
-    correlated: pairs of others, reported as Pearson's correlation.
+    mean_metrics: further per-token values, reported as means over the valid tokens of the step.
+    max_metrics: others, none of them negative, of which the largest is reported.
+    correlation_metrics: pairs of others, reported as Pearson's correlation.
     """
 
     terms: tuple[Term, ...]
     needs_entropy: bool = False
     temperature: float = 1.0
-    observed: Mapping[str, PerToken] = field(default_factory=dict)
-    largest: Mapping[str, PerToken] = field(default_factory=dict)
-    correlated: Mapping[str, Callable[[TokenInputs], tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    mean_metrics: Mapping[str, PerToken] = field(default_factory=dict)
+    max_metrics: Mapping[str, PerToken] = field(default_factory=dict)
+    correlation_metrics: Mapping[str, Callable[[TokenInputs], tuple[Tensor, Tensor]]] = field(default_factory=dict)
 
     def __post_init__(self):
-        names = [term.name for term in self.terms] + [*self.observed, *self.largest, *self.correlated]
+        names = [term.name for term in self.terms] + [*self.mean_metrics, *self.max_metrics, *self.correlation_metrics]
         if len(set(names)) < len(names) or not self.terms:
             raise ValueError(f"a loss needs terms, and every term and observed value a name of its own, not {names}")
 

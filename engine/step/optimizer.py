@@ -54,15 +54,17 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
 
 
 class Overlap:
-    """Reduction of gradients during the last backward, where configured: within `now()`, and only there. Megatron's
-    hooks ask one object of all chunks at every gradient; its buckets are those of an overlap in any case."""
+    """Reduces gradients during the last backward, where configured: within `reduce_during_backward()`, and only there.
+
+    Megatron's hooks ask one object of all chunks at every gradient; its buckets are those of an overlap in any case.
+    """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel]):
         self._chunks, self._asked = chunks, chunks[0].ddp_config
         self._configured, self._asked.overlap_grad_reduce = self._asked.overlap_grad_reduce, False
 
     @contextlib.contextmanager
-    def now(self) -> Iterator[None]:
+    def reduce_during_backward(self) -> Iterator[None]:
         self._asked.overlap_grad_reduce = self._configured
         try:
             yield
@@ -79,8 +81,8 @@ class Gather:
     """All-gather of the weights that a step of the distributed optimizer leaves in pieces, once a step. It is put off
     to the next pass where configured: a module's forward pre-hook then waits for the buckets of its own weights.
 
-    Collectives are entered by `later` or `start` only, never by a hook: some ranks may run no micro-batch. Whoever
-    reads weights elsewhere than in a forward pass calls `finish` before.
+    Collectives are entered by `defer` or `launch` only, never by a hook: some ranks may run no micro-batch. Whoever
+    reads weights elsewhere than in a forward pass calls `wait` before.
     """
 
     def __init__(self, chunks: Sequence[DistributedDataParallel], *, put_off: bool):
@@ -102,7 +104,7 @@ class Gather:
                     module.register_forward_pre_hook(partial(_arrive, [*own]))
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[None]:
+    def defer(self) -> Iterator[None]:
         """For the optimizer's step, in which Megatron would gather, all weights once for each of its optimizers."""
         if not self._asked.use_distributed_optimizer:
             yield
@@ -111,9 +113,9 @@ class Gather:
         with self._asynchronous(True):
             yield
         if not self._put_off:
-            self.start()
+            self.launch()
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Gather what is in pieces. Collectives: an all-gather of every bucket over dp x context, or expert_dp; no
         more than once after a step."""
         if not self._in_pieces:
@@ -124,13 +126,13 @@ class Gather:
                     bucket.start_param_sync()
         self._in_pieces = False
 
-    def finish(self) -> None:
-        """Every weight is whole after. Collectives as `start`."""
-        self.start()
-        self.wait()
-
     def wait(self) -> None:
-        """For all that has begun. No collectives."""
+        """Every weight is whole after. Collectives as `launch`."""
+        self.launch()
+        self.wait_for_launched()
+
+    def wait_for_launched(self) -> None:
+        """Wait for what was launched. Enters no collective."""
         _arrive(self._buckets)
 
     @contextlib.contextmanager

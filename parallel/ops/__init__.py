@@ -1,0 +1,1 @@
+"""Operations of one device: they know no process groups."""

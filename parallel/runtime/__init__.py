@@ -1,0 +1,1 @@
+"""The process: device, versions, environment, helper processes, stand-ins for CUDA."""

@@ -41,7 +41,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
     inputs = rl_runs.write_inputs(tmp_path_factory.mktemp("inputs"))
     write_random(inputs / "model")
     critic, policy, completions = [], [], []
-    train_step, groups = Engine.train_step, Rollout.groups
+    train_step, groups = Engine.train_step, Rollout.collect
 
     def noting(*args, **options):
         found = groups(*args, **options)
@@ -71,7 +71,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
         "algorithm.value_clip=null",
         f"algorithm.epochs={STEPS}",
     ]
-    with mock.patch.object(Engine, "train_step", stepping), mock.patch.object(Rollout, "groups", noting):
+    with mock.patch.object(Engine, "train_step", stepping), mock.patch.object(Rollout, "collect", noting):
         assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
     config = launch.compose_config("grpo", RLConfig, argv)[0]
     yield Run(metrics_of(config), critic, policy, completions, PlainPolicy(inputs / "model"))

@@ -87,7 +87,7 @@ def train(
     """The loop; weights of policy and critic when the last checkpoint was due. Or killed after that step, or between
     the critic's and the policy's checkpoint of that step. without: completions whose id ends so are taken out."""
     kept: Arrays = {}
-    save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.groups
+    save, write, check, groups = loop.save, Run.save, BadStepGuard.check, Rollout.collect
 
     def keep_weights(run, critic, *rest):
         kept.update(weights(run._engine))
@@ -115,7 +115,7 @@ def train(
         ]
 
     with (
-        mock.patch.object(Rollout, "groups", fewer),
+        mock.patch.object(Rollout, "collect", fewer),
         mock.patch.object(loop, "save", keep_weights),
         mock.patch.object(Run, "save", write_or_die),
         mock.patch.object(BadStepGuard, "check", check_or_die),
@@ -171,7 +171,7 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     completions: list[Completion] = []
     rollouts: list[Rollout] = []
     engines: list[Engine] = []
-    generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.groups
+    generate, sync, groups = InProcessBackend.generate, Rollout.sync_weights, Rollout.collect
     with_logprobs = loop.with_logprobs
 
     def counting(self, requests, *rest):
@@ -202,7 +202,7 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
     with (
         mock.patch.object(InProcessBackend, "generate", counting),
         mock.patch.object(Rollout, "sync_weights", sync_once),
-        mock.patch.object(Rollout, "groups", noting),
+        mock.patch.object(Rollout, "collect", noting),
         mock.patch.object(loop, "with_logprobs", comparing),
     ):
         loop.train_rl(config, "test")

@@ -29,7 +29,7 @@ def gradients(config: Config, frozen: bytes) -> tuple[int, dict[str, np.ndarray]
     with mock.patch.multiple(kernels, **dict.fromkeys(names, counted)):
         for _ in range(2):
             engine.zero_grad()
-            with engine.overlap.now():
+            with engine.overlap.reduce_during_backward():
                 engine.forward_backward(samples, cross_entropy(LossConfig()))
                 engine.reduce_gradients()
             found = {name: each.double().numpy(force=True).copy() for name, each in engine.gradients()}

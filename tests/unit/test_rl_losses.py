@@ -173,8 +173,8 @@ def test_the_first_on_policy_step_is_reinforce(algorithm, one_rank):
         (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
         tolerance = 1e-6 if dtype == torch.float32 else 1e-14
         assert gradient_N.tolist() == pytest.approx((-advantages_N).tolist(), abs=tolerance)
-        assert not losses.observed(algorithm)["clip_fraction"](inputs).any()
-        assert not losses.observed(algorithm)["kl"](inputs).any()
+        assert not losses.mean_metrics(algorithm)["clip_fraction"](inputs).any()
+        assert not losses.mean_metrics(algorithm)["kl"](inputs).any()
 
 
 def test_the_gradient_of_gspo_is_the_papers(one_rank):
@@ -214,7 +214,7 @@ def test_huge_log_ratios_stay_finite(policy, importance, one_rank):
         (gradient_N,) = torch.autograd.grad(terms_N.sum(), inputs.logprobs_N)
         assert terms_N.isfinite().all() and gradient_N.isfinite().all()
         assert not terms_N[::3].any() and not gradient_N[::3].any()  # advantage 0
-        for of_token in losses.observed(algorithm).values():
+        for of_token in losses.mean_metrics(algorithm).values():
             assert of_token(inputs).isfinite().all()
 
 
@@ -330,7 +330,7 @@ def test_observed(algorithm, one_rank):
         batch = Batch.random(seed)
         fields = batch.fields
         inputs = batch.inputs(one_rank)
-        got = {name: of_token(inputs).detach().tolist() for name, of_token in losses.observed(algorithm).items()}
+        got = {name: of_token(inputs).detach().tolist() for name, of_token in losses.mean_metrics(algorithm).items()}
         difference_N = abs(fields["train_logprobs"] - fields["rollout_logprobs"])
         assert got == {
             "clip_fraction": batch.of_completions(clip_fraction).tolist(),
@@ -346,7 +346,7 @@ def test_observed(algorithm, one_rank):
         without = replace(batch, fields={k: v for k, v in fields.items() if k != "ref_logprobs"})
         # Samples come from the old policy: k3 with the present one as its reference.
         wanted_N = formulas.kl(fields[old], batch.logprobs, "k3")
-        got_N = losses.observed(algorithm)["kl"](without.inputs(one_rank)).detach()
+        got_N = losses.mean_metrics(algorithm)["kl"](without.inputs(one_rank)).detach()
         assert got_N.tolist() == pytest.approx(wanted_N.tolist())
 
 
@@ -355,13 +355,16 @@ def test_the_tail_of_trainer_against_rollout(one_rank):
     batch = Batch.random(5)
     loss = losses.policy_loss(config_of("token-mean", AlgorithmConfig()))
     inputs = batch.inputs(one_rank)
-    (of_token,), (pair,) = loss.largest.values(), loss.correlated.values()
+    (of_token,), (pair,) = loss.max_metrics.values(), loss.correlation_metrics.values()
     train_N, rollout_N = batch.fields["train_logprobs"], batch.fields["rollout_logprobs"]
     assert float(step.largest_of(of_token(inputs))) == pytest.approx(abs(train_N - rollout_N).max(), rel=1e-14)
     parts = [torch.stack(step.moments_of(*(of[at] for of in pair(inputs)))) for at in (slice(0, 7), slice(7, 20))]
     correlation = step.correlation(sum(parts).tolist(), len(train_N))
     assert correlation == pytest.approx(np.corrcoef(np.exp(train_N), np.exp(rollout_N))[0, 1], rel=1e-12)
-    assert {*loss.largest, *loss.correlated} == {"train_rollout_logprob_diff_max", "train_rollout_correlation"}
+    assert {*loss.max_metrics, *loss.correlation_metrics} == {
+        "train_rollout_logprob_diff_max",
+        "train_rollout_correlation",
+    }
     alike = torch.stack(step.moments_of(torch.full((9,), 0.3), torch.rand(9)))
     assert step.correlation(alike.tolist(), 9) == 1
     nothing = torch.zeros(0)
@@ -373,7 +376,7 @@ def test_observed_without_logprobs_of_the_trainer(one_rank):
     """Then the present ones are those of the weights that generated."""
     batch = Batch.random(0)
     batch = replace(batch, fields={k: batch.fields[k] for k in ("rollout_logprobs", "advantages")})
-    got_N = losses.observed(AlgorithmConfig())["train_rollout_logprob_diff"](batch.inputs(one_rank))
+    got_N = losses.mean_metrics(AlgorithmConfig())["train_rollout_logprob_diff"](batch.inputs(one_rank))
     assert got_N.tolist() == pytest.approx(abs(batch.logprobs - batch.fields["rollout_logprobs"]).tolist())
     assert not got_N.requires_grad
 

@@ -38,11 +38,11 @@ class Stream:
     version = 0
 
     def __init__(self, *rewards, drawn=0):
-        self.rewards, self.asked, self.then, self.ledger = rewards, [], [], Ledger(drawn=drawn, trained=drawn)
+        self.rewards, self.asked, self.prefetched, self.ledger = rewards, [], [], Ledger(drawn=drawn, trained=drawn)
 
-    def groups(self, count, then=0):
+    def collect(self, count, prefetch=0):
         self.asked.append((self.ledger.drawn, count))
-        self.then.append(then)
+        self.prefetched.append(prefetch)
         self.ledger.draw(count)
         return [group(number, self.rewards[number % len(self.rewards)]) for number in self.ledger.in_flight]
 
@@ -86,7 +86,7 @@ def test_waves_follow_the_order_of_the_prompts():
     """Those of the first round; each call says how many come after it, so that they can be begun."""
     stream = Stream(VARIED)
     sample_groups(stream, config(7, waves=3))
-    assert stream.waves == [[0, 1], [2, 3], [4, 5, 6]] and stream.then == [5, 3, 0]
+    assert stream.waves == [[0, 1], [2, 3], [4, 5, 6]] and stream.prefetched == [5, 3, 0]
     stream = Stream(VARIED)
     sample_groups(stream, config(2, waves=3))
     assert stream.waves == [[0], [1]]
@@ -97,9 +97,9 @@ def test_waves_follow_the_order_of_the_prompts():
 
 def test_the_ledger_knows_why_a_group_was_dropped():
     stream = Stream(VARIED, SOLVED, BROKEN, FAILED, FAILED)
-    groups = stream.groups
+    groups = stream.collect
     broken = lambda group: replace(group, trajectories=tuple(replace(t, error="no") for t in group.trajectories))
-    stream.groups = lambda count, then=0: [broken(g) if g.draw % 5 == 2 else g for g in groups(count)]
+    stream.collect = lambda count, prefetch=0: [broken(g) if g.draw % 5 == 2 else g for g in groups(count)]
     draws = sample_groups(stream, config(2, dynamic_sampling=True))
     assert numbers(draws.kept) == [0, 5]
     names = ("prompts_drawn", "prompts_trained", "prompts_in_flight", "prompts_dropped_no_variance")

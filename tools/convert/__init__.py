@@ -1,0 +1,1 @@
+"""isoloss-convert: checkpoints from and to Hugging Face."""

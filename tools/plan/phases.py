@@ -89,7 +89,7 @@ def _train(
     """Steps of optimization. Returns the micro-batches of the last."""
     whole, half = ("", samples), (HALF, samples[: len(samples) // 2])
     for suffix, part in [half] * steps + [whole] if halves else [whole] * steps:
-        with engine.overlap.now():  # as in `train_step`
+        with engine.overlap.reduce_during_backward():  # as in `train_step`
             with recorder.phase(f"{whose}forward and backward{suffix}"):
                 metrics = engine._forward_backward(part, loss, engine.config.moe.dispatch_bound)
             with recorder.phase(f"{whose}optimizer"):

@@ -1,0 +1,1 @@
+"""isoloss-prove: loss and gradients of layouts against one rank."""

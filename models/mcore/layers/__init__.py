@@ -1,0 +1,1 @@
+"""Modules of a transformer layer, and what they compute."""

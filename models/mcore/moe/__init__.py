@@ -1,0 +1,1 @@
+"""Routers, experts, and how tokens reach them."""

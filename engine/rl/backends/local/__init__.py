@@ -1,0 +1,1 @@
+"""Generation in the trainer's own processes."""
