@@ -176,7 +176,7 @@ def run_step(
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
-    router_losses: what the routers add to the loss (`engine.load_balancing.start`).
+    router_losses: what the routers add to the loss (`moe_balancing.start`).
     dispatch_bound: of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a

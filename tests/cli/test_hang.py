@@ -99,7 +99,7 @@ DUMP = """{"pid": 7, "host": "here", "main": "0x00000000000000aa"}
 Timeout (0:00:04)!
 Thread 0x00000000000000bb (most recent call first):
   File "/site/torch/distributed/distributed_c10d.py", line 11 in broadcast
-  File "/code/engine/checkpoint_saver.py", line 5 in _write
+  File "/code/engine/checkpoint/saver.py", line 5 in _write
 
 Thread 0x00000000000000aa (most recent call first):
 """
