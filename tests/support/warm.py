@@ -78,7 +78,8 @@ class Popen(subprocess.Popen):
         streams = [given if given != -1 else usual for usual, given in enumerate((p2cread, c2pwrite, errwrite))]
         with theirs:
             socket.send_fds(self._server, [json.dumps(vars(request)).encode()], [*streams, theirs.fileno()])
-        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)
+        pipes = p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite
+        self._close_pipe_fds(*pipes)  # pyright: ignore[reportAttributeAccessIssue]
         self._lines = self._status.makefile()
         self.pid = self._told()
         self._child_created = True
@@ -140,8 +141,9 @@ def serve(connection: socket.socket) -> Request | None:
     """Fork for every request. Returns in such a fork, with its request, and None once nobody can ask any more."""
     running: dict[int, tuple[int, socket.socket]] = {}
     while True:
-        for ready in select.select([connection, *running], [], [])[0]:
-            if ready is not connection:
+        asked: list[socket.socket | int] = [connection, *running]
+        for ready in select.select(asked, [], [])[0]:
+            if isinstance(ready, int):
                 pid, status = running.pop(ready)
                 os.close(ready)
                 with status, contextlib.suppress(BrokenPipeError):
@@ -213,7 +215,7 @@ def fork_for_ranks() -> Request | None:
         return request
     there.close()
     handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler")
-    handler.Popen = functools.partial(Popen, server=here)
+    handler.Popen = functools.partial(Popen, server=here)  # pyright: ignore[reportAttributeAccessIssue]
     return None
 
 
