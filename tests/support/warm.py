@@ -33,7 +33,7 @@ LAUNCHER = "torch.distributed.run"
 PRELOAD = (
     LAUNCHER,
     "isoloss.engine.rl.loop",
-    "isoloss.engine.trainer",
+    "isoloss.engine.sft.loop",
     "isoloss.models.conversion.hf_to_mcore",
     "isoloss.recipes.launch",
 )
