@@ -1,10 +1,10 @@
 """A covering array over everything that must not change a number: which settings stand together in a row of
 tests/numerics/test_covering.py.
 
-The rows are in covering_rows.txt, so that their ids stay when a factor gets a value. This file says which rows can be,
+The rows are in rows.txt, so that their ids stay when a factor gets a value. This file says which rows can be,
 what they have to cover, and chooses rows for what is missing:
 
-    .venv/bin/python -m support.covering      (in tests; prints how many rows it has kept and added)
+    .venv/bin/python -m support.covering.rows      (in tests; prints how many rows it has kept and added)
 """
 
 import itertools
@@ -18,9 +18,9 @@ from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.models.architecture import Architecture
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.aggregation import MODES
-from support.covering_models import KINDS, architecture, depth
+from support.covering.kinds import KINDS, architecture, depth
 
-TABLE = Path(__file__).with_name("covering_rows.txt")
+TABLE = Path(__file__).with_name("rows.txt")
 MAX_RANKS = 8
 DEGREES = {
     "tp": (1, 2, 4), "pp": (1, 2, 4), "vpp": (1, 2), "ulysses": (1, 2, 4, 8), "ring": (1, 2, 4), "ep": (1, 2, 4),
@@ -37,6 +37,8 @@ SETTINGS = {
     "reduction": ("after", "overlapped"),
     "messages": ("exact", "bounded", "too-small"),  # between experts: moe.dispatch_bound
 }
+OF_A_LOSS = ("loss", "aggregation")
+PLAIN = {name: values[0] for name, values in SETTINGS.items()} | {"budget": "all"}
 EXPERTS_ONE_BY_ONE = ("gpt-oss",)  # which take no bound
 RANKS_OF_A_START = 2  # what a row costs besides its ranks, in ranks
 SHORTLIST = 12  # layouts whose settings are tried
@@ -63,6 +65,15 @@ class Row:
 
     def __str__(self) -> str:
         return " ".join(astuple(self))
+
+    @property
+    def name(self) -> str:
+        """The id of its test."""
+        return "-".join(astuple(self))
+
+    def plain(self) -> "Row":
+        """What it is compared with: the same model and loss on one rank, all else plain."""
+        return replace(self, layout="1", **{name: PLAIN[name] for name in SETTINGS if name not in OF_A_LOSS})
 
     @property
     def ranks(self) -> int:
@@ -119,7 +130,7 @@ def layouts_of(kind: str) -> tuple[str, ...]:
         of_stage = tp * axes["ulysses"] * axes["ring"] * axes["dp"]
         if pp * of_stage > MAX_RANKS or of_stage % (ep * etp) or (vpp > 1 and pp != 2):
             continue
-        arch = architecture(kind, depth(pp * vpp))
+        arch = architecture(kind, depth(Layout(pp=pp, vpp=vpp)))
         for sequence_parallel in (True, False) if tp > 1 else (False,):
             layout = Layout(**axes, sequence_parallel=sequence_parallel)
             if admits(arch, layout):

@@ -1,9 +1,7 @@
-"""The models of the covering array: tiny ones, one for each kind of layer that has code of its own."""
+"""What a row of the covering array runs: its configuration, its loss, and the samples of them all."""
 
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,65 +13,18 @@ from isoloss.engine.config.schema import (
     LossConfig,
     MemoryConfig,
     ModelConfig,
-    MoeConfig,
     OptimConfig,
     TrainConfig,
 )
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.models.architecture import Architecture
-from isoloss.models.families.registry import family_of
 from isoloss.parallel import Layout
 from isoloss.tools.prove.parity import Case
 from isoloss.tools.prove.proof import on_layout
 from isoloss.tools.prove.synthetic_rollouts import rollout_fields
-from support.covering import Row
-from support.covering_steps import Trial
-from support.families import GATED_DELTA, VOCAB, published, write_config, write_folder
-from support.invariance import QWEN3, WIDE
-
-# Coefficients that give the losses of the routers a weight like that of the cross-entropy.
-ROUTER_LOSSES = MoeConfig("sequence", 0.5, 0.1)
-# Of each kind what differs from families' model of that name, and how its experts are balanced.
-KINDS = {
-    "qwen3": (QWEN3, MoeConfig()),
-    "qwen2": (WIDE | {"num_key_value_heads": 2}, MoeConfig()),  # tied embeddings, biases, few key/value heads
-    "qwen3.5": (GATED_DELTA | QWEN3 | {"full_attention_interval": 2, "head_dim": 20}, MoeConfig()),  # Gated DeltaNet
-    "gemma-4": ({"num_key_value_heads": 8, "num_global_key_value_heads": 4}, MoeConfig()),
-    "qwen3-moe": (QWEN3 | {"num_experts": 8}, ROUTER_LOSSES),
-    "gpt-oss": ({"num_attention_heads": 8, "num_key_value_heads": 4}, ROUTER_LOSSES),  # windows, sinks, biases
-    "deepseek-v3": (  # latent attention, a dense layer, shared experts, selection biases
-        {"num_attention_heads": 8, "num_key_value_heads": 8},
-        MoeConfig("sequence", 0.3, bias_update_rate=0.003),
-    ),
-    "minimax-m2": (QWEN3 | {"intermediate_size": 28, "head_dim": 8, "rotary_dim": 4}, MoeConfig(z_loss_coef=0.1)),
-}
-
-
-def depth(layout: Layout) -> int:
-    """Layers of a model there: two, one of each kind where a model has two kinds of them; and one a stage."""
-    return max(2, layout.pp * layout.vpp)
-
-
-def sizes(kind: str, layers: int) -> dict[str, Any]:
-    found = KINDS[kind][0] | {"num_hidden_layers": layers}
-    if kind == "gemma-4":
-        found["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
-    return found
-
-
-@cache
-def architecture(kind: str, layers: int) -> Architecture:
-    config = published(kind, **sizes(kind, layers))
-    return family_of(config["architectures"][0]).architecture(config)
-
-
-def write_model(kind: str, layers: int, path: Path) -> Path:
-    """A Hugging Face folder. Gemma's weights are of a file and random: made up its norms and the scalars of its layers
-    would be 1, which nobody could tell from left out."""
-    if kind == "gemma-4":
-        return write_folder(kind, path, **sizes(kind, layers))
-    return write_config(path, published(kind, **sizes(kind, layers)))
-
+from support.covering.kinds import KINDS
+from support.covering.rows import Row
+from support.covering.steps import Trial
+from support.families import VOCAB
 
 LOSSES = {
     "clip": AlgorithmConfig(kl_coef=0.2, entropy_coef=0.05, kl_aggregation="seq-mean-token-mean"),
@@ -127,7 +78,7 @@ def trial(row: Row, model: Path, *, stepped: bool) -> Trial:
         memory=memory,
         moe=replace(moe, dispatch_bound=BOUNDS[row.messages]),
         loss=loss,
-        # So that a step is about in proportion to the gradient, not its sign, which rounding decides where it is near 0.
+        # A step in proportion to the gradient, not to its sign, which rounding decides where it is near 0.
         optim=OptimConfig(lr=1.0, eps=1.0, clip=1.0, schedule="constant"),
         train=TrainConfig(seed=3),
         rollout=RolloutConfig(max_new_tokens=LONGEST, temperature=0.8),
@@ -138,8 +89,6 @@ def trial(row: Row, model: Path, *, stepped: bool) -> Trial:
     parallel = replace(config.parallel, overlap_grad_reduce=row.reduction == "overlapped")
     config = replace(config, parallel=parallel)
     dealt = row.optimizer != "plain"
-    of_steps = replace(
-        parallel, distributed_optimizer=dealt, overlap_param_gather=row.optimizer == "gathered-late"
-    )
+    of_steps = replace(parallel, distributed_optimizer=dealt, overlap_param_gather=row.optimizer == "gathered-late")
     in_fp32 = replace(config, parallel=of_steps, train=replace(config.train, precision="fp32"))
     return Trial(case, config, in_fp32 if stepped else None)

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
-import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -46,9 +45,7 @@ class Found:
 def measured(trials: Sequence[Trial], frozen: bytes, references: Sequence[str], write: bool = False) -> list[Found]:
     """references: two files for each trial begin with that path; they are read, or (write, one rank) written."""
     with one_mesh():
-        return [
-            _measured(trial, frozen, reference, write) for trial, reference in zip(trials, references, strict=True)
-        ]
+        return [_measured(trial, frozen, reference, write) for trial, reference in zip(trials, references, strict=True)]
 
 
 @contextlib.contextmanager
@@ -105,7 +102,7 @@ def _measured(trial: Trial, frozen: bytes, reference: str, write: bool) -> Found
             metrics.weight_sum,
             metrics.micro_batches,
             None,
-            parity.compare_gradients(gradients, reference) if leader else {},
+            parity._compare(gradients, reference) if leader else {},
             compare_choices(choices, reference),
         )
     moved = _moved(trial.stepped, frozen, trial.case, f"{reference}.moved", write) if trial.stepped else {}
