@@ -1,0 +1,126 @@
+"""A step of a row of the covering array, on the ranks of its layout and on one rank; runs on every rank."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from unittest import mock
+
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.step.engine import Engine
+from isoloss.parallel.mesh import Mesh
+from isoloss.tools.prove import parity
+from isoloss.tools.prove.parity import Case, Measurement, thaw
+from isoloss.tools.prove.routing import as_tensors, compare_choices, recorded
+from support import gathering, grouped
+
+STEPS = 2  # of the optimizer: weights that are gathered late are read by the second
+
+
+@dataclass(frozen=True)
+class Trial:
+    """config: in fp64, where every gradient is compared. stepped: the same in fp32 where the optimizer is a setting."""
+
+    case: Case
+    config: Config
+    stepped: Config | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a trial on one rank of a world.
+
+    moved: how far each weight came in fp32, and the difference from the reference's way: squared norms, by name.
+    reruns: of steps for which a message between experts had no room; None without a bound.
+    """
+
+    step: Measurement
+    reruns: int | None
+    moved: dict[str, tuple[float, float]]
+
+
+def measured(trials: Sequence[Trial], frozen: bytes, references: Sequence[str], write: bool = False) -> list[Found]:
+    """references: two files for each trial begin with that path; they are read, or (write, one rank) written."""
+    with one_mesh():
+        return [_measured(trial, frozen, reference, write) for trial, reference in zip(trials, references, strict=True)]
+
+
+@contextlib.contextmanager
+def one_mesh() -> Iterator[None]:
+    """Engines of one world that are made within it share their groups: the trials differ in other things."""
+    made, create = [], Mesh.create
+
+    def once(*args):
+        if not made:
+            made.append(create(*args))
+        return made[0]
+
+    with mock.patch.object(Mesh, "create", once):
+        yield
+
+
+@contextlib.contextmanager
+def _engine(config: Config) -> Iterator[Engine]:
+    """With buckets of few weights where something is overlapped, and the experts of a GPU where messages have a
+    bound."""
+    with contextlib.ExitStack() as stack:
+        late = bool(config.parallel.overlap_param_gather)
+        if late or config.parallel.overlap_grad_reduce:
+            stack.enter_context(gathering.small_buckets(late=late))
+        if config.moe.dispatch_bound is not None:
+            stack.enter_context(grouped.on_cpu())
+        yield Engine(config)
+
+
+def _measured(trial: Trial, frozen: bytes, reference: str, write: bool) -> Found:
+    samples, loss = thaw(frozen), trial.case.build()
+    with _engine(trial.config) as engine:
+        gradients: dict[str, Tensor] = {}
+        optim_step = engine.optim_step
+
+        def keep_gradients(*limits):
+            gradients.update((name, gradient.clone()) for name, gradient in engine.gradients())
+            return optim_step(*limits)
+
+        with (
+            recorded(engine.chunks, sum(map(len, samples))) as choices,
+            mock.patch.object(engine, "optim_step", keep_gradients),
+        ):
+            metrics, result = engine.train_step(samples, loss, lr=0.0)
+        if write:
+            save_file({name: g.contiguous() for name, g in gradients.items()} | as_tensors(choices), reference)
+        mesh = engine.mesh
+        leader = (mesh.dp_context.rank() == 0 and mesh.tp.rank() == 0) or mesh.expert_dp.rank() == 0
+        step = Measurement(
+            metrics.loss,
+            metrics.magnitude,
+            {**metrics.terms, **metrics.observed},
+            result.grad_norm,
+            metrics.weight_sum,
+            metrics.micro_batches,
+            None,
+            parity._compare(gradients, reference) if leader else {},
+            compare_choices(choices, reference),
+        )
+    moved = _moved(trial.stepped, frozen, trial.case, f"{reference}.moved", write) if trial.stepped else {}
+    return Found(step, metrics.reruns, moved)
+
+
+def _moved(config: Config, frozen: bytes, case: Case, reference: str, write: bool) -> dict[str, tuple[float, float]]:
+    samples, loss = thaw(frozen), case.build()
+    with _engine(config) as engine:
+        before = {name: weight.double().clone() for name, weight in engine.weights()}
+        for _ in range(STEPS):
+            assert engine.train_step(samples, loss)[1].applied
+        ways = {name: weight.double() - before[name] for name, weight in engine.weights()}
+    if write:
+        save_file({name: way.contiguous() for name, way in ways.items()}, reference)
+    with safe_open(reference, "pt") as file:
+        wanted = {name: file.get_tensor(name) for name in ways}
+    return {
+        name: (float(wanted[name].square().sum()), float((way - wanted[name]).square().sum()))
+        for name, way in ways.items()
+    }
