@@ -171,8 +171,8 @@ class Folder:
                 raise ValueError(f"{payload.dtype} of shape {list(payload.shape)}")
         except RefusedError as error:
             raise UserError(
-                f"{self.path / piece.file} asks for what a tensor does not need at byte {piece.start}, where {stored.key} should stand "
-                f"({error}); {DISTRUST}"
+                f"{self.path / piece.file} asks for what no tensor needs at byte {piece.start}, where {stored.key} "
+                f"should stand ({error}); {DISTRUST}"
             ) from None
         except Exception as error:  # whatever the parsers of zip and pickle raise at damage
             raise UserError(

@@ -8,6 +8,7 @@ import pathlib
 import pickle
 import resource
 import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,6 +135,8 @@ COMMON = {
         "not what torch.save writes",
     ),
     "a shell": (lambda mark: archive(shell(mark)), "asks for posix.system"),
+    "compressed": (lambda mark: compressed(saved({"extra": {}})), "not what torch.save writes"),
+    "no dict": (lambda mark: saved([1]), "where a dict should stand"),
     "TorchScript": (lambda mark: torchscript(), "not what torch.save writes"),
 }
 
@@ -141,6 +144,14 @@ COMMON = {
 def shell(mark: Path) -> bytes:
     command = f"touch {mark}".encode()
     return b"\x80\x02cposix\nsystem\nX" + len(command).to_bytes(4, "little") + command + b"\x85R."
+
+
+def compressed(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return file.getvalue()
 
 
 def torchscript() -> bytes:
@@ -258,18 +269,16 @@ CHANGES = {
     "a function": ("torch.serialization", "_get_layout", {"cache": {}}),
     "a class": ("torch.distributed.checkpoint.metadata", "StorageMeta", {"planted": 1}),
     "the state of a class": ("torch.distributed.checkpoint.metadata", "StorageMeta", {"__setstate__": 1}),
-    "what is not a field": ("torch.distributed.checkpoint.metadata", "StorageMeta", {"__class__": 1}),
+    "what is not a field": ("torch.distributed.checkpoint.metadata", "MetadataIndex", {"fqn": "a", "planted": 1}),
 }
 
 
 @pytest.mark.parametrize(("module", "attribute", "state"), CHANGES.values(), ids=CHANGES.keys())
-def test_metadata_that_changes_what_is_shared(
-    module, attribute, state, checkpoint, mark, inputs, capsys, unchanged, request
-):
+def test_metadata_that_changes_what_is_shared(module, attribute, state, checkpoint, inputs, capsys, unchanged):
     path = checkpoint / ".metadata"
     target = hostile_pickles.name(module, attribute)
     pickled = hostile_pickles.plain((None, state))
-    if "field" in request.node.callspec.id:  # of a fresh instance
+    if attribute == "MetadataIndex":  # of a fresh instance
         target, pickled = target + b")\x81", hostile_pickles.plain(state)
     program = hostile_pickles.build(target, pickled)
     path.write_bytes(hostile_pickles.with_program(path.read_bytes(), program))
@@ -296,11 +305,24 @@ def test_metadata_that_takes_memory_or_time(pickled, checkpoint, inputs, capsys)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
+def of_fields(**fields: bytes) -> bytes:
+    """A pickle of metadata with these fields."""
+    state = b"}" + b"".join(hostile_pickles.plain(field) + value + b"s" for field, value in fields.items())
+    return hostile_pickles.name("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81" + state + b"b."
+
+
+NO_TENSORS = {"state_dict_metadata": b"}", "storage_data": b"}"}
+INDEX = hostile_pickles.name("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")\x81"
 OPCODES = {
     "an extension": b"\x80\x02\x82\x01.", "a long extension": b"\x80\x02\x84\x01\x00\x00\x00.",
     "INST": b"(iposix\nsystem\n.", "OBJ": b"(" + hostile_pickles.name("torch", "Size") + b"o.",
     "NEWOBJ_EX": hostile_pickles.name("torch", "Size") + b")}\x92.", "a name of its own": b"N\x51.",
-    "a line for a name": b"Px\n.", "a string that is called": b"X\x01\x00\x00\x00x)R.",
+    "a line for a name": b"Px\n.", "a string that is called": b"X\x01\x00\x00\x00x)R0" + of_fields(**NO_TENSORS),
+    "a number of a kilobyte": b"\x8b\x00\x04\x00\x00" + bytes(1024) + b"0" + of_fields(**NO_TENSORS),
+    "a state twice": INDEX + 2 * (hostile_pickles.plain({"fqn": "a"}) + b"b") + b"0" + of_fields(**NO_TENSORS),
+    "a field of another type": INDEX + hostile_pickles.plain({"fqn": 1}) + b"b0" + of_fields(**NO_TENSORS),
+    "an entry that is none": of_fields(**NO_TENSORS | {"state_dict_metadata": b"}" + hostile_pickles.plain("a") + b"Ns"}),
+    "a field of its own": of_fields(**NO_TENSORS, planted=b"N"),
 }  # fmt: skip
 
 
@@ -309,6 +331,21 @@ def test_metadata_of_other_opcodes(pickled, tmp_path):
     (tmp_path / ".metadata").write_bytes(pickled)
     with pytest.raises(UserError, match=r"\.metadata "):
         Folder(tmp_path)
+
+
+def test_metadata_without_tensors(tmp_path):
+    """What the pickles above add to is read."""
+    (tmp_path / ".metadata").write_bytes(of_fields(**NO_TENSORS))
+    assert not Folder(tmp_path).tensors
+
+
+def test_a_piece_at_a_negative_place(checkpoint):
+    found = metadata(checkpoint)
+    index = next(index for index in found.storage_data if index.fqn == WEIGHT)
+    found.storage_data[index] = replace(found.storage_data[index], offset=-1)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(UserError, match="at a negative place"):
+        Folder(checkpoint)
 
 
 @pytest.mark.parametrize("reader", ("arguments", "tensor"))
