@@ -301,7 +301,7 @@ def _of(kind: type, **fields: tuple[type, ...]) -> Name:
 
 
 _NAMES: Mapping[tuple[str, str], Name] = {
-    tuple(name.text.rsplit(".", 1)): name
+    (name.text.rpartition(".")[0], name.text.rpartition(".")[2]): name
     for name in (
         _of(metadata.ChunkStorageMetadata, offsets=(torch.Size,), sizes=(torch.Size,)),
         _of(

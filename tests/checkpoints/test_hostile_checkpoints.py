@@ -321,7 +321,7 @@ OPCODES = {
     "a number of a kilobyte": b"\x8b\x00\x04\x00\x00" + bytes(1024) + b"0" + of_fields(**NO_TENSORS),
     "a state twice": INDEX + 2 * (hostile_pickles.plain({"fqn": "a"}) + b"b") + b"0" + of_fields(**NO_TENSORS),
     "a field of another type": INDEX + hostile_pickles.plain({"fqn": 1}) + b"b0" + of_fields(**NO_TENSORS),
-    "an entry that is none": of_fields(**NO_TENSORS | {"state_dict_metadata": b"}" + hostile_pickles.plain("a") + b"Ns"}),
+    "an entry that is none": of_fields(state_dict_metadata=b"}\x8c\x01aNs", storage_data=b"}"),
     "a field of its own": of_fields(**NO_TENSORS, planted=b"N"),
 }  # fmt: skip
 
