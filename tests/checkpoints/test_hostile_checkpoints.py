@@ -455,6 +455,13 @@ def test_arguments_of_megatron(kind, tmp_path, mark):
     assert ("num_layers" in found) == (kind == "archive") and not mark.exists()
 
 
+def test_arguments_without_names(tmp_path):
+    state = {3: 1, "num_layers": 2}
+    arguments = hostile_pickles.name("argparse", "Namespace") + b")\x81" + hostile_pickles.plain(state) + b"b"
+    (tmp_path / "common.pt").write_bytes(archive(b"\x80\x04}" + hostile_pickles.plain("args") + arguments + b"s."))
+    assert megatron_args.read_model(tmp_path) == {}
+
+
 def test_yaml_of_megatron_bridge(tmp_path, mark):
     path = tmp_path / "run_config.yaml"
     path.write_text(f"model: !!python/object/apply:builtins.exec [{hostile.code(mark)!r}]\n")
