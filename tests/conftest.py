@@ -1,6 +1,7 @@
 """Fixtures of the whole suite: ranks, tiny models, and runs of whole recipes that take seconds."""
 
 import itertools
+import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -44,7 +45,7 @@ def pool() -> Iterator[WorkerPool]:
 
     What they run must be importable by name: put it into `tests/support`.
     """
-    with WorkerPool(8) as workers:
+    with WorkerPool(8, caller=lambda: f"in {os.environ.get('PYTEST_CURRENT_TEST')}") as workers:
         yield workers
 
 

@@ -1,6 +1,6 @@
 """Every knob of a run: frozen dataclasses, checked once, before any process group exists.
 
-Hydra selects presets and overrides keys (recipes/launch.py); `config_tree.build` turns the composed tree into these
+Hydra selects presets and overrides keys (recipes/launch.py); `parse.build` turns the composed tree into these
 classes and refuses what it does not know, with the nearest name. A key's meaning and bounds stand beside it; rules
 between keys that need no model are in `__post_init__`.
 """

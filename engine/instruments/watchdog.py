@@ -195,7 +195,11 @@ def place_of(dump: str) -> Place | None:
         return None
     waiting = [main]
     if "autograd" in main[0].file:  # backward of a device runs in a thread of its own
-        waiting += [frames for frames in threads.values() if not any("checkpoint_saver" in f.file for f in frames)]
+        waiting += [
+            frames
+            for frames in threads.values()
+            if not any(f.file.endswith("engine/checkpoint/saver.py") for f in frames)
+        ]
     for frames in waiting:
         if collective := _collective(frames):
             return Place(collective, _own(frames))

@@ -176,7 +176,7 @@ def run_step(
 ) -> StepMetrics:
     """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
-    router_losses: what the routers add to the loss (`engine.load_balancing.start`).
+    router_losses: what the routers add to the loss (`moe_balancing.start`).
     dispatch_bound: of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
@@ -209,14 +209,8 @@ def run_step(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
     )
     busy.stop()
-    sizes = [
-        len(modes),
-        len(loss.terms),
-        1,
-        len(loss.mean_metrics),
-        MOMENTS * len(loss.correlation_metrics),
-        len(loss.max_metrics),
-    ]
+    sizes = [len(modes), len(loss.terms), 1, len(loss.mean_metrics)]
+    sizes += [MOMENTS * len(loss.correlation_metrics), len(loss.max_metrics)]
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
     totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh, lost)

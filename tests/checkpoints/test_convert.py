@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support import warm
 from support.families import write_folder
 from support.faults import struck
 
@@ -55,7 +56,7 @@ def check_complete(out: Path, whole: dict[str, bytes] | None = None) -> None:
 
 
 def test_a_conversion(folder, tmp_path):
-    done = subprocess.run([*COMMAND, "--hf", folder, "--out", tmp_path / "out"], capture_output=True, text=True)
+    done = warm.run([*COMMAND, "--hf", folder, "--out", tmp_path / "out"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     said = done.stdout.splitlines()
     assert "llama, 21 tensors used, 0 left out" in said[0] and "9 tensors, float32, stacked keys" in said[1]
@@ -198,7 +199,7 @@ def large_folder(folder: Path, megabytes: int) -> Path:
 
 def test_the_command_killed_while_it_writes_goes_on_when_started_again(folder, tmp_path, capsys):
     large, out = large_folder(folder, 200), tmp_path / "out"
-    with subprocess.Popen([*COMMAND, "--hf", large, "--out", out]) as process:
+    with warm.Popen([*COMMAND, "--hf", large, "--out", out]) as process:
         records = tmp_path / ".out.partial" / "journal" / "files"
         deadline = time.monotonic() + 120
         while not list(records.glob("*.distcp.json")) and process.poll() is None:

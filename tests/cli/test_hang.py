@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import warm
 from support.te_pool import environment
 from support.waiting import LONG
 
@@ -24,7 +25,7 @@ WHAT = {
 @pytest.mark.parametrize("kind", ["sleep", *(pytest.param(k, marks=pytest.mark.full) for k in WHAT if k != "sleep")])
 def test_the_rank_that_keeps_the_others_waiting_is_named(kind, arguments, tmp_path):
     argv = [*arguments, "train.steps=9", "train.timeout=4", f"output_dir={tmp_path}/out"]
-    ended = subprocess.run(
+    ended = warm.run(
         [*TORCHRUN, "-m", "support.hangs", kind, "1", *argv],
         capture_output=True, text=True, env=environment(), check=False, timeout=LONG,
     )  # fmt: skip
@@ -99,7 +100,7 @@ DUMP = """{"pid": 7, "host": "here", "main": "0x00000000000000aa"}
 Timeout (0:00:04)!
 Thread 0x00000000000000bb (most recent call first):
   File "/site/torch/distributed/distributed_c10d.py", line 11 in broadcast
-  File "/code/engine/checkpoint_saver.py", line 5 in _write
+  File "/code/engine/checkpoint/saver.py", line 5 in _write
 
 Thread 0x00000000000000aa (most recent call first):
 """

@@ -6,6 +6,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def test_a_recipe_runs_from_a_wheel(installed, tmp_path):
     run(installed, tmp_path, "isoloss-sft", "train.steps=1", "data.eval=[]", "output_dir=out")
     told = run(installed, tmp_path, "isoloss-convert", "hf-to-mcore", "--hf", "out/hf", "--out", "mcore")
     assert "wrote" in told and (tmp_path / "mcore/.metadata").is_file()
+
+
+def test_scripts_for_developers_do_not_ship(installed):
+    (wheel,) = installed.parents[1].glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "isoloss/tools/convert/__main__.py" in names and "isoloss/recipes/conf/sft/config.yaml" in names
+    assert not [name for name in names if name.startswith("isoloss/tools/dev")]
 
 
 @pytest.mark.parametrize("command", COMMANDS)

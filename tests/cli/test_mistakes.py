@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from support import warm
 
 from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft
@@ -297,18 +298,18 @@ def test_no_complete_checkpoint(arguments, capsys):
 
 
 @pytest.mark.parametrize(
-    ("override", "says"),
+    ("run", "override", "says"),
     (
-        ("optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
-        ("parallel.tp=4", "world size 2 is not a multiple of tp 4"),
-        ("data.max_length=30", "rows.jsonl:2"),
+        (subprocess.run, "optim.lrr=1", "unknown key 'optim.lrr'; did you mean 'optim.lr'?"),
+        (warm.run, "parallel.tp=4", "world size 2 is not a multiple of tp 4"),
+        (warm.run, "data.max_length=30", "rows.jsonl:2"),
     ),
     ids=("key", "layout", "row"),
 )
-def test_two_ranks_say_it_once(override, says, arguments, tmp_path):
+def test_two_ranks_say_it_once(run, override, says, arguments, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
-    done = subprocess.run(
+    done = run(
         [*command, "-m", "isoloss.recipes.sft", *arguments, override],
         capture_output=True,
         text=True,

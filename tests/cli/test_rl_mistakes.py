@@ -3,13 +3,13 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from support import rl_runs as world
+from support import warm
 from support.runs import write_rows
 
 from isoloss.engine.rl.config import RLConfig
@@ -177,7 +177,7 @@ def test_overlong_prompts_can_be_dropped(arguments, capsys):
 )
 def test_two_ranks_say_it_once(override, says, written, inputs, arguments, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run(
+    done = warm.run(
         [*command, "-m", "isoloss.recipes.grpo", *arguments, override.replace("{inputs}", str(inputs))],
         capture_output=True,
         text=True,

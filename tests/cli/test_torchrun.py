@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support import rl_runs
+from support import rl_runs, warm
 from support.ports import free_port
 from support.runs import numbers, rows_of, write_rows
 from support.transformers_parity import make_engine
@@ -56,9 +56,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
+def torchrun(options: list[str], module: str, argv: list[str], run=subprocess.run) -> subprocess.CompletedProcess:
     command = [*TORCHRUN, *options, "-m", module, *argv]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
+    return run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
 
 
 def exported(out: Path) -> dict[str, torch.Tensor]:
@@ -126,7 +126,8 @@ def test_reinforcement_learning_on_two_ranks(recipe, layout, inputs, tmp_path, o
     more = [layout, "train.steps=2", "checkpoint.export_hf=true", f"reward.function={inputs}/rewards.py:coin"]
     plain = ["preset=plain", "optim.warmup_steps=0", "algorithm.minibatches=1", "algorithm.overlong_buffer=0"]
     own = [*plain, "algorithm.mask_truncated=false"] if recipe == "dapo" else []
-    done = torchrun(TWO_RANKS, f"isoloss.recipes.{recipe}", [*own, *rl_runs.overrides_of(inputs, out), *more])
+    argv = [*own, *rl_runs.overrides_of(inputs, out), *more]
+    done = torchrun(TWO_RANKS, f"isoloss.recipes.{recipe}", argv, warm.run)
     assert done.returncode == 0, done.stderr
     assert f"{out}/hf" in done.stdout.splitlines()[-1]
 

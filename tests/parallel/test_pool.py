@@ -1,6 +1,7 @@
 """The pool of ranks: whose result is whose, which processes stay, and what becomes of a worker that is gone."""
 
 import os
+import re
 import signal
 import time
 
@@ -11,7 +12,7 @@ from support import groups, training
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig
 from isoloss.tools.prove.parity import freeze
-from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerPool
+from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerError, WorkerPool
 
 
 def test_a_rank_outlives_its_distributed_optimizers(pool, inputs):
@@ -72,3 +73,22 @@ def test_a_worker_that_was_killed_is_replaced():
         pool._workers[1].process.join()
         after = pool.run(2, os.getpid)
     assert after[0] == before[0] and after[1] != before[1]
+
+
+def test_a_world_that_hangs_tells_where_each_rank_is():
+    """Rank 0 waits for the others in a collective, which is C; rank 1 sleeps; rank 2 is stopped."""
+    with WorkerPool(3, silence=1.0, caller=lambda: "in my test") as pool:
+        with pytest.raises(WorkerError) as raised:
+            pool.run(3, groups.meet_without, 1)
+        headline, waits, sleeps, stopped = re.split(r"^rank \d of 3:\n", str(raised.value), flags=re.M)
+        assert headline == "support.groups.meet_without hangs: no rank answered or worked for 1 seconds in my test\n"
+        assert " in barrier\n" in waits and " in meet_without\n" in waits
+        assert " in barrier\n" not in sleeps and " in meet_without\n" in sleeps
+        assert stopped == "it is stopped or gone\n"
+        assert pool.run(3, groups.last_rank_first) == [0, 1, 2]
+
+
+def test_a_computation_may_take_longer_than_silence():
+    """On one rank, and then in a process that it started; the other waits."""
+    with WorkerPool(2, silence=0.5) as pool:
+        assert pool.run(2, groups.work_on_one_rank, 1.0) == [0, 1]

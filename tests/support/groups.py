@@ -1,6 +1,7 @@
 """What ranks tell of their process groups, what stages plan to send, and shares of different sizes."""
 
 import os
+import signal
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -92,3 +93,31 @@ def leave_a_child() -> tuple[int, int]:
         time.sleep(1000)
         os._exit(0)
     return child, os.getppid()
+
+
+def meet_without(absent: int) -> None:
+    """All ranks but one wait in a collective; that one sleeps. The last rank is stopped before."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if dist.get_rank() == absent:
+        time.sleep(1000)
+    dist.barrier()
+
+
+def work_on_one_rank(seconds: float) -> int:
+    """Rank 0 computes for so long, then a process of its own does; the others wait for it in a collective."""
+
+    def compute() -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pass
+
+    if dist.get_rank() == 0:
+        compute()
+        child = os.fork()
+        if child == 0:
+            compute()
+            os._exit(0)
+        os.waitpid(child, 0)
+    dist.barrier()
+    return dist.get_rank()

@@ -31,7 +31,7 @@ def rule_lines() -> dict[str, list[int]]:
 
 
 def first_refusal(config: Config, arch: Architecture, layout: Layout) -> Refusal:
-    """As `compatibility.check` finds it; the setup must have one."""
+    """As `rules.check` finds it; the setup must have one."""
     setup = compatibility.Setup(config, arch, layout)
     for subject in compatibility.SUBJECTS:
         rules = subject(setup)

@@ -34,4 +34,8 @@ def test_help_shows_the_docstring_of_the_tool(tool, capsys):
     with pytest.raises(SystemExit) as ended:
         tool.main(["--help"])
     out = capsys.readouterr().out
-    assert ended.value.code == 0 and out.startswith(f"usage: python -m {tool.__name__} ") and tool.__doc__ in out
+    assert (
+        ended.value.code == 0
+        and out.startswith(f"usage: python -m {tool.__name__.removesuffix('.__main__')} ")
+        and tool.__doc__ in out
+    )

@@ -35,7 +35,7 @@ def page() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = command_line.parser("configuration", __doc__)
+    parser = command_line.parser("dev.configuration", __doc__)
     parser.add_argument(
         "--out", type=Path, default=Path("docs/configuration.md"), metavar="FILE", help="default: %(default)s"
     )

@@ -121,7 +121,7 @@ def make_tokenizer(out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Write data and tokenizer of --task into --out, with copies of the config.json and README.md that ship."""
-    parser = command_line.parser("make_tasks", __doc__)
+    parser = command_line.parser("dev.make_tasks", __doc__)
     parser.add_argument("--task", choices=sorted(TASKS), required=True)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to write; its files of the same names are replaced"

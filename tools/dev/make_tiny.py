@@ -249,7 +249,7 @@ def save_tokenizer(tokenizer, out: Path) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Write train.jsonl, eval.jsonl, the tokenizer, LICENSE.txt and a copy of the shipped config.json into --out."""
-    parser = command_line.parser("make_tiny", __doc__)
+    parser = command_line.parser("dev.make_tiny", __doc__)
     parser.add_argument(
         "--out", type=Path, required=True, help="folder to write; its files of the same names are replaced"
     )

@@ -17,7 +17,7 @@ SOURCES = {
     for module in (isoloss.engine, isoloss.models, isoloss.parallel)
 } | {str(Path(megatron.core.__path__[0])): "megatron/core"}
 # They hand on what others ask for.
-TRANSPARENT = ("/cuda_stubs.py", "/one_kernel.py")
+TRANSPARENT = ("/cuda_stubs.py", "/fused.py")
 
 
 def site() -> str:

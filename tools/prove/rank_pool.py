@@ -5,11 +5,15 @@ Importing Megatron costs seconds a process; re-creating a process group costs te
 """
 
 import contextlib
+import faulthandler
 import functools
 import gc
+import math
 import multiprocessing
 import os
+import signal
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +35,11 @@ from isoloss.parallel.runtime import processes
 MAX_THREADS = 64
 # Everything that a worker would otherwise import for itself: the fork server imports it once.
 PRELOAD = ["isoloss.engine.step.engine"]
+# How often ranks are looked at while they are silent, and the share of a processor that says that one of them works:
+# ranks that wait for each other in gloo use a thousandth.
+LOOKS = 10
+WORKING = 0.01
+DUMP = signal.SIGUSR2  # a rank writes where its threads are, also while it is in C
 
 
 class WorkerError(RuntimeError):
@@ -46,12 +55,48 @@ class RankWorker:
     lifeline: Connection
 
 
+class Silence:
+    """Whether none of these processes, each with those that it started, works for so many seconds: a computation may
+    take as long as it likes.
+
+    It counts looks, not the clock: while a machine is stopped nobody works.
+    """
+
+    def __init__(self, pids: list[int], seconds: float):
+        self.until_next_look = seconds / (LOOKS + 1)  # what they did just after a look costs one more
+        self._pids, self._working = pids, WORKING * seconds
+        self._spent = [-math.inf] * len(pids)
+        self._looks = 0
+
+    def end(self) -> None:
+        self._looks = 0
+
+    def is_too_long(self) -> bool:
+        """To be asked every `until_next_look` seconds."""
+        spent = [_cpu_seconds(pid) for pid in self._pids]
+        if any(abs(now - before) > self._working for now, before in zip(spent, self._spent)):
+            self._spent, self._looks = spent, 0
+        else:
+            self._looks += 1
+        return self._looks >= LOOKS
+
+
 class WorkerPool:
     """`size` worker processes; rank i of every world is worker i. Use as a context manager."""
 
-    def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)):
+    def __init__(
+        self,
+        size: int,
+        timeout: timedelta = timedelta(minutes=5),
+        silence: float = 60.0,
+        caller: Callable[[], str] = str,
+    ):
+        """silence: seconds without an answer and without work, after which a world counts as hanging. caller: who runs
+        it, such as the running test; it goes into the error of a world that hangs."""
         self.size = size
         self.timeout = timeout
+        self.silence = silence
+        self.caller = caller
         # A fork server cannot hold a CUDA context, so GPU ranks are spawned.
         on_gpu = torch.cuda.is_available()
         self._context = multiprocessing.get_context("spawn") if on_gpu else multiprocessing.get_context("forkserver")
@@ -69,7 +114,7 @@ class WorkerPool:
 
         function: importable by name; it may create a Mesh and an Engine.
         Raises UserError if a rank did, WorkerError for anything else (the other ranks, which may hang in a collective,
-        are killed and replaced).
+        are killed and replaced). That is also raised, with the stacks of all ranks, for a world that hangs.
         """
         if world > self.size:
             raise ValueError(f"a world of {world} ranks does not fit a pool of {self.size}")
@@ -83,12 +128,22 @@ class WorkerPool:
         results: dict[Connection, Any] = {}
         with tempfile.TemporaryDirectory(prefix="isoloss-world-") as folder:
             for rank, connection in enumerate(connections):
-                connection.send((rank, world, str(Path(folder) / "store"), self.timeout, function, args))
+                connection.send((rank, world, folder, self.timeout, function, args))
+            silence = Silence([worker.process.pid for worker in self._workers[:world]], self.silence)
             try:
                 while len(results) < world:
-                    for ready in wait([c for c in connections if c not in results]):
+                    answered = wait([c for c in connections if c not in results], silence.until_next_look)
+                    for ready in answered:
                         assert isinstance(ready, Connection)
                         results[ready] = self._receive(ready)
+                    if answered:
+                        silence.end()
+                    elif silence.is_too_long():
+                        what = f"{function.__module__}.{getattr(function, '__qualname__', function)}"
+                        raise WorkerError(
+                            f"{what} hangs: no rank answered or worked for {self.silence:.0f} seconds "
+                            f"{self.caller()}\n{self._stacks(world, folder)}"
+                        )
             except BaseException:  # Ctrl-C or a time limit as well: the ranks would still answer, to the next run
                 self.close()
                 raise
@@ -115,6 +170,21 @@ class WorkerPool:
         theirs.close()
         return RankWorker(process, here, ours)
 
+    def _stacks(self, world: int, folder: str) -> str:
+        """Where each rank is. Ranks that do not write that within two seconds are stopped or gone."""
+        for worker in self._workers[:world]:
+            os.kill(worker.process.pid, DUMP)
+        written, before = [""] * world, None
+        for _ in range(20):
+            time.sleep(0.1)
+            files = [_stacks_file(folder, rank) for rank in range(world)]
+            written = [file.read_text() if file.exists() else "" for file in files]
+            if all(written) and written == before:
+                break
+            before = written
+        stacks = [stack or "it is stopped or gone\n" for stack in written]
+        return "\n".join(f"rank {rank} of {world}:\n{stack}" for rank, stack in enumerate(stacks))
+
     @staticmethod
     def _receive(connection: Connection) -> Any:
         try:
@@ -140,6 +210,20 @@ def _worn_out(process: Any) -> bool:
     return not process.is_alive() or psutil.Process(process.pid).num_threads() > MAX_THREADS
 
 
+def _cpu_seconds(pid: int) -> float:
+    """User and system time of a process and of all that it started."""
+    spent = 0.0
+    with contextlib.suppress(psutil.NoSuchProcess):  # one that is gone is seen where its answer is read
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            spent += sum(each.cpu_times()[:4])
+    return spent
+
+
+def _stacks_file(folder: str, rank: int) -> Path:
+    return Path(folder, f"stacks.{rank}")
+
+
 def _serve(connection: Connection, lifeline: Connection, lifeline_of_server: Connection, index: int) -> None:
     """A worker's life: join a world, run, leave it, until the owner of the pool hangs up. It ends with that owner, also
     within a collective, and so does the fork server, which else takes its time to leave Python."""
@@ -153,14 +237,15 @@ def _serve(connection: Connection, lifeline: Connection, lifeline_of_server: Con
     collect_garbage()
     while True:
         try:
-            rank, world, store, timeout, function, args = connection.recv()
+            rank, world, folder, timeout, function, args = connection.recv()
         except EOFError:
             return
+        stacks = _stacks_file(folder, rank).open("w")
+        faulthandler.register(DUMP, stacks)
         try:
             backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(
-                backend, store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timeout
-            )
+            store = dist.FileStore(str(Path(folder) / "store"), world)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
             answer = ("ok", function(*args))
             dist.barrier()  # a rank that closes its connections early would break those that still connect
             mesh.destroy()
