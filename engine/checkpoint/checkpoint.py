@@ -1,5 +1,7 @@
 """Checkpoints through Megatron's dist_checkpointing: any layout loads what any other saved; whole or not there."""
 
+import os
+import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,10 +12,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import ChainedOptimizer
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import WriteResult
 
+from isoloss.engine.checkpoint import reader
 from isoloss.engine.checkpoint.optimizer_state import complete_state
 from isoloss.engine.checkpoint.writer import HostCopies, Share
 from isoloss.models.architecture import Architecture
@@ -21,11 +22,13 @@ from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest, pickle_check
 from isoloss.models.weights.checkpoint_names import native_style
+from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.manifest import DamagedError
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 
 STEP_FOLDER = "step_{:08d}"
+_CHECKPOINT, _LEFTOVER = re.compile(r"step_([0-9]+)"), re.compile(r"\.step_([0-9]+)\.(old|partial)")
 Result = TypeVar("Result")
 
 
@@ -82,14 +85,13 @@ class Staged:
         manifest.sync(self.folder.parent)
 
     def _describe(self, partial: Path, records: Mapping[str, manifest.FileRecord]) -> manifest.Manifest:
-        tensors = FileSystemReader(partial).read_metadata().state_dict_metadata.values()
         return manifest.Manifest(
             kind="trained",
             family=self.arch.family,
             vocab_size=self.arch.vocab_size,
             key_style=native_style(self.arch),
             dtypes=(str(self.dtype).removeprefix("torch."),),
-            num_tensors=sum(isinstance(tensor, TensorStorageMetadata) for tensor in tensors),
+            num_tensors=len(Folder(partial).tensors),
             files=records,
         )
 
@@ -107,7 +109,7 @@ def stage(
     Raises UserError where `folder` exists, NotWrittenError, on every rank, where it cannot be made. Collective over the
     world.
     """
-    if folder.exists():
+    if os.path.lexists(folder):
         raise UserError(f"{folder} exists already; choose another folder for this checkpoint, or delete it")
     partial = _partial(folder)
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
@@ -121,9 +123,10 @@ def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, o
 
     Raises DamagedError, on every rank and before anything is loaded, where a file is damaged.
     """
-    verify(folder)
-    with pickle_check.loading(folder):
-        state: Any = dist_checkpointing.load(_state(model, optimizer, {}, is_loading=True), str(folder))
+    common, tensors = verify(folder)
+    wanted = _state(model, optimizer, {}, is_loading=True)
+    with reader.reading(tensors):
+        state: Any = dist_checkpointing.load(wanted, str(folder), common_strategy=reader.Common(common))
     for index, module in enumerate(model.modules):
         module.load_state_dict(
             state[f"model{index}"] | {key: None for key in module.state_dict() if _is_extra_state(key)}
@@ -144,13 +147,13 @@ def read_extra(folder: Path) -> dict[str, object]:
     Raises DamagedError where the file that holds it is.
     """
     manifest.check_checksums(folder, manifest.read(folder), [pickle_check.COMMON])
-    pickle_check.check_common(folder)
-    return dist_checkpointing.load_common_state_dict(str(folder)).get("extra", {})
+    return pickle_check.read_common(folder).get("extra", {})
 
 
 def newest_first(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, from its `checkpoints` folder; whether they are whole, `load` tells."""
-    return sorted(checkpoints.glob("step_*"), reverse=True)
+    """The checkpoints of a run, from its `checkpoints` folder; whether they are whole, `load` tells. A checkpoint is a
+    folder, no link, by the name of a step: what else is there is the user's own."""
+    return sorted(_folders(checkpoints, _CHECKPOINT), key=_step, reverse=True)
 
 
 def newest_whole(
@@ -183,11 +186,13 @@ def set_aside(folder: Path) -> Path:
     return kept
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed run left behind. Rank 0 only."""
-    for leftover in (*checkpoints.glob(".step_*.old"), *checkpoints.glob(".step_*.partial")):
+def prune(written: Path, keep: int) -> None:
+    """Delete all but the newest `keep` of the checkpoint just written and older ones, and what a killed run left
+    behind. One of a later step than `written` is another run's, and stays. Rank 0 only."""
+    for leftover in _folders(written.parent, _LEFTOVER):
         shutil.rmtree(leftover)
-    for path in sorted(checkpoints.glob("step_*"))[:-keep]:
+    until = [path for path in newest_first(written.parent) if _step(path) <= _step(written) and path != written]
+    for path in until[keep - 1 :]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)  # a half-deleted folder must not look like a checkpoint
         shutil.rmtree(doomed)
@@ -233,6 +238,16 @@ def _is_extra_state(key: str) -> bool:
     return pickle_check.EXTRA_STATE in key
 
 
+def _folders(where: Path, names: re.Pattern[str]) -> list[Path]:
+    """The folders of these names, no links."""
+    found = where.iterdir() if where.is_dir() else ()
+    return [path for path in found if names.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
+
+
 def _partial(folder: Path) -> Path:
     return folder.with_name(f".{folder.name}.partial")
 
@@ -272,20 +287,23 @@ def _together(folder: Path, act: Callable[[], Result], group: dist.ProcessGroup 
     return [result for result, _ in outcomes]
 
 
-def verify(folder: Path) -> None:
-    """That every file holds what was written, of which the ranks share the reading, and that loading it runs nothing.
+def verify(folder: Path) -> tuple[dict[str, Any], Folder]:
+    """That every file holds what was written, of which the ranks share the reading; returns what was read of it: what
+    is no tensor, and where the tensors are. Nothing of it was run, and loading must read neither again.
     Raises DamagedError, or UserError, on every rank.
 
     Collective over the world: one all-gather.
     """
     problem: UserError | None = None
+    found: Any = None
     try:
         written = manifest.read(folder)
         names = sorted(written.files)[dist.get_rank() :: dist.get_world_size()]
         manifest.check_checksums(folder, written, names)
-        pickle_check.check(folder)
+        found = pickle_check.read_common(folder), pickle_check.read_tensors(folder)
     except UserError as error:
         problem = error
-    for found in gather_objects(problem):
-        if found:
-            raise found
+    for told in gather_objects(problem):
+        if told:
+            raise told
+    return found

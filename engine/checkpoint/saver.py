@@ -83,7 +83,7 @@ class Saver:
             return _given_up(staged, problem)
         try:
             for each in staged if is_main() else ():  # after all were written: until then older ones count
-                prune(each.folder.parent, self._keep)
+                prune(each.folder, self._keep)
         except OSError as problem:  # the next save tries again
             say(f"isoloss: an old checkpoint could not be deleted: {problem}", error=True)
         return None

@@ -140,6 +140,17 @@ def multiply_by_onednn() -> None:
         linear.forward, linear.backward = with_products(linear.forward), with_products(linear.backward)
 
 
+@contextmanager
+def reader_of_tensors(reader: Any) -> Iterator[None]:
+    """Have Megatron's loading of tensors use this reader: its own unpickles `.metadata`, and has no other way in."""
+    own = torch_strategy._get_filesystem_reader
+    torch_strategy._get_filesystem_reader = lambda *args, **options: reader
+    try:
+        yield
+    finally:
+        torch_strategy._get_filesystem_reader = own
+
+
 def collect_results_in_process() -> None:
     """Let the writers of a checkpoint's files put their results into a queue of this process, in place of one that a
     manager process holds."""

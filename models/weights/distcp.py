@@ -1,17 +1,16 @@
 """Reading a torch_dist checkpoint folder (torch.distributed.checkpoint) with no model and no process group.
 
 `.metadata` is a pickle that says which tensor pieces stand in which `.distcp` file; a `.distcp` file is a row of
-`torch.save` archives. Both are read without running anything that they could hold: an unpickler that admits only the
-classes of that format, and the numbers of a tensor straight from the mapped file, where the archive stores them as
-they are.
+`torch.save` archives. Both are read without running anything that they could hold: by a reader of our own that makes
+instances of the format's dataclasses and nothing else, and the numbers of a tensor straight from the mapped file,
+where the archive stores them as they are.
 """
 
 import contextlib
-import io
+import dataclasses
 import itertools
 import math
 import mmap
-import pickle
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,8 +22,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata, planner
 
-from isoloss.models.weights import tensor_archive
+from isoloss.models.weights import restricted_pickle, tensor_archive
 from isoloss.models.weights.mmap import fetch, map_file, view
+from isoloss.models.weights.restricted_pickle import Name, RefusedError, axes, inert, of_fields
 from isoloss.parallel.runtime.errors import UserError
 
 Shape = tuple[int, ...]
@@ -32,24 +32,11 @@ Box = tuple[slice, ...]
 METADATA = ".metadata"
 DISTRUST = "do not use this checkpoint, nor what came with it: save it anew, or get it from a source that you trust"
 _BLOCK_BYTES = 4 << 20
-_CLASSES = {
-    (module.__name__, name): getattr(module, name)
-    for module, names in (
-        (metadata, ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata", "StorageMeta",
-                    "BytesStorageMetadata", "MetadataIndex", "_MEM_FORMAT_ENCODING")),
-        (planner, ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
-        (filesystem, ("_StorageInfo", "_StoragePrefix")),
-    )
-    for name in names
-}  # fmt: skip
-_CLASSES |= {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
-    ("pathlib", "PosixPath"): Path,
-    ("pathlib._local", "PosixPath"): Path,
-    ("collections", "OrderedDict"): dict,
-    ("builtins", "set"): set,
-}
+_NONE = type(None)
+_METADATA, _PLANNER = metadata.__name__, planner.__name__
+_ENTRIES = (metadata.TensorStorageMetadata, metadata.BytesStorageMetadata)
+# Megatron sets the last two on the instance.
+_METADATA_FIELDS = {field.name for field in dataclasses.fields(metadata.Metadata)} | {"all_local_plans", "mcore_data"}
 
 
 def is_checkpoint(folder: str | Path) -> bool:
@@ -106,8 +93,23 @@ class Folder:
         self.path = Path(path)
         self._maps: dict[str, mmap.mmap] = {}
         self._pieces: dict[StoredChunk, Tensor] = {}
-        self.tensors = {stored.key: stored for stored in read_tensors(self.path)}
+        with _reading(self.path) as found:
+            entries = found.state_dict_metadata.items()
+            where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
+            tensors = {key: entry for key, entry in entries if isinstance(entry, metadata.TensorStorageMetadata)}
+            self.tensors = {key: _stored(key, entry, where) for key, entry in tensors.items()}
+            self.objects = [key for key, _ in entries if key not in tensors]
         self._check_files()
+
+    def metadata(self) -> metadata.Metadata:
+        """What torch's planners need of `.metadata`, made anew from what was read of it."""
+        described: dict[str, Any] = {key: _described(stored) for key, stored in self.tensors.items()}
+        return metadata.Metadata(described | {key: metadata.BytesStorageMetadata() for key in self.objects})
+
+    def stored_piece(self, stored: StoredTensor, piece: StoredChunk) -> Tensor:
+        """As `piece`, without its checksum, where that of the whole file was compared."""
+        offset, _ = self.payload(stored, piece)
+        return view(self._map(piece.file), offset, stored.dtype, piece.sizes)
 
     def rows(self, stored: StoredTensor, index: Shape, first_row: int, shape: Shape) -> Tensor:
         """stored[index] from row `first_row` on, of this shape: a view of the mapped file, not to be written to, where
@@ -167,6 +169,11 @@ class Folder:
             payload = tensor_archive.locate(archive)
             if payload.dtype != stored.dtype or math.prod(payload.shape) != math.prod(piece.sizes):
                 raise ValueError(f"{payload.dtype} of shape {list(payload.shape)}")
+        except RefusedError as error:
+            raise UserError(
+                f"{self.path / piece.file} asks for what no tensor needs at byte {piece.start}, where {stored.key} "
+                f"should stand ({error}); {DISTRUST}"
+            ) from None
         except Exception as error:  # whatever the parsers of zip and pickle raise at damage
             raise UserError(
                 f"{self.path / piece.file} is damaged at byte {piece.start}, where {stored.key} should stand "
@@ -203,34 +210,22 @@ class Folder:
         return self._maps[file]
 
 
-def read_tensors(folder: Path) -> list[StoredTensor]:
-    """The tensors that `.metadata` tells of. Raises UserError, as `read_objects`, also where one is not whole."""
-    with _reading(folder) as found:
-        where = {(index.fqn, index.offset): info for index, info in found.storage_data.items()}
-        entries = found.state_dict_metadata.items()
-        return [_stored(key, e, where) for key, e in entries if isinstance(e, metadata.TensorStorageMetadata)]
-
-
-def read_objects(folder: Path) -> list[str]:
-    """The keys of what is stored as an object, a pickle. Raises UserError where `.metadata` is not there or not one."""
-    with _reading(folder) as found:
-        entries = found.state_dict_metadata.items()
-        return [key for key, entry in entries if not isinstance(entry, metadata.TensorStorageMetadata)]
-
-
 @contextlib.contextmanager
 def _reading(folder: Path) -> Iterator[metadata.Metadata]:
-    """What stands in `.metadata`, without running any of it; an error within is one of the file."""
+    """What stands in `.metadata`, without running any of it; an error within is one of the file. It holds no more than
+    is needed to find tensors."""
     path = folder / METADATA
     if not path.is_file():
         raise UserError(f"{folder} is not a torch_dist checkpoint: it has no {METADATA}; give the folder that does")
     try:
-        found = _Unpickler(io.BytesIO(path.read_bytes())).load()
+        found = restricted_pickle.read(path.read_bytes(), _find, keys=(metadata.MetadataIndex,))
+        if type(found) is not metadata.Metadata:
+            raise ValueError(f"it is a {type(found).__name__}")
         for index, info in found.storage_data.items():
             if Path(info.relative_path).name != info.relative_path:
                 raise ValueError(f"{index.fqn} is stored outside of the folder, at {info.relative_path}")
         yield found
-    except _NoPlace as error:
+    except RefusedError as error:
         raise UserError(f"{path} asks for {error}, which has no place in a checkpoint's metadata; {DISTRUST}") from None
     except Exception as error:
         raise UserError(f"{path} is damaged or not a checkpoint's ({error!r}); copy it again") from None
@@ -242,6 +237,8 @@ def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any,
         info = where[key, chunk.offsets]
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{key} is stored as {info.transform_descriptors}")
+        if min((*chunk.offsets, *chunk.sizes, info.offset, info.length)) < 0:
+            raise ValueError(f"{key} is stored at a negative place")
         if any(a + n > m for a, n, m in zip(chunk.offsets, chunk.sizes, entry.size, strict=True)):
             raise ValueError(f"a piece of {key} reaches beyond it")
         pieces.append(
@@ -258,17 +255,87 @@ def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]
     return all(max(a, b) < min(c, d) for a, b, c, d in zip(one[0], other[0], one[1], other[1]))
 
 
-class _NoPlace(pickle.UnpicklingError):
-    """Its text is the name that was asked for."""
+def _described(stored: StoredTensor) -> metadata.TensorStorageMetadata:
+    chunks = [metadata.ChunkStorageMetadata(torch.Size(p.offsets), torch.Size(p.sizes)) for p in stored.pieces]
+    return metadata.TensorStorageMetadata(metadata.TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
 
 
-class _Unpickler(pickle.Unpickler):
-    """Of `.metadata`: admits the classes of the format and nothing else."""
+# ---- what `.metadata` may name --------------------------------------------------------------------------------------
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _CLASSES:
-            return _CLASSES[module, name]
-        dtype = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(dtype, torch.dtype):
-            return dtype
-        raise _NoPlace(f"{module}.{name}")
+
+def _properties() -> Name:
+    def made() -> metadata.TensorProperties:
+        return object.__new__(metadata.TensorProperties)
+
+    def built(instance: metadata.TensorProperties, state: Any) -> None:
+        if type(state) is not tuple or not state or not isinstance(state[0], torch.dtype):
+            raise RefusedError("TensorProperties without a type")
+        instance.dtype = state[0]  # nobody reads the others: layout, requires_grad, memory format, pinned memory
+
+    return Name(f"{_METADATA}.TensorProperties", made=made, built=built)
+
+
+def _whole() -> Name:
+    def made() -> metadata.Metadata:
+        return object.__new__(metadata.Metadata)
+
+    def built(instance: metadata.Metadata, state: Any) -> None:
+        if type(state) is not dict or not _METADATA_FIELDS.issuperset(state):
+            raise RefusedError("fields that Metadata does not have")
+        entries, where = state.get("state_dict_metadata"), state.get("storage_data")
+        if type(entries) is not dict or type(where) is not dict:
+            raise ValueError("no dicts of tensors and of where they are")
+        for key, entry in entries.items():
+            if type(key) is not str or type(entry) not in _ENTRIES:
+                raise ValueError(f"a {type(entry).__name__} where a tensor should stand")
+        for index, info in where.items():
+            if type(index) is not metadata.MetadataIndex or type(info) is not filesystem._StorageInfo:
+                raise ValueError(f"a {type(info).__name__} where the place of a tensor should stand")
+        instance.state_dict_metadata, instance.storage_data = entries, where
+
+    return Name(f"{_METADATA}.Metadata", made=made, built=built)
+
+
+def _of(kind: type, **fields: tuple[type, ...]) -> Name:
+    return of_fields(f"{kind.__module__}.{kind.__name__}", kind, fields)
+
+
+_NAMES: Mapping[tuple[str, str], Name] = {
+    (name.text.rpartition(".")[0], name.text.rpartition(".")[2]): name
+    for name in (
+        _of(metadata.ChunkStorageMetadata, offsets=(torch.Size,), sizes=(torch.Size,)),
+        _of(
+            metadata.TensorStorageMetadata,
+            properties=(metadata.TensorProperties,), size=(torch.Size,), chunks=(list,),
+        ),
+        _of(metadata.BytesStorageMetadata),
+        _of(metadata.MetadataIndex, fqn=(str,), offset=(torch.Size, _NONE), index=(int, _NONE)),
+        _of(
+            filesystem._StorageInfo,
+            relative_path=(str,), offset=(int,), length=(int,), transform_descriptors=(list, tuple, _NONE),
+        ),
+        _whole(),
+        _properties(),
+        Name("torch.Size", called=lambda sizes: torch.Size(axes(sizes))),
+        Name("collections.OrderedDict", called=lambda: {}),
+        # Of who wrote what, and how: nothing of it is needed to read.
+        *(
+            inert(text)
+            for text in (
+                f"{_METADATA}.StorageMeta", f"{_METADATA}._MEM_FORMAT_ENCODING", f"{_PLANNER}.SavePlan",
+                f"{_PLANNER}.WriteItem", f"{_PLANNER}.WriteItemType", f"{_PLANNER}.TensorWriteData",
+                f"{_PLANNER}.BytesIOWriteData", f"{filesystem.__name__}._StoragePrefix",
+                "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath", "builtins.set",
+            )
+        ),
+    )
+}  # fmt: skip
+
+
+def _find(module: str, name: str) -> Any:
+    if (module, name) in _NAMES:
+        return _NAMES[module, name]
+    dtype = getattr(torch, name, None) if module == "torch" else None
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    raise RefusedError(f"{module}.{name}")

@@ -3,12 +3,12 @@
 Source of the names: Megatron-LM, megatron/training/argument_utils.py and gpt_builders.py.
 """
 
-import argparse
-import io
-import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
+
+from isoloss.models.weights import restricted_pickle
+from isoloss.models.weights.restricted_pickle import Name, RefusedError, inert
 
 NAME = "common.pt"
 # What TransformerConfig and GPTModel call them. `norm_epsilon` is that of earlier versions.
@@ -39,37 +39,28 @@ def _arguments(path: Path) -> dict[str, Any]:
     try:
         with zipfile.ZipFile(path) as archive:
             (record,) = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            found = _Unpickler(io.BytesIO(archive.read(record))).load()
+            if archive.getinfo(record).compress_type != zipfile.ZIP_STORED:
+                return {}
+            found = restricted_pickle.read(archive.read(record), _find, lambda persistent_id: None)
     except Exception:  # of the parsers; no weight stands in this file, and a checkpoint is read without it
         return {}
     args = found.get("args") if isinstance(found, dict) else None
-    return vars(args) if isinstance(args, argparse.Namespace) else {}
+    return args.values if isinstance(args, _Arguments) else {}
 
 
-class _Inert:
-    """In place of anything that is not a plain value: takes what a pickle does to it, and does nothing."""
+class _Arguments:
+    """Stands for an argparse.Namespace."""
 
-    def __new__(cls, *_args: Any, **_kwargs: Any) -> "_Inert":
-        return object.__new__(cls)
-
-    def __init__(self, *_args: Any, **_kwargs: Any):
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        pass
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        pass
-
-    extend = append
+    def __init__(self):
+        self.values: dict[str, Any] = {}
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        return argparse.Namespace if (module, name) == ("argparse", "Namespace") else _Inert
+def _set(arguments: _Arguments, values: Any) -> None:
+    if type(values) is not dict or any(type(name) is not str for name in values):
+        raise RefusedError("arguments without names")
+    arguments.values = values
 
-    def persistent_load(self, pid: Any) -> None:
-        return None
+
+def _find(module: str, name: str) -> Name:
+    text = f"{module}.{name}"
+    return Name(text, made=_Arguments, built=_set) if text == "argparse.Namespace" else inert(text)

@@ -1,63 +1,60 @@
-"""Whether a checkpoint can be given to torch and Megatron-Core, which unpickle what is in it.
+"""What a checkpoint holds besides tensors, read without running anything that it brings.
 
-torch's reader unpickles `.metadata` without any limit, and its planner whatever `.metadata` calls an object: who wrote
-these files could have run anything. `common.pt` goes through torch's own list of what is harmless; what is not ends in
-a traceback, and an environment variable takes the list away. So the files are looked through first, without running
-anything. Where a checkpoint is only a source of weights, `distcp` and `megatron_args` read them in the same way.
+Megatron-Core and torch would unpickle `.metadata` without any limit, `common.pt` with torch's list of what is harmless,
+which an environment variable takes away, and whatever `.metadata` calls an object. They are given what was read here in
+place of the files: a file that is checked and then read again can be another one, or read differently.
 """
 
-import contextlib
-import pickle
-import re
-from collections.abc import Iterator
+import io
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from isoloss.models.weights import distcp
+from isoloss.models.weights.distcp import Folder
 from isoloss.parallel.runtime.errors import UserError
 
 COMMON = "common.pt"  # what Megatron writes besides tensors
 EXTRA_STATE = "._extra_state"  # of modules; the one kind of object that isoloss writes, and it reads none
 
 
-def check(folder: Path) -> None:
-    """UserError, naming the file and what it asks for, unless loading this checkpoint runs nothing that it brings.
-
-    Reads `.metadata` and what `common.pt` holds besides tensors. Enters no collective.
-    """
-    check_common(folder)
-    for key in distcp.read_objects(folder):
+def read_tensors(folder: Path) -> Folder:
+    """The tensors of a checkpoint. UserError, naming the file and what it asks for, where it holds other objects than
+    isoloss writes. Enters no collective."""
+    found = Folder(folder)
+    for key in found.objects:
         if EXTRA_STATE not in key:
             raise UserError(
                 f"{folder / distcp.METADATA} calls {key} an object, which torch would run to read it; {distcp.DISTRUST}"
             )
+    return found
 
 
-@contextlib.contextmanager
-def loading(folder: Path) -> Iterator[None]:
-    """Around a load of this checkpoint: torch reads tensors within a limit, and what it says beyond that is many lines,
-    which propose to go without."""
-    try:
-        yield
-    except CheckpointException as error:  # on every rank
-        for failure, _ in error.failures.values():
-            if isinstance(failure, pickle.UnpicklingError):
-                asked = re.search(r"GLOBAL (\S+)", str(failure))
-                raise UserError(
-                    f"a .distcp file of {folder} asks for {asked[1] if asked else 'what is not told'} where a tensor "
-                    f"should stand; {distcp.DISTRUST}"
-                ) from None
-        raise
-
-
-def check_common(folder: Path) -> None:
-    """As `check`, of `common.pt` alone."""
+def read_common(folder: Path) -> dict[str, Any]:
+    """What `common.pt` holds, by torch's reader of plain values and tensors. UserError, naming the file and what it
+    asks for, where it holds anything else. Enters no collective."""
     path = folder / COMMON
     try:
-        asked = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        data = path.read_bytes()
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            if any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist()):
+                raise ValueError("compressed")
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
+        found = None if asked else torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the parsers of zip and pickle raise
-        raise UserError(f"{path} is not what torch.save writes ({error!r}); copy the checkpoint again") from None
+        told = repr(error).splitlines()[0][:200]
+        raise UserError(f"{path} is not what torch.save writes ({told}); copy the checkpoint again") from None
     if asked:
         raise UserError(f"{path} asks for {min(asked)}, which is no plain value; {distcp.DISTRUST}")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__} where a dict should stand; copy the checkpoint again")
+    return found
+
+
+def problem_of(error: CheckpointException) -> UserError | None:
+    """What a rank could not read of a checkpoint, as torch tells it on every rank; None where it is something else."""
+    failures = [failure for failure, _ in error.failures.values()]
+    return next((failure for failure in failures if isinstance(failure, UserError)), None)

@@ -2,13 +2,15 @@
 
 import io
 import math
-import pickle
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from isoloss.models.weights import restricted_pickle
+from isoloss.models.weights.restricted_pickle import Name, RefusedError, axes
 
 Shape = tuple[int, ...]
 _STORAGES = {
@@ -39,7 +41,8 @@ def locate(archive: memoryview) -> Payload:
     """The payload of an archive of one tensor. Raises an error of some kind where it is anything else, or damaged."""
     with zipfile.ZipFile(_View(archive)) as file:
         records = {info.filename.partition("/")[2]: info for info in file.infolist()}
-    dtype, storage, shape = _Unpickler(io.BytesIO(_record(archive, records["data.pkl"]))).load()
+    pickled = bytes(_record(archive, records["data.pkl"]))
+    dtype, storage, shape = restricted_pickle.read(pickled, _find, _storage)  # (dtype, name of the storage, shape)
     if "byteorder" in records and bytes(_record(archive, records["byteorder"])) != b"little":
         raise ValueError("numbers are not little-endian")
     record = records[f"data/{storage}"]
@@ -65,29 +68,27 @@ def _start(archive: memoryview, record: zipfile.ZipInfo) -> int:
     return start
 
 
-class _Unpickler(pickle.Unpickler):
-    """Gives (dtype, name of the storage, shape)."""
+def _find(module: str, name: str) -> Any:
+    if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+        return Name(f"{module}.{name}", called=_describe)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Name(f"{module}.{name}", called=lambda: {})
+    if module == "torch" and name in _STORAGES:
+        return _STORAGES[name]
+    raise RefusedError(f"{module}.{name} has no place in a tensor")
 
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _describe
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a tensor")
 
-    def persistent_load(self, pid: Any) -> tuple[torch.dtype, str]:
-        _, dtype, name, *_ = pid
-        return dtype, name
+def _storage(persistent_id: Any) -> tuple[torch.dtype, str]:
+    _, dtype, name, *_ = persistent_id
+    return dtype, name
 
 
 def _describe(
-    storage: tuple[torch.dtype, str], offset: int, size: Iterable[int], stride: Sequence[int], *rest: Any
+    storage: tuple[torch.dtype, str], offset: int, size: tuple[int, ...], stride: Sequence[int], *rest: Any
 ) -> tuple[torch.dtype, str, Shape]:
     """Stands for torch's function of the same signature; refuses a tensor that is not its storage, in order."""
-    shape, run = tuple(size), 1
-    for length, step in zip(reversed(shape), reversed(stride)):
+    shape, run = axes(size), 1
+    for length, step in zip(reversed(shape), reversed(stride), strict=True):
         if length != 1 and step != run:
             raise ValueError(f"strides {list(stride)} of shape {list(shape)}")
         run *= length

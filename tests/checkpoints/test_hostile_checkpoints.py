@@ -4,20 +4,26 @@ import argparse
 import io
 import json
 import os
+import pathlib
 import pickle
+import resource
 import shutil
+import zipfile
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support import hostile
+from megatron.core import dist_checkpointing
+from support import hostile, hostile_pickles
 from support.hostile import Payload, archive, by_name, saved
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint import filesystem, planner
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
 from isoloss.engine.config.schema import Config
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights import manifest, megatron_args, recorded_config
+from isoloss.models.weights import manifest, megatron_args, recorded_config, tensor_archive
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
@@ -129,6 +135,8 @@ COMMON = {
         "not what torch.save writes",
     ),
     "a shell": (lambda mark: archive(shell(mark)), "asks for posix.system"),
+    "compressed": (lambda mark: compressed(saved({"extra": {}})), "not what torch.save writes"),
+    "no dict": (lambda mark: saved([1]), "where a dict should stand"),
     "TorchScript": (lambda mark: torchscript(), "not what torch.save writes"),
 }
 
@@ -136,6 +144,14 @@ COMMON = {
 def shell(mark: Path) -> bytes:
     command = f"touch {mark}".encode()
     return b"\x80\x02cposix\nsystem\nX" + len(command).to_bytes(4, "little") + command + b"\x85R."
+
+
+def compressed(data: bytes) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return file.getvalue()
 
 
 def torchscript() -> bytes:
@@ -189,14 +205,193 @@ def test_common_state(make, said, forced, checkpoint, mark, inputs, capsys, monk
 
 
 def test_a_tensor_that_is_a_program(checkpoint, mark, inputs, capsys):
-    """Read as a source of weights, and read by torch, of which the limit holds here."""
+    """Read as a source of weights, and where a run goes on."""
     (checkpoint / ".metadata").write_bytes(with_payload(checkpoint, mark))
     hostile.sign(checkpoint)
     line = refused(capsys, inputs, f"model.path={checkpoint}", "model.from_scratch=false", "output_dir=other")
     assert "__0_" in line and "exec has no place in a tensor" in line
     line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
-    assert f"a .distcp file of {checkpoint} asks for exec where a tensor should stand" in line
+    assert f"where {WEIGHT} should stand (__builtin__.exec has no place in a tensor)" in line and "do not use" in line
     assert not mark.exists()
+
+
+# ---- what lasts from one reading to the next -------------------------------------------------------------------------
+
+
+def state_of_the_process() -> list[object]:
+    """What a pickle of the format could reach: names by identity, and what was set on them."""
+    layout = torch.serialization._get_layout
+    shared = (layout, pathlib.PosixPath, argparse.Namespace, dcp_metadata.Metadata, dcp_metadata.MetadataIndex,
+              dcp_metadata.StorageMeta, filesystem._StorageInfo, planner.SavePlan)  # fmt: skip
+    return [sorted((key, repr(value)) for key, value in vars(each).items() if key != "cache") for each in shared] + [
+        sorted(map(str, layout.cache.values())) if layout.cache else [],
+        pickle.dumps(torch.strided),
+    ]
+
+
+@pytest.fixture
+def unchanged():
+    """The process is, after the test, what it was before; it is put back, for the other tests, where it is not."""
+    layout = torch.serialization._get_layout
+    pickle.loads(pickle.dumps(TensorProperties()))  # torch fills its cache
+    cache, shared = layout.cache, (dcp_metadata.StorageMeta, argparse.Namespace, tensor_archive._describe)
+    kept, before = [dict(vars(each)) for each in shared], state_of_the_process()
+    yield
+    after = state_of_the_process()
+    layout.cache = cache
+    for each, attributes in zip(shared, kept):
+        for key in set(vars(each)) - set(attributes):
+            delattr(each, key)
+    assert after == before
+
+
+def resume_thrice(inputs: Path) -> None:
+    """In one process, as an attack that waits for some readings needs it."""
+    for _ in range(3):
+        launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
+        if Path("out/checkpoints/step_00000002").exists():
+            shutil.rmtree("out/checkpoints/step_00000002")
+
+
+@pytest.mark.parametrize("harmless", (1, 2, 3))
+def test_metadata_that_is_harmless_at_first(harmless, checkpoint, mark, inputs, capsys, unchanged):
+    """By an attribute of a function that all readings share. What is read once is what is used."""
+    path = checkpoint / ".metadata"
+    path.write_bytes(hostile_pickles.after_readings(path.read_bytes(), mark, harmless))
+    hostile.sign(checkpoint)
+    resume_thrice(inputs)
+    assert not mark.exists()
+    line = refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+    assert f"{path} " in line and "asks for" in line
+
+
+CHANGES = {
+    "a function": ("torch.serialization", "_get_layout", {"cache": {}}),
+    "a class": ("torch.distributed.checkpoint.metadata", "StorageMeta", {"planted": 1}),
+    "the state of a class": ("torch.distributed.checkpoint.metadata", "StorageMeta", {"__setstate__": 1}),
+    "what is not a field": ("torch.distributed.checkpoint.metadata", "MetadataIndex", {"fqn": "a", "planted": 1}),
+}
+
+
+@pytest.mark.parametrize(("module", "attribute", "state"), CHANGES.values(), ids=CHANGES.keys())
+def test_metadata_that_changes_what_is_shared(module, attribute, state, checkpoint, inputs, capsys, unchanged):
+    path = checkpoint / ".metadata"
+    target = hostile_pickles.name(module, attribute)
+    pickled = hostile_pickles.plain((None, state))
+    if attribute == "MetadataIndex":  # of a fresh instance
+        target, pickled = target + b")\x81", hostile_pickles.plain(state)
+    program = hostile_pickles.build(target, pickled)
+    path.write_bytes(hostile_pickles.with_program(path.read_bytes(), program))
+    hostile.sign(checkpoint)
+    assert f"{path} " in refused(capsys, inputs, "checkpoint.resume=true", "train.steps=2")
+
+
+BOMBS = {
+    "an index of a memo": b"\x80\x02Nr\x00\x00\x00\x08.",
+    "a frame": b"\x80\x04\x95" + (1 << 62).to_bytes(8, "little") + b"N.",
+    "a string": b"\x80\x04\x8d" + (1 << 31).to_bytes(8, "little") + b"x.",
+    "sizes from one tuple": b"\x80\x04(" + b"K\x01" * 50_000 + b"t\x94\x85\x940"
+    + (hostile_pickles.name("torch", "Size") + b"h\x01R") * 2_000 + b".",
+    "a key of keys": b"\x80\x04}N" + b"\x85\x942\x86" * 60 + b"Ns.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pickled", BOMBS.values(), ids=BOMBS.keys())
+def test_metadata_that_takes_memory_or_time(pickled, checkpoint, inputs, capsys):
+    (checkpoint / ".metadata").write_bytes(pickled)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(UserError, match=r"\.metadata "):
+        Folder(checkpoint)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+
+
+def of_fields(**fields: bytes) -> bytes:
+    """A pickle of metadata with these fields."""
+    state = b"}" + b"".join(hostile_pickles.plain(field) + value + b"s" for field, value in fields.items())
+    return hostile_pickles.name("torch.distributed.checkpoint.metadata", "Metadata") + b")\x81" + state + b"b."
+
+
+NO_TENSORS = {"state_dict_metadata": b"}", "storage_data": b"}"}
+INDEX = hostile_pickles.name("torch.distributed.checkpoint.metadata", "MetadataIndex") + b")\x81"
+OPCODES = {
+    "an extension": b"\x80\x02\x82\x01.", "a long extension": b"\x80\x02\x84\x01\x00\x00\x00.",
+    "INST": b"(iposix\nsystem\n.", "OBJ": b"(" + hostile_pickles.name("torch", "Size") + b"o.",
+    "NEWOBJ_EX": hostile_pickles.name("torch", "Size") + b")}\x92.", "a name of its own": b"N\x51.",
+    "a line for a name": b"Px\n.", "a string that is called": b"X\x01\x00\x00\x00x)R0" + of_fields(**NO_TENSORS),
+    "a number of a kilobyte": b"\x8b\x00\x04\x00\x00" + bytes(1024) + b"0" + of_fields(**NO_TENSORS),
+    "a state twice": INDEX + 2 * (hostile_pickles.plain({"fqn": "a"}) + b"b") + b"0" + of_fields(**NO_TENSORS),
+    "a field of another type": INDEX + hostile_pickles.plain({"fqn": 1}) + b"b0" + of_fields(**NO_TENSORS),
+    "an entry that is none": of_fields(state_dict_metadata=b"}\x8c\x01aNs", storage_data=b"}"),
+    "a field of its own": of_fields(**NO_TENSORS, planted=b"N"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("pickled", OPCODES.values(), ids=OPCODES.keys())
+def test_metadata_of_other_opcodes(pickled, tmp_path):
+    (tmp_path / ".metadata").write_bytes(pickled)
+    with pytest.raises(UserError, match=r"\.metadata "):
+        Folder(tmp_path)
+
+
+def test_metadata_without_tensors(tmp_path):
+    """What the pickles above add to is read."""
+    (tmp_path / ".metadata").write_bytes(of_fields(**NO_TENSORS))
+    assert not Folder(tmp_path).tensors
+
+
+def test_a_piece_at_a_negative_place(checkpoint):
+    found = metadata(checkpoint)
+    index = next(index for index in found.storage_data if index.fqn == WEIGHT)
+    found.storage_data[index] = replace(found.storage_data[index], offset=-1)
+    (checkpoint / ".metadata").write_bytes(pickle.dumps(found))
+    with pytest.raises(UserError, match="at a negative place"):
+        Folder(checkpoint)
+
+
+@pytest.mark.parametrize("reader", ("arguments", "tensor"))
+def test_other_pickles_that_change_what_is_shared(reader, tmp_path, unchanged):
+    """BUILD sets attributes of the class, or of the function, that the pickle names."""
+    named = {"arguments": ("argparse", "Namespace"), "tensor": ("torch._utils", "_rebuild_tensor_v2")}[reader]
+    program = hostile_pickles.build(hostile_pickles.name(*named), hostile_pickles.plain((None, {"planted": 1})))
+    data = archive(b"\x80\x04" + program + b".")
+    if reader == "arguments":
+        (tmp_path / "common.pt").write_bytes(data)
+        assert megatron_args.read_model(tmp_path) == {}
+    else:
+        with pytest.raises((pickle.UnpicklingError, TypeError, ValueError)):
+            tensor_archive.locate(memoryview(data))
+    assert not any("planted" in vars(each) for each in (argparse.Namespace, tensor_archive._describe))
+
+
+# ---- files that are others once they were checked --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", (".metadata", "common.pt"))
+def test_what_was_checked_is_what_is_used(file, checkpoint, mark, inputs, monkeypatch):
+    """Somebody puts another file in its place between the check and the load; a variable takes torch's limit away."""
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    value = Payload(mark) if file == ".metadata" else {"extra": Payload(mark)}
+    data = pickle.dumps(value) if file == ".metadata" else saved(value)
+
+    def swap(*args, **options):
+        (checkpoint / file).write_bytes(data)
+        return loading(*args, **options)
+
+    loading = dist_checkpointing.load
+    monkeypatch.setattr(dist_checkpointing, "load", swap)
+    launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
+    assert not mark.exists() and Path("out/checkpoints/step_00000002").is_dir()
+
+
+def test_torch_unpickles_nothing_of_a_checkpoint(checkpoint, inputs, monkeypatch):
+    """While a run goes on from one: neither `.metadata` nor a tensor."""
+
+    def refuse(*args, **options):
+        raise AssertionError("torch unpickles")
+
+    monkeypatch.setattr(filesystem.FileSystemReader, "read_metadata", refuse)
+    monkeypatch.setattr(filesystem.FileSystemReader, "read_data", refuse)
+    assert launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true"]) == 0
 
 
 @pytest.mark.parametrize("name", ("../../elsewhere", "/etc/hostname", "huggingface/../../x", ".", ""))
@@ -258,6 +453,13 @@ def test_arguments_of_megatron(kind, tmp_path, mark):
     (tmp_path / "common.pt").write_bytes(data)
     found = megatron_args.read_model(tmp_path)
     assert ("num_layers" in found) == (kind == "archive") and not mark.exists()
+
+
+def test_arguments_without_names(tmp_path):
+    state = {3: 1, "num_layers": 2}
+    arguments = hostile_pickles.name("argparse", "Namespace") + b")\x81" + hostile_pickles.plain(state) + b"b"
+    (tmp_path / "common.pt").write_bytes(archive(b"\x80\x04}" + hostile_pickles.plain("args") + arguments + b"s."))
+    assert megatron_args.read_model(tmp_path) == {}
 
 
 def test_yaml_of_megatron_bridge(tmp_path, mark):

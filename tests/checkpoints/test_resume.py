@@ -413,8 +413,76 @@ def test_prune_after_a_kill(tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "isoloss.json").touch()
     assert checkpoint.newest_first(tmp_path)[0] == tmp_path / "step_00000003"
-    checkpoint.prune(tmp_path, 1)
+    checkpoint.prune(tmp_path / "step_00000003", 1)
     assert [p.name for p in tmp_path.iterdir()] == ["step_00000003"]
+
+
+def beside(checkpoints: Path, elsewhere: Path) -> list[str]:
+    """What a user, or bad luck, puts beside checkpoints; returns the names."""
+    elsewhere.mkdir()
+    (elsewhere / "kept").touch()
+    for name in (
+        "step_best",
+        "step_10_copy",
+        "step_",
+        "step_00000003.bak",
+        "step_1_2",
+        ".step_best.old",
+        "step_-1",
+    ):
+        (checkpoints / name).mkdir(parents=True)
+        (checkpoints / name / "isoloss.json").touch()
+    for name in ("step_00000050", ".step_00000007.old", ".step_00000007.partial"):
+        (checkpoints / name).symlink_to(elsewhere)
+    (checkpoints / "step_00000060").symlink_to("nothing")
+    for name in ("step_00000005", ".step_00000005.old", "step_00000004.txt"):
+        (checkpoints / name).touch()
+    return sorted(path.name for path in checkpoints.iterdir())
+
+
+def test_prune_deletes_checkpoints_alone(tmp_path):
+    folder = tmp_path / "checkpoints"
+    others = beside(folder, tmp_path / "elsewhere")
+    for step in (1, 2, 4):
+        (folder / f"step_{step:08d}").mkdir()
+    assert [path.name for path in checkpoint.newest_first(folder)] == [f"step_{step:08d}" for step in (4, 2, 1)]
+    checkpoint.prune(folder / "step_00000004", 1)
+    assert sorted(path.name for path in folder.iterdir()) == sorted([*others, "step_00000004"])
+    assert (tmp_path / "elsewhere/kept").exists()
+
+
+@pytest.mark.parametrize(("keep", "left"), ((1, [6, 99]), (2, [3, 6, 99]), (3, [2, 3, 6, 99]), (9, [1, 2, 3, 6, 99])))
+def test_the_checkpoint_just_written_stays(keep, left, tmp_path):
+    """Also beside one of a higher number, which another run left: it is not older than what was written."""
+    for step in (1, 2, 3, 6, 99):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    checkpoint.prune(tmp_path / "step_00000006", keep)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step_{step:08d}" for step in left]
+
+
+def test_steps_are_numbers(tmp_path):
+    """Not words: nine digits are more than eight."""
+    for step in (99_999_999, 100_000_000, 7):
+        (tmp_path / f"step_{step:08d}").mkdir()
+    assert checkpoint.newest_first(tmp_path)[0].name == "step_100000000"
+    checkpoint.prune(tmp_path / "step_100000000", 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_100000000"]
+
+
+def test_a_link_of_the_name_is_not_written_over(tmp_path):
+    (tmp_path / "step_00000001").symlink_to("nothing")
+    with pytest.raises(UserError, match="exists already"):
+        checkpoint.stage(tmp_path / "step_00000001", None, None, None, {})
+
+
+def test_a_run_goes_on_beside_a_copy_of_a_checkpoint(arguments):
+    """keep=1 and a user's `step_best`: the newest is gone on from, the one just saved stays, the copy too."""
+    argv = [*arguments, "checkpoint.every=1", "checkpoint.keep=1"]
+    assert launch.main("sft", Config, sft.run, [*argv, "train.steps=2"]) == 0
+    folder = Path("out/checkpoints")
+    shutil.copytree(folder / "step_00000002", folder / "step_best")
+    assert launch.main("sft", Config, sft.run, [*argv, "train.steps=3", "checkpoint.resume=true"]) == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_best"]
 
 
 def test_a_finished_run_can_be_made_longer(arguments, capsys):
