@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 import torch.distributed as dist
@@ -25,6 +26,11 @@ from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerPool, collect_garba
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # No test fails because the machine is busy.
+    hypothesis.settings.register_profile(
+        "any load", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("any load")
     covered.measure_ranks()
     config.pluginmanager.register(Durations(config))
     config.pluginmanager.register(Schedule())
