@@ -10,6 +10,8 @@ ARGS ?=
 # For `make test-newer`: what the newer Megatron-Core wants.
 PYTHON312 ?= python3.12
 NEWER := megatron-core==0.17.1
+# Where `make test-newer-cpu` runs: the tests of what releases of Megatron-Core have in different forms.
+NEWER_FILES := tests/unit/test_compat.py tests/unit/test_rotary.py tests/unit/test_grouped_experts.py tests/numerics/test_optimizer_steps.py
 # Processes that run the tests; those that need ranks, or share something expensive, stay together.
 WORKERS ?= 2
 
@@ -18,6 +20,8 @@ BIN := .venv/bin
 ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
 RUN := $(ONE_THREAD) $(BIN)/torchrun --nproc_per_node $(NPROC)
 PYTEST := $(ONE_THREAD) $(BIN)/pytest
+# Installs what follows into the environment of that name: $(call INSTALL,.venv) torch
+INSTALL = $(1)/bin/python tools/dev/install.py
 PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
@@ -25,16 +29,17 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install sft grpo dapo test test-newer newer test-all coverage mutants chaos soak slowest test-docs test-sglang prove-all bench bench-rl lint types docs clean
+.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make sft        supervised fine-tuning of a small model on the shipped text; ARGS='train.steps=20 ...' overrides keys"
 	@echo "make grpo       reinforcement learning (GRPO) of a small model that was fine-tuned first, with its reward curve"
 	@echo "make dapo       the same with DAPO: dynamic sampling, clip-higher, overlong shaping"
-	@echo "make test       the quick CPU tests: every claim once, ten minutes at most on two cores"
-	@echo "make test-all   those and the others, about forty minutes;  make slowest: the slowest tests of the last run"
+	@echo "make test       the quick CPU tests: every claim once, eight minutes at most on two cores"
+	@echo "make test-all   those and the others;  make slowest: the slowest tests of the last run;  make budget: what they may take"
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
+	@echo "make test-newer-cpu   of them those of what releases have in different forms, if PyTorch's CPU build is at hand"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
 	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes);  make soak: an hour"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
@@ -49,9 +54,12 @@ install: .venv/.ready
 .venv/.ready: setup.py pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoloss needs Python 3.11 or newer: make PYTHON=python3.11")'
-	$(BIN)/pip install --quiet $(TORCH) -c constraints.txt
-	$(BIN)/pip install --quiet -e '.[dev]' -c constraints.txt
+	$(call INSTALL,.venv) $(TORCH) -c constraints.txt
+	$(call INSTALL,.venv) -e '.[dev]' -c constraints.txt
 	touch $@
+
+# All that .ci/run uses.
+environments: install .venv/.docs .sglang-venv/.ready
 
 sft: install
 	$(RUN) -m isoloss.recipes.sft $(ARGS)
@@ -74,14 +82,20 @@ test-newer:
 	@$(if $(shell $(PYTHON312) -c '$(IS_312)' 2>/dev/null),$(MAKE) newer,\
 	echo "$(PYTHON312) is no Python 3.12: nothing was run; make test-newer PYTHON312=... names one")
 
+# Of these NEWER_FILES, and only if it costs no download of gigabytes.
+test-newer-cpu:
+	@if $(PYTHON312) -m pip --quiet install --dry-run --ignore-installed --no-deps --only-binary=:all: $(TORCH)+cpu 2>/dev/null; \
+	then $(MAKE) test-newer TORCH=$(TORCH)+cpu ARGS='$(NEWER_FILES)'; \
+	else echo "$(PYTHON312) and $(TORCH)+cpu for it are not both at hand: nothing was run"; fi
+
 newer: .venv312/.ready
 	$(ONE_THREAD) .venv312/bin/pytest $(PARALLEL) -m 'not full and not slow and not sglang and not docs' $(ARGS)
 
 .venv312/.ready: setup.py pyproject.toml constraints.txt
 	test -x .venv312/bin/python || $(PYTHON312) -m venv .venv312
 	sed 's/^megatron-core==.*/$(NEWER)/' constraints.txt > .venv312/constraints.txt
-	.venv312/bin/pip install --quiet $(TORCH) -c .venv312/constraints.txt
-	.venv312/bin/pip install --quiet -e '.[dev]' -c .venv312/constraints.txt
+	$(call INSTALL,.venv312) $(TORCH) -c .venv312/constraints.txt
+	$(call INSTALL,.venv312) -e '.[dev]' -c .venv312/constraints.txt
 	touch $@
 
 # Branches of what trains, ranks and subprocesses included.
@@ -104,19 +118,23 @@ soak: install
 	cd tests && $(ONE_THREAD) ../$(BIN)/python -m chaos.soak $(ARGS)
 
 slowest:
-	$(BIN)/python tests/support/durations.py
+	cd tests && ../$(BIN)/python -m support.durations
+
+# What the last run of the tests took, against tests/budget.toml. ARGS="--write 'WHY'" makes it the budget.
+budget:
+	cd tests && ../$(BIN)/python -m support.budget $(ARGS)
 
 test-docs: install
-	$(PYTEST) -m docs --timeout 1800 $(ARGS)
+	$(PYTEST) $(PARALLEL) -m docs --timeout 1800 $(ARGS)
 
 # A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own.
 test-sglang: install .sglang-venv/.ready
-	$(PYTEST) -m sglang --timeout 1200 $(ARGS)
+	$(PYTEST) $(PARALLEL) -m sglang --timeout 1200 $(ARGS)
 
 .sglang-venv/.ready: tests/sglang/requirements.txt
 	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
-	.sglang-venv/bin/pip install --quiet $(TORCH) -c constraints.txt
-	.sglang-venv/bin/pip install --quiet --no-deps -r $<
+	$(call INSTALL,.sglang-venv) $(TORCH) -c constraints.txt
+	$(call INSTALL,.sglang-venv) --no-deps -r $<
 	touch $@
 
 prove-all: install
@@ -131,8 +149,8 @@ bench-rl: install .trl-venv/.ready
 
 .trl-venv/.ready: benchmarks/rl_sides/requirements.txt constraints.txt
 	test -x .trl-venv/bin/python || $(PYTHON) -m venv .trl-venv
-	.trl-venv/bin/pip install --quiet $(TORCH) -c constraints.txt
-	.trl-venv/bin/pip install --quiet -r $< -c constraints.txt
+	$(call INSTALL,.trl-venv) $(TORCH) -c constraints.txt
+	$(call INSTALL,.trl-venv) -r $< -c constraints.txt
 	touch $@
 
 lint: install
@@ -151,8 +169,8 @@ docs: .venv/.docs
 	@echo "open site/index.html"
 
 .venv/.docs: .venv/.ready
-	$(BIN)/pip install --quiet -e '.[docs]' -c constraints.txt
+	$(call INSTALL,.venv) -e '.[docs]' -c constraints.txt
 	touch $@
 
 clean:
-	rm -rf .venv .venv312 .sglang-venv .trl-venv .links build site *.egg-info
+	rm -rf .venv .venv312 .sglang-venv .trl-venv .uv .links build site *.egg-info

@@ -25,7 +25,8 @@ def server(start: Callable[..., str], inputs) -> str:
     return start(f"{command} --seconds-per-token 0.02 --deterministic")
 
 
-@pytest.fixture(params=["double", pytest.param("sglang", marks=pytest.mark.sglang)])
+# Real servers are slow to start: one worker has them all, and starts one.
+@pytest.fixture(params=["double", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.xdist_group("ahead")])])
 def either(request) -> str:
     """That one, and a real one."""
     return request.getfixturevalue("server" if request.param == "double" else "real_server")

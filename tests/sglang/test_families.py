@@ -80,7 +80,13 @@ SERVED = {
 }
 
 
-@pytest.fixture(params=SERVED)
+# Each has servers of its own, so the rows need not run where the other tests with servers do. Two groups and not one a
+# family: a worker starts its pool of ranks once.
+@pytest.fixture(
+    params=[
+        pytest.param(name, marks=pytest.mark.xdist_group(f"families {index % 2}")) for index, name in enumerate(SERVED)
+    ]
+)
 def family(request) -> str:
     return request.param
 

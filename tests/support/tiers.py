@@ -19,7 +19,9 @@ ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcom
 
 def group_of(item: pytest.Item) -> str | None:
     """The xdist group of a test: that of a shared fixture; its file where that makes something once; none where it
-    needs nothing, so that any worker takes it."""
+    needs nothing, so that any worker takes it. Returns None, too, if the test is marked with a group of its own."""
+    if item.get_closest_marker("xdist_group"):
+        return None
     names = getattr(item, "fixturenames", ())
     file = item.nodeid.partition("::")[0]
     for fixture, group in SHARED.items():
@@ -68,4 +70,4 @@ class Schedule:
         for item, group in groups.items():
             if group is not None:
                 item.add_marker(pytest.mark.xdist_group(group))
-        items.sort(key=lambda item: groups[item] is None)
+        items.sort(key=lambda item: item.get_closest_marker("xdist_group") is None)
