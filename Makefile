@@ -118,11 +118,11 @@ soak: install
 	cd tests && $(ONE_THREAD) ../$(BIN)/python -m chaos.soak $(ARGS)
 
 slowest:
-	cd tests && ../$(BIN)/python -m support.durations
+	cd tests && ../$(BIN)/python -m support.suite.durations
 
 # What the last run of the tests took, against tests/budget.toml. ARGS="--write 'WHY'" makes it the budget.
 budget:
-	cd tests && ../$(BIN)/python -m support.budget $(ARGS)
+	cd tests && ../$(BIN)/python -m support.suite.budget $(ARGS)
 
 test-docs: install
 	$(PYTEST) $(PARALLEL) -m docs --timeout 1800 $(ARGS)

@@ -44,7 +44,7 @@ from isoloss.recipes import grpo, sft
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
-from support import server_commands  # noqa: E402
+from support.servers import server_commands  # noqa: E402
 
 TINY = Path(str(files("isoloss.recipes") / "assets" / "tiny"))
 PROMPTS, GENERATIONS = 8, 4  # a batch

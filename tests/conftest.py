@@ -12,11 +12,12 @@ import hypothesis
 import psutil
 import pytest
 import torch.distributed as dist
-from support import covered, families, plain_megatron
-from support.durations import Durations
-from support.runs import conversation, write_model, write_rows
-from support.te_pool import TransformerEnginePool
-from support.tiers import Schedule
+from support.models import families, plain_megatron
+from support.ranks.te_pool import TransformerEnginePool
+from support.runs.runs import conversation, write_model, write_rows
+from support.suite import covered
+from support.suite.durations import Durations
+from support.suite.tiers import Schedule
 
 from isoloss.engine.config.schema import Config
 from isoloss.parallel import mesh

@@ -7,7 +7,7 @@ weights.
 
 Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
 stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
-and a run that breaks it into tests/support/impossible.py.
+and a run that breaks it into tests/support/faults/impossible.py.
 """
 
 from collections.abc import Iterator

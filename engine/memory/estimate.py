@@ -1,7 +1,7 @@
 """Device memory of a training step by arithmetic, in microseconds: what a search over layouts ranks by.
 
 It knows the local layers of Megatron-Core and the kernels that torch chooses on CUDA. `isoloss.tools.plan` counts the
-same in a dry run; the two are compared in tests/numerics/test_memory_formula.py.
+same in a dry run; the two are compared in tests/numerics/test_memory_estimate.py.
 
 Letters: t tokens of a micro-batch on a rank, s of them between matrices (fewer under sequence parallelism), h hidden
 size, f width of the MLP of a rank.

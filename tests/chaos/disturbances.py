@@ -15,10 +15,10 @@ from random import Random
 
 import psutil
 from chaos.job import Job
-from support.disturbed import Strike
-from support.phases import LOAD, MOMENTS, STEP
-from support.small_disk import filled
-from support.waiting import until
+from support.faults.small_disk import filled
+from support.runs.disturbed import Strike
+from support.runs.phases import LOAD, MOMENTS, STEP
+from support.runs.waiting import until
 
 PREEMPTED = 75
 OPERATIONS = 120  # on the disk: a save of these models takes 108 to 116, and the deletion of the one before 16 more

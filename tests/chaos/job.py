@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from support.disturbed import Strike
-from support.phases import MOMENTS, WRITING
-from support.runs import TIMES
-from support.waiting import LONG, until
+from support.runs.disturbed import Strike
+from support.runs.phases import MOMENTS, WRITING
+from support.runs.runs import TIMES
+from support.runs.waiting import LONG, until
 
 from isoloss.engine.rl.backends.servers.fault_counts import NAMES as COUNTS
 
@@ -29,7 +29,9 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max_restarts", "10
 
 @dataclass(frozen=True)
 class Kind:
-    """What is run. moments: their name in `support.phases`. keys: of the recipe, but for those of the job. ranks: under
+    """What is run.
+
+    moments: their name in `support.runs.phases`. keys: of the recipe, but for those of the job. ranks: under
     torchrun, 0 without. urls: where its servers are; networks: where trouble before each is made
     (tests/doubles/partition.py). server: the word that tells one from what watches it. files: of the run's folder,
     which an undisturbed run has alike. exact: it ends with the weights of an undisturbed run. max_staleness: of its
@@ -71,7 +73,7 @@ class Job:
         (self.folder / "struck").unlink(missing_ok=True)
         keys = [*self.kind.keys, f"train.steps={self.steps}", f"checkpoint.keep={self.keep}", f"output_dir={self.out}"]
         launcher = [*TORCHRUN, str(self.kind.ranks)] if self.kind.ranks else []
-        program = ["-m", "support.disturbed", str(self.folder), self.kind.moments, self.kind.recipe]
+        program = ["-m", "support.runs.disturbed", str(self.folder), self.kind.moments, self.kind.recipe]
         path = os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
         more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", MARK: self._mark}
         with open(self.folder / f"said-{self.starts:03d}", "w") as said:
@@ -141,11 +143,11 @@ class Job:
         return sorted(found, key=lambda process: process.create_time())
 
     def ranks(self) -> list[psutil.Process]:
-        return [p for p in self.having("support.disturbed") if "torch.distributed.run" not in p.cmdline()]
+        return [p for p in self.having("support.runs.disturbed") if "torch.distributed.run" not in p.cmdline()]
 
     def trainers(self) -> list[psutil.Process]:
         """The ranks and what started them: without the servers and the processes of rewards."""
-        return self.having("support.disturbed")
+        return self.having("support.runs.disturbed")
 
     def said(self, start: int = -1) -> str:
         """What it printed since its last start, or since that one."""

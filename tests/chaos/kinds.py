@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 from chaos.job import Kind
-from support import rl_runs
-from support.ports import free_port
-from support.runs import write_rows
-from support.server_commands import SGLANG
+from support.runs import rl_runs
+from support.runs.ports import free_port
+from support.runs.runs import write_rows
+from support.servers.server_commands import SGLANG
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TEXTS = [f"{n} and {n} is {n + n}." + " So it is." * (n % 5) for n in range(12)]

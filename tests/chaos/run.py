@@ -26,8 +26,8 @@ from random import Random
 from chaos import checks, disturbances, kinds
 from chaos.disturbances import Row
 from chaos.job import TESTS, Job, Kind
-from support.server_commands import SGLANG_PYTHON
-from support.small_disk import small_disk
+from support.faults.small_disk import small_disk
+from support.servers.server_commands import SGLANG_PYTHON
 
 KINDS: dict[str, Callable[[Path], Kind]] = {
     "sft": kinds.sft,

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from chaos import kinds
 from chaos.job import Job
-from support.waiting import until
+from support.runs.waiting import until
 
 KINDS = {"sft": kinds.sft, "grpo": kinds.grpo, "servers": kinds.servers}
 EVERY = 2.0  # seconds between samples

@@ -9,7 +9,7 @@ import pytest
 from chaos import checks, run, soak
 from chaos.job import Job
 from chaos.kinds import grpo
-from support.runs import write_rows
+from support.runs.runs import write_rows
 
 STEPS, KEEP = 3, 2
 A, B = "row:1/0/0", "row:2/1/0"  # completions of the first draws

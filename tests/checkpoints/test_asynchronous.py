@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from support.families import VOCAB, write_folder
-from support.saves import taken_then_trained
-from support.transformers_parity import make_samples
+from support.models.families import VOCAB, write_folder
+from support.models.transformers_parity import make_samples
+from support.runs.saves import taken_then_trained
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.saver import Saver

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import load_and_train, logits, train_and_save
-from support.families import MODELS, SPARSE, VOCAB, write_folder
-from support.saves import both_ways, operations
-from support.transformers_parity import make_samples
+from support.models.families import MODELS, SPARSE, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
+from support.runs.checkpoints import load_and_train, logits, train_and_save
+from support.runs.saves import both_ways, operations
 
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, native_style

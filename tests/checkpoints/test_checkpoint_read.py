@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import plain_megatron
-from support.families import FAMILIES, VOCAB
+from support.models import plain_megatron
+from support.models.families import FAMILIES, VOCAB
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from isoloss.models.architecture import Architecture

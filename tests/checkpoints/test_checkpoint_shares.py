@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import checkpoint_shares
-from support.families import VOCAB, write_folder
-from support.published import QWEN3_8B
-from support.transformers_parity import make_samples
+from checkpoints import checkpoint_shares
+from support.models.families import VOCAB, write_folder
+from support.models.published import QWEN3_8B
+from support.models.transformers_parity import make_samples
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -62,7 +62,7 @@ def test_of_8_billion_parameters_each_of_eight_ranks_writes_an_eighth(tmp_path):
     """At tp2 dp4, by dry runs. In bf16 a parameter has 14 bytes: its own two, and fp32 weight and moments. Norms, which
     every TP rank holds, are written once."""
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
-    command = [sys.executable, "-m", "support.checkpoint_plan", str(tmp_path), "8", "parallel.tp=2"]
+    command = [sys.executable, "-m", "checkpoints.checkpoint_plan", str(tmp_path), "8", "parallel.tp=2"]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
         [*command, "train.precision=bf16"], cwd=Path(__file__).parents[1], env=environment, check=True,

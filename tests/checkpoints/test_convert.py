@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from support import warm
-from support.families import write_folder
-from support.faults import struck
+from support.faults.faults import struck
+from support.models.families import write_folder
+from support.runs import warm
 
 from isoloss.models.conversion import hf_to_mcore, transfer
 from isoloss.models.families.registry import read_architecture

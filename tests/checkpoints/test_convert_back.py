@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import planted_faults
+from checkpoints.verification import train_and_save
 from safetensors.torch import load_file, save_file
-from support import plain_megatron, planted_faults
-from support.families import FAMILIES, VOCAB, write_folder
-from support.transformers_parity import make_samples
-from support.verification import train_and_save
+from support.models import plain_megatron
+from support.models.families import FAMILIES, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
 
 from isoloss.models.families.registry import read_architecture

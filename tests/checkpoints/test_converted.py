@@ -6,10 +6,10 @@ Two ways in: `model.path=CHECKPOINT`, which reads the files without Megatron-Cor
 
 import pytest
 import torch
-from support.checkpoints import logits, logits_after_plain_load
-from support.families import MODELS, SPARSE, VOCAB, write_folder
-from support.thinned import thinned
-from support.transformers_parity import make_samples
+from support.models.families import MODELS, SPARSE, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
+from support.runs.checkpoints import logits, logits_after_plain_load
+from support.suite.thinned import thinned
 
 from isoloss.tools.convert import __main__ as convert
 

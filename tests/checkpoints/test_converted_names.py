@@ -5,8 +5,9 @@ import pickle
 from pathlib import Path
 
 import pytest
-from support import plain_megatron, te_names
-from support.families import DENSE, MODELS, write_folder
+from checkpoints import te_names
+from support.models import plain_megatron
+from support.models.families import DENSE, MODELS, write_folder
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from isoloss.tools.convert import __main__ as convert

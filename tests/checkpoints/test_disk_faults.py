@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from support.faults import DISK_BROKEN, DISK_FULL, FullDisk
-from support.runs import numbers
-from support.struck_saves import Job, saved_until
+from checkpoints.struck_saves import Job, saved_until
+from support.faults.faults import DISK_BROKEN, DISK_FULL, FullDisk
+from support.runs.runs import numbers
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.config.schema import Config

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.families import MODELS, SPARSE, VOCAB, write_folder
-from support.faults import struck
+from support.faults.faults import struck
+from support.models.families import MODELS, SPARSE, VOCAB, write_folder
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.serialization import get_crc32_options

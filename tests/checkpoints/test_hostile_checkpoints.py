@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 from megatron.core import dist_checkpointing
-from support import hostile, hostile_pickles
-from support.hostile import Payload, archive, by_name, saved
+from support.faults import hostile, hostile_pickles
+from support.faults.hostile import Payload, archive, by_name, saved
 from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import plain_megatron
-from support.families import FAMILIES, write_folder
+from support.models import plain_megatron
+from support.models.families import FAMILIES, write_folder
 from torch.distributed.checkpoint import format_utils
 
 from isoloss.models.conversion import certificate, hf_files, hf_to_mcore, tensors, transfer

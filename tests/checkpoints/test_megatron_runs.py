@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from checkpoints import megatron_runs
+from checkpoints.megatron_runs import TRACKER, Held
 from safetensors.torch import load_file
-from support import megatron_runs
-from support.families import VOCAB
-from support.megatron_runs import TRACKER, Held
+from support.models.families import VOCAB
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

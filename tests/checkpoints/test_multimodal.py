@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.families import VOCAB, write_folder
-from support.multimodal import export, train, write_gemma_4, write_mistral3, write_multimodal
-from support.transformers_parity import make_engine, make_samples
+from support.models.families import VOCAB, write_folder
+from support.models.multimodal import export, train, write_gemma_4, write_mistral3, write_multimodal
+from support.models.transformers_parity import make_engine, make_samples
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from isoloss.engine.rl.backends.local import transformers_backend

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import training as world
-from support.runs import metrics_of, numbers, resumed
-from support.thinned import thinned
+from support.runs import training as world
+from support.runs.runs import metrics_of, numbers, resumed
+from support.suite.thinned import thinned
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.config.schema import (

@@ -18,8 +18,8 @@ from unittest import mock
 
 import pytest
 import torch
-from support.faults import DISK_BROKEN, DISK_FULL, struck
-from support.waiting import until
+from support.faults.faults import DISK_BROKEN, DISK_FULL, struck
+from support.runs.waiting import until
 
 from isoloss.models.conversion import hashed_file, transfer
 from isoloss.models.conversion.hashed_file import HashedFile

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable
 
 import pytest
-from support.stub_environment import StubEnvironment, stub_server
+from cli.stub_environment import StubEnvironment, stub_server
 
 from isoloss.tools.doctor import __main__ as doctor
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.ports import free_port
-from support.runs import rows_of
-from support.waiting import LONG, until
+from support.runs.ports import free_port
+from support.runs.runs import rows_of
+from support.runs.waiting import LONG, until
 
 from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft
@@ -77,7 +77,7 @@ def test_a_job_that_is_told_to_end_is_not_started_again(told, jobs, arguments, t
     argv = [*arguments, "train.steps=100000", f"output_dir={tmp_path}/out"]
     options = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "3"]
     ignore = lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    agent = jobs.start(*options, "-m", "support.slow_steps", "0.1", *argv, preexec_fn=ignore)
+    agent = jobs.start(*options, "-m", "cli.slow_steps", "0.1", *argv, preexec_fn=ignore)
     out = tmp_path / "out"
     until(lambda: len(steps_of(out)) >= 2, "two steps were done", lambda: agent.poll() is None)
     started = psutil.Process(agent.pid).children(recursive=True)
@@ -109,7 +109,7 @@ def test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back(job
 
     def node(is_host: bool = False) -> subprocess.Popen:
         """All agents are on this machine: which one holds the store of the rendezvous, and has to live, is said."""
-        return jobs.start(*words, "--rdzv_conf", f"{conf}{is_host}", "-m", "support.slow_steps", "0.4", *argv)
+        return jobs.start(*words, "--rdzv_conf", f"{conf}{is_host}", "-m", "cli.slow_steps", "0.4", *argv)
 
     first = node(is_host=True)
     alive = lambda: first.poll() is None

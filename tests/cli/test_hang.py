@@ -6,17 +6,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import warm
-from support.te_pool import environment
-from support.waiting import LONG
+from support.ranks.te_pool import environment
+from support.runs import warm
+from support.runs.waiting import LONG
 
 from isoloss.engine.instruments.watchdog import Frame, Place, Watchdog, place_of, report, unfinished
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
 COLLECTIVE = r"(all_reduce|all_gather|barrier|all_gather_object|monitored_barrier)"
 WHAT = {
-    "sleep": r"rank 1: at .*tests/support/hangs\.py:\d+ in sleep",
-    "hold_the_interpreter": r"rank 1: at .*tests/support/hangs\.py:\d+ in hold_the_interpreter",
+    "sleep": r"rank 1: at .*tests/cli/hangs\.py:\d+ in sleep",
+    "hold_the_interpreter": r"rank 1: at .*tests/cli/hangs\.py:\d+ in hold_the_interpreter",
     "stop": r"rank 1 does not answer \(its process \d+ is stopped\)",
     "meet_alone": rf"rank \d: waiting for the others in {COLLECTIVE} of .*:\d+ in \w+",
 }
@@ -26,7 +26,7 @@ WHAT = {
 def test_the_rank_that_keeps_the_others_waiting_is_named(kind, arguments, tmp_path):
     argv = [*arguments, "train.steps=9", "train.timeout=4", f"output_dir={tmp_path}/out"]
     ended = warm.run(
-        [*TORCHRUN, "-m", "support.hangs", kind, "1", *argv],
+        [*TORCHRUN, "-m", "cli.hangs", kind, "1", *argv],
         capture_output=True, text=True, env=environment(), check=False, timeout=LONG,
     )  # fmt: skip
     assert ended.returncode == 1

@@ -1,11 +1,12 @@
-"""What cannot be run is refused in one line, with status 2, before any process group: tests/support/impossible.py."""
+"""What cannot be run is refused in one line, with status 2, before any process group
+(tests/support/faults/impossible.py)."""
 
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from support import impossible
+from support.faults import impossible
 
 from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.config import RLConfig

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import psutil
-from support.waiting import LONG, until
+from support.runs.waiting import LONG, until
 
 
 def test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint(arguments):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
-from support.recipes import first_weights, minimal_losses, recipe_losses
+from support.runs.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
+from support.runs.recipes import first_weights, minimal_losses, recipe_losses
 from transformers import AutoTokenizer
 
 from isoloss.engine.config.schema import OptimConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import warm
+from support.runs import warm
 
 from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft

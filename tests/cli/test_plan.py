@@ -5,8 +5,8 @@ import json
 
 import numpy as np
 import pytest
-from support import groups
-from support.runs import TINY, conversation, write_model, write_rows
+from support.ranks import groups
+from support.runs.runs import TINY, conversation, write_model, write_rows
 from transformers import AutoTokenizer
 
 from isoloss.engine.config.schema import Config

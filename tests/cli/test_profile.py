@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from support.rl_runs import write_inputs
+from support.runs.rl_runs import write_inputs
 from torch.profiler import profile
 
 from isoloss.engine.config.schema import Config

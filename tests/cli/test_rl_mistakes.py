@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import rl_runs as world
-from support import warm
-from support.runs import write_rows
+from support.runs import rl_runs as world
+from support.runs import warm
+from support.runs.runs import write_rows
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch

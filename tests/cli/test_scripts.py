@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.waiting import until
+from support.runs.waiting import until
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "recipes" / "scripts"

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from support import training as world
-from support.runs import rows_of
-from support.training import config_of, samples, size
+from support.runs import training as world
+from support.runs.runs import rows_of
+from support.runs.training import config_of, samples, size
 
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import startup

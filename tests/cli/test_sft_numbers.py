@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
-from support.runs import conversation, rows_of
-from support.training import train_at
+from support.runs.optimizer_steps import adamw, fp64_model, mean_loss, step, tokenized
+from support.runs.runs import conversation, rows_of
+from support.runs.training import train_at
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.engine.config.schema import (

@@ -6,9 +6,9 @@ import re
 from pathlib import Path
 
 import pytest
-from support import trouble
-from support.runs import numbers, rows_of
-from support.training import config_of, samples, size
+from cli import trouble
+from support.runs.runs import numbers, rows_of
+from support.runs.training import config_of, samples, size
 
 from isoloss.engine.config.schema import Config, TrainConfig
 from isoloss.engine.data.dataset import step_indices

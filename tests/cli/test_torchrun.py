@@ -15,11 +15,11 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from support import rl_runs, warm
-from support.ports import free_port
-from support.runs import numbers, rows_of, write_rows
-from support.transformers_parity import make_engine
-from support.waiting import LONG, until
+from support.models.transformers_parity import make_engine
+from support.runs import rl_runs, warm
+from support.runs.ports import free_port
+from support.runs.runs import numbers, rows_of, write_rows
+from support.runs.waiting import LONG, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.engine.batching.sample import Sample
@@ -182,7 +182,7 @@ def test_a_rank_that_is_killed_is_started_again_and_goes_on(inputs, undisturbed,
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     out = tmp_path / "out"
     argv = ["5", *sft_arguments(inputs, out), "checkpoint.resume=true"]
-    done = torchrun([*TWO_RANKS, "--max_restarts", "1"], "support.first_attempt", argv)
+    done = torchrun([*TWO_RANKS, "--max_restarts", "1"], "cli.first_attempt", argv)
     assert done.returncode == 0, done.stderr
     assert "Signal 9 (SIGKILL)" in done.stderr or "exitcode: -9" in done.stderr
     assert done.stdout.count(": a new run") == 1 and done.stdout.count("resumed after step 3") == 1

@@ -1,6 +1,6 @@
 """Every command of a page that is marked `dry run` is run as far as that goes without a cluster.
 
-The shell and recipes/scripts are real. Other programs are support/stand_in.py, which records how they are called. Here
+The shell and recipes/scripts are real. Other programs are docs/stand_in.py, which records how they are called. Here
 the calls are checked: what a command uses was made by one before it, versions are those of the table, tools and recipes
 take their arguments, and the run that would start fits the published config.json on the GPUs that it asks for.
 """
@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from support import dockerfile
-from support.published import QWEN3_8B, QWEN3_30B_A3B
+from support.models.published import QWEN3_8B, QWEN3_30B_A3B
+from support.plans import dockerfile
 from torch.distributed.run import get_args_parser
 
 from isoloss.engine.config import rules
@@ -35,7 +35,7 @@ from isoloss.tools.doctor import __main__ as doctor
 from isoloss.tools.plan import __main__ as plan
 
 ROOT = Path(__file__).parents[2]
-STAND_IN = ROOT / "tests/support/stand_in.py"
+STAND_IN = ROOT / "tests/docs/stand_in.py"
 PAGE = ROOT / "docs/cluster.md"
 BLOCK = re.compile(r"^<!-- dry run: .+? -->\n```sh\n((?:.*\n)*?)^```$", re.M)
 CONFIGS = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}

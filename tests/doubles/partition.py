@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 BLOCK, POLL_SECONDS = 1 << 16, 0.05
-BEHIND = 10000  # of the port of tests/support/ports.py: where no one else listens, most likely
+BEHIND = 10000  # of the port of tests/support/runs/ports.py: where no one else listens, most likely
 
 
 class Network:

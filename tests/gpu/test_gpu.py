@@ -13,12 +13,12 @@ from importlib.resources import files
 
 import pytest
 import torch
-from support import attention as attention_world
-from support import invariance as world
-from support.checkpoints import logits
-from support.families import MODELS, VOCAB, write_folder
-from support.layouts import ON_GPUS, overrides
-from support.transformers_parity import make_samples
+from support.models.families import MODELS, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
+from support.ranks import attention as attention_world
+from support.ranks import invariance as world
+from support.ranks.layouts import ON_GPUS, overrides
+from support.runs.checkpoints import logits
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.config.schema import Config

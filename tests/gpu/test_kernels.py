@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import kernel_cases
+from support.models import kernel_cases
 from torch import Tensor
 from torch.nn.functional import grouped_mm
 

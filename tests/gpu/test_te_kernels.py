@@ -6,9 +6,9 @@ tokens in bf16, which is all they take, against isoloss's own attention.
 
 import pytest
 import torch
-from support import te_models
-from support.families import MODELS, VOCAB, write_folder
-from support.transformers_parity import make_samples
+from support.models import te_models
+from support.models.families import MODELS, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
 
 from isoloss.models.mcore import transformer_engine
 

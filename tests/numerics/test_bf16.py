@@ -4,7 +4,7 @@ import dataclasses
 from functools import cache
 
 import pytest
-from support import invariance as world
+from support.ranks import invariance as world
 
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.parallel import Layout

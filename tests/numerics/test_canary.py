@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import canary
+from numerics import canary
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig

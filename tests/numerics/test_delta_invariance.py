@@ -7,11 +7,11 @@ next document shows in the last digits of the loss only where it lasts.
 from collections.abc import Callable
 
 import pytest
-from support import invariance as world
-from support import rl_grids
-from support.families import GATED_DELTA, VOCAB, published, write_config
-from support.grid import Grid
-from support.invariance import QWEN3, cases
+from support.models.families import GATED_DELTA, VOCAB, published, write_config
+from support.ranks import invariance as world
+from support.ranks import rl_grids
+from support.ranks.grid import Grid
+from support.ranks.invariance import QWEN3, cases
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig

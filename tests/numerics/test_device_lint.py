@@ -6,10 +6,10 @@ tensor of the host and one of the device raises, as on a GPU.
 """
 
 import pytest
-from support import device_lint, dry_runs
-from support.asked import asked_for
-from support.device_faults import FAULTS
-from support.device_lint import ROWS
+from support.faults.device_faults import FAULTS
+from support.plans import device_lint, dry_runs
+from support.plans.asked import asked_for
+from support.plans.device_lint import ROWS
 
 from isoloss.tools.plan.report import RankReport
 

@@ -1,15 +1,16 @@
 """Messages between experts of one size: the numbers of messages of the sizes that are needed, whatever the size.
 
-Places that nobody needs hold nan on their way to experts and back, in both directions (`support.grouped`).
+Places that nobody needs hold nan on their way to experts and back, in both directions (`support.ranks.grouped`).
 """
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import device_lint, dry_runs, grouped
-from support.families import VOCAB
-from support.transformers_parity import make_samples
+from support.models.families import VOCAB
+from support.models.transformers_parity import make_samples
+from support.plans import device_lint, dry_runs
+from support.ranks import grouped
 
 from isoloss.engine.config.schema import (
     BatchConfig,

@@ -3,8 +3,10 @@
 import json
 
 import pytest
-from support import dry_runs, families, true_peak
-from support.asked import asked_for
+from numerics import true_peak
+from support.models import families
+from support.plans import dry_runs
+from support.plans.asked import asked_for
 
 from isoloss.engine.config.schema import Config
 from isoloss.parallel import Layout

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
-from support import grouped, retained, training
-from support.families import VOCAB
-from support.recompute import fp64_config
-from support.transformers_parity import make_samples
+from numerics import retained
+from support.models.families import VOCAB
+from support.models.transformers_parity import make_samples
+from support.ranks import grouped
+from support.ranks.recompute import fp64_config
+from support.runs import training
 
 from isoloss.engine.config.schema import MemoryConfig
 from isoloss.tools.prove.parity import freeze

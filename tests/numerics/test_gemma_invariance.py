@@ -6,11 +6,11 @@ they would be 1 in norms, and in the scalars of layers, which nobody could tell 
 """
 
 import pytest
-from support import invariance as world
-from support import rl_grids
-from support.families import VOCAB, write_folder
-from support.grid import Grid
-from support.invariance import cases
+from support.models.families import VOCAB, write_folder
+from support.ranks import invariance as world
+from support.ranks import rl_grids
+from support.ranks.grid import Grid
+from support.ranks.invariance import cases
 
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 

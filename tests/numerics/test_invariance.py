@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 import torch
-from support import invariance as world
-from support.families import VOCAB, published, write_config
-from support.grid import Grid
-from support.invariance import MAX_LENGTH, QWEN3, WIDE, cases
-from support.thinned import covering_pairs, thinned
+from support.models.families import VOCAB, published, write_config
+from support.ranks import invariance as world
+from support.ranks.grid import Grid
+from support.ranks.invariance import MAX_LENGTH, QWEN3, WIDE, cases
+from support.suite.thinned import covering_pairs, thinned
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules

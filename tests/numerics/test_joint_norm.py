@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import kernel_cases
-from support.joint_norm import EPS, sharded
+from numerics.joint_norm import EPS, sharded
+from support.models import kernel_cases
 from torch._inductor.utils import run_and_get_code
 
 

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from support import experts as world
-from support import invariance
-from support.experts import MODELS
-from support.families import VOCAB, published, write_config
-from support.grid import Grid
-from support.thinned import thinned
+from support.models import experts as world
+from support.models.experts import MODELS
+from support.models.families import VOCAB, published, write_config
+from support.ranks import invariance
+from support.ranks.grid import Grid
+from support.suite.thinned import thinned
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import (

@@ -1,10 +1,10 @@
 """The promise where nothing is a power of two: degrees of 3, worlds of 3 and 6, heads and layers that 3 divides."""
 
 import pytest
-from support.families import VOCAB, published, write_config
-from support.grid import Grid
-from support.invariance import QWEN3, cases, losses
-from support.transformers_parity import make_samples
+from support.models.families import VOCAB, published, write_config
+from support.models.transformers_parity import make_samples
+from support.ranks.grid import Grid
+from support.ranks.invariance import QWEN3, cases, losses
 
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import interrupted
-from support.families import VOCAB, write_folder
-from support.training import same
+from support.models.families import VOCAB, write_folder
+from support.ranks import interrupted
+from support.runs.training import same
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import (

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.families import write_folder
+from support.models.families import write_folder
 
 from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.engine.step.model_source import resolve

@@ -5,9 +5,9 @@ and the step, in fp64.
 """
 
 import pytest
-from support.families import VOCAB, write_folder
-from support.optimizer_steps import by_the_engine, by_torch
-from support.transformers_parity import make_samples
+from support.models.families import VOCAB, write_folder
+from support.models.transformers_parity import make_samples
+from support.runs.optimizer_steps import by_the_engine, by_torch
 
 from isoloss.engine.config.schema import OptimConfig
 

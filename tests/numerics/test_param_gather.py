@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import gathering
-from support.families import VOCAB
-from support.transformers_parity import make_samples
+from numerics import gathering
+from support.models.families import VOCAB
+from support.models.transformers_parity import make_samples
 
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.parallel import Layout

@@ -4,8 +4,8 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support import dry_runs
-from support.planned_presets import H100, MODELS, Plan, Preset, architecture, cluster_presets
+from support.plans import dry_runs
+from support.plans.planned_presets import H100, MODELS, Plan, Preset, architecture, cluster_presets
 
 from isoloss.engine.memory.estimate import step_memory
 from isoloss.engine.memory.limits import GIB, room
@@ -52,7 +52,7 @@ def most(preset: Preset) -> float:
 
 @pytest.mark.parametrize("preset", cluster_presets(), ids=str)
 def test_what_a_preset_claims_is_what_the_search_says(preset, tmp_path):
-    """Its seconds, and its peak to 3 %: what the formula is held to by tests/numerics/test_memory_formula.py."""
+    """Its seconds, and its peak to 3 %: what the formula is held to by tests/numerics/test_memory_estimate.py."""
     plan = Plan(preset, tmp_path / preset.size)
     for claim in preset.claims:
         found = plan.candidate(claim.gpus)

@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from support.experts import MODELS
-from support.families import published, write_config
-from support.finite_difference import slope
-from support.invariance import FOUR_LAYERS
-from support.runs import copy_tokenizer
+from numerics.finite_difference import slope
+from support.models.experts import MODELS
+from support.models.families import published, write_config
+from support.ranks.invariance import FOUR_LAYERS
+from support.runs.runs import copy_tokenizer
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import LossConfig

@@ -5,10 +5,11 @@ The grid of test_invariance.py has the dense model on more layouts.
 
 import numpy as np
 import pytest
-from support import recompute, training
-from support.families import VOCAB
-from support.recompute import fp64_config
-from support.transformers_parity import make_samples
+from support.models.families import VOCAB
+from support.models.transformers_parity import make_samples
+from support.ranks import recompute
+from support.ranks.recompute import fp64_config
+from support.runs import training
 
 from isoloss.engine.config.schema import MemoryConfig
 from isoloss.tools.prove.parity import freeze

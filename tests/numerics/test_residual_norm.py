@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-from support import residual_norms, training
-from support.families import VOCAB
-from support.transformers_parity import make_samples
+from numerics import residual_norms
+from support.models.families import VOCAB
+from support.models.transformers_parity import make_samples
+from support.runs import training
 
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, ParallelConfig, TrainConfig
 from isoloss.models.mcore.kernels import Kernels

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import pytest
 import torch
-from support import rl_calls as world
-from support.families import VOCAB, published, write_config
-from support.grid import Grid
-from support.invariance import FOUR_LAYERS, MAX_LENGTH, loss_of
+from numerics import rl_calls as world
+from support.models.families import VOCAB, published, write_config
+from support.ranks.grid import Grid
+from support.ranks.invariance import FOUR_LAYERS, MAX_LENGTH, loss_of
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, LossConfig, MemoryConfig, ModelConfig, TrainConfig

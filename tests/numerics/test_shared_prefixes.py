@@ -7,9 +7,9 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support.families import GATED_DELTA, VOCAB, published, write_config
-from support.grid import Grid
-from support.invariance import FOUR_LAYERS, QWEN3, cases, logprobs, loss_of
+from support.models.families import GATED_DELTA, VOCAB, published, write_config
+from support.ranks.grid import Grid
+from support.ranks.invariance import FOUR_LAYERS, QWEN3, cases, logprobs, loss_of
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, MoeConfig, TrainConfig

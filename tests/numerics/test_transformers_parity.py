@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import embedding_gradients, transformers_fp64
-from support.families import MODELS, SPARSE, VOCAB, write_folder
-from support.multimodal import WRAPPERS
-from support.thinned import thinned
-from support.transformers_parity import (
+from numerics import embedding_gradients
+from support.models import transformers_fp64
+from support.models.families import MODELS, SPARSE, VOCAB, write_folder
+from support.models.multimodal import WRAPPERS
+from support.models.transformers_parity import (
     TOKEN_MEAN,
     Evaluated,
     evaluate,
@@ -25,6 +25,7 @@ from support.transformers_parity import (
     make_samples,
     train_and_export,
 )
+from support.suite.thinned import thinned
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from support import families
-from support import weight_gradients as world
+from numerics import weight_gradients as world
+from support.models import families
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, TrainConfig

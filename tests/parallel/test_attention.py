@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.attention import SCALE, Case, dense_reference, on_slices, on_slices_by_flash
+from support.ranks.attention import SCALE, Case, dense_reference, on_slices, on_slices_by_flash
 
 from isoloss.parallel.attention import Heads, document_attention, kv_repeats
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.gated_delta import architecture, exchanged, on_slices, random_case, whole_of
+from support.models.gated_delta import architecture, exchanged, on_slices, random_case, whole_of
 
 from isoloss.parallel import Layout
 

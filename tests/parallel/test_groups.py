@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import groups
+from support.ranks import groups
 
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.schedule import run_schedule

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.normalizer import CASES, MASKS, replicated, sharded
+from support.ranks.normalizer import CASES, MASKS, replicated, sharded
 
 SHARES = {2: [[0, 3, 5, 6], [7, 1, 2, 4]], 4: [[5, 0], [2, 4], [], [7, 6, 3, 1]]}  # uneven, out of order, empty
 EVERYTHING = list(range(len(MASKS)))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import prefetch
+from support.ranks import prefetch
 
 LAYOUTS = [(1, {}), (2, {"pp": 2}), (2, {"pp": 2, "vpp": 2})]
 

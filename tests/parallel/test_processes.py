@@ -11,8 +11,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.families import write_folder
-from support.waiting import LONG, until
+from support.models.families import write_folder
+from support.runs.waiting import LONG, until
 
 from isoloss.parallel.runtime import processes
 
@@ -33,7 +33,7 @@ def killed(tmp_path_factory) -> Iterator[tuple[dict[str, int], dict[str, list[st
     write_folder("qwen3", folder / "model")
     paths = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "support.owner", str(folder)]
+    command = [sys.executable, "-m", "support.ranks.owner", str(folder)]
     owner = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     started: dict[str, list[psutil.Process]] = {}
     try:

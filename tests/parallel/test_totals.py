@@ -1,7 +1,7 @@
 """What a step reports is the same on every rank, and holds every micro-batch of every rank once."""
 
 import pytest
-from support.totals import totals
+from support.ranks.totals import totals
 
 
 @pytest.mark.parametrize(

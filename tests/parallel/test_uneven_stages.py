@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support import impossible, interrupted, rollouts
-from support.families import published, tensors_of, write_config
-from support.invariance import QWEN3
-from support.training import merged
-from support.transformers_parity import make_samples
+from support.faults import impossible
+from support.models.families import published, tensors_of, write_config
+from support.models.transformers_parity import make_samples
+from support.ranks import interrupted
+from support.ranks.invariance import QWEN3
+from support.runs import rollouts
+from support.runs.training import merged
 
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, ParallelConfig, TrainConfig
 from isoloss.tools.prove.parity import freeze

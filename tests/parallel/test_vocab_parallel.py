@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.vocab import dense_reference, tensor_parallel
+from support.ranks.vocab import dense_reference, tensor_parallel
 
 
 @pytest.mark.parametrize(

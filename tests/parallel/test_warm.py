@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from support import warm
-from support.te_pool import TESTS
+from support.ranks.te_pool import TESTS
+from support.runs import warm
 
 PROGRAM = """
 import atexit, json, os, random, sys, tempfile, threading

@@ -4,10 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from support import leaving, rl_runs
-from support.rl_runs import config_of
-from support.runs import metrics_of, numbers, resumed
-from support.training import merged, same
+from support.ranks import leaving
+from support.runs import rl_runs
+from support.runs.rl_runs import config_of
+from support.runs.runs import metrics_of, numbers, resumed
+from support.runs.training import merged, same
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout

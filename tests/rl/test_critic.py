@@ -7,10 +7,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support import rl_runs
-from support.plain_policy import PlainPolicy, write_random
-from support.runs import metrics_of
-from support.training import Arrays, weights
+from support.models.plain_policy import PlainPolicy, write_random
+from support.runs import rl_runs
+from support.runs.runs import metrics_of
+from support.runs.training import Arrays, weights
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rollout import Rollout

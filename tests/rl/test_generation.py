@@ -6,8 +6,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from support import transformers_fp64
-from support.families import DENSE, MODELS, VOCAB, write_folder
+from support.models import transformers_fp64
+from support.models.families import DENSE, MODELS, VOCAB, write_folder
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.rl.backends.local import continuous_batching

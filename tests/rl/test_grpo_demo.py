@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support.runs import rows_of
+from support.runs.runs import rows_of
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from isoloss.engine.config.schema import ModelConfig

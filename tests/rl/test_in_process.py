@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support import rollouts
-from support.families import MODELS, VOCAB, published, tensors_of, write_config
+from support.models.families import MODELS, VOCAB, published, tensors_of, write_config
+from support.runs import rollouts
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, Mistral4Config, Mistral4ForCausalLM
 
 from isoloss.engine.rl.backends.local import transformers_backend

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import leaving
-from support.families import VOCAB, write_folder
-from support.training import same
+from support.models.families import VOCAB, write_folder
+from support.ranks import leaving
+from support.runs.training import same
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, MemoryConfig, ModelConfig, OptimConfig, ParallelConfig

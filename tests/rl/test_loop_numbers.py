@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from oracles.rl import formulas
-from support import rl_runs
-from support.plain_policy import PlainPolicy, write_random
-from support.runs import metrics_of
+from support.models.plain_policy import PlainPolicy, write_random
+from support.runs import rl_runs
+from support.runs.runs import metrics_of
 
 from isoloss.engine.rl import loop
 from isoloss.engine.rl.config import RLConfig

@@ -5,9 +5,9 @@ from unittest import mock
 
 import pytest
 import torch
-from support import rollouts
-from support.families import MODELS, VOCAB
-from support.transformers_parity import make_engine
+from support.models.families import MODELS, VOCAB
+from support.models.transformers_parity import make_engine
+from support.runs import rollouts
 
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence
 from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder

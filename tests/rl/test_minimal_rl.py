@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracles.rl import formulas
-from support.recipes import minimal_rl_steps, recipe_rl_steps
+from support.runs.recipes import minimal_rl_steps, recipe_rl_steps
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from support import rl_runs
-from support.runs import rows_of
+from support.runs import rl_runs
+from support.runs.runs import rows_of
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config, ModelConfig, TrainConfig

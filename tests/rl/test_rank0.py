@@ -1,7 +1,7 @@
 """What rank 0 does for all is done once, and its result or its failure is everybody's."""
 
 import pytest
-from support import rank0
+from support.ranks import rank0
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from support import dry_runs, families, reference
-from support.families import VOCAB
+from rl import reference
+from support.models import families
+from support.models.families import VOCAB
+from support.plans import dry_runs
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, ModelConfig, OptimConfig, TrainConfig

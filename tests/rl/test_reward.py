@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support import reward_faults
-from support.waiting import LONG, until
+from rl import reward_faults
+from support.runs.waiting import LONG, until
 
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.config import RewardConfig
@@ -530,7 +530,7 @@ def test_a_fork_that_comes_back_does_not_answer_for_another(score, write):
 
 
 def test_a_hundred_faults_cost_their_completions_their_rewards_and_nothing_else(tmp_path):
-    """Drawn by a seed: exceptions, time-outs, crashes, forks, what is no number (support/reward_faults.py)."""
+    """Drawn by a seed: exceptions, time-outs, crashes, forks, what is no number (rl/reward_faults.py)."""
     found = reward_faults.campaign(5, 100, tmp_path)
     assert found.faults.total() == 100
     assert set(found.faults) == {*reward_faults.FAULTS, *reward_faults.HARMLESS}

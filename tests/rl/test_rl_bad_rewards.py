@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from support import rl_runs as world
-from support.rl_runs import config_of
-from support.runs import metrics_of
-from support.training import same
+from support.runs import rl_runs as world
+from support.runs.rl_runs import config_of
+from support.runs.runs import metrics_of
+from support.runs.training import same
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from support import rl_runs as world
-from support.rl_runs import config_of
-from support.runs import metrics_of
+from support.runs import rl_runs as world
+from support.runs.rl_runs import config_of
+from support.runs.runs import metrics_of
 
 from isoloss.parallel import Layout
 

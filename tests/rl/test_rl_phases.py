@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support import rl_runs as world
-from support.phases import GRPO, LOAD
-from support.rl_runs import config_of
-from support.runs import metrics_of, numbers, resumed
-from support.training import same
+from support.runs import rl_runs as world
+from support.runs.phases import GRPO, LOAD
+from support.runs.rl_runs import config_of
+from support.runs.runs import metrics_of, numbers, resumed
+from support.runs.training import same
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.rl.config import RLConfig

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from support import rl_runs as world
-from support.rl_runs import config_of
-from support.runs import metrics_of, numbers, resumed
-from support.training import merged, same
+from support.runs import rl_runs as world
+from support.runs.rl_runs import config_of
+from support.runs.runs import metrics_of, numbers, resumed
+from support.runs.training import merged, same
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.rl.config import RLConfig

@@ -3,8 +3,8 @@
 import threading
 
 import pytest
-from support.fake_servers import Rewards
-from support.waiting import until
+from support.runs.waiting import until
+from support.servers.fake_servers import Rewards
 
 from isoloss.engine.rl.reward.scoring import Scoring
 from isoloss.engine.rl.trajectory import Completion, Prompt

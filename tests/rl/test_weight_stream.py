@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from support import rollouts
-from support.families import tensors_of
+from support.models.families import tensors_of
+from support.runs import rollouts
 
 BUCKET_BYTES = 30_000  # some tensors are larger
 # A norm of 25 bf16 numbers: the bias of the first layer's router, behind it, is at no multiple of 4 bytes.

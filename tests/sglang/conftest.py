@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from support import families
-from support.ports import free_port
-from support.server_commands import DOUBLE, SGLANG
-from support.servers import MODEL, VOCAB
+from support.models import families
+from support.runs.ports import free_port
+from support.servers.server_commands import DOUBLE, SGLANG
+from support.servers.servers import MODEL, VOCAB
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.process import ServerProcess

@@ -4,10 +4,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from support import rl_runs, server_runs
-from support.rl_runs import PROMPTS
-from support.runs import resumed, rows_of
-from support.server_commands import DOUBLE, SGLANG
+from support.runs import rl_runs
+from support.runs.rl_runs import PROMPTS
+from support.runs.runs import resumed, rows_of
+from support.servers import server_runs
+from support.servers.server_commands import DOUBLE, SGLANG
 
 BATCH, GENERATIONS = 2, 4
 CORRECTED = "algorithm.importance=token"

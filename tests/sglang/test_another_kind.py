@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from support.servers import requests
+from support.servers.servers import requests
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.servers.server import Server, ServerLost, WeightSync

@@ -8,8 +8,8 @@ from dataclasses import replace
 import psutil
 import pytest
 import torch
-from support.servers import MODEL, VOCAB, buckets, greedy, policy, requests, worst
-from support.waiting import LONG, until
+from support.runs.waiting import LONG, until
+from support.servers.servers import MODEL, VOCAB, buckets, greedy, policy, requests, worst
 
 from isoloss.engine.rl.backends.servers.server import Refused
 from isoloss.engine.rl.backends.sglang.server import SGLangServer

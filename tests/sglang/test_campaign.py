@@ -1,9 +1,9 @@
-"""Many faults of servers, drawn by a seed: see support/server_faults.py."""
+"""Many faults of servers, drawn by a seed: see support/servers/server_faults.py."""
 
 import pytest
 from doubles.sglang_server import LIES
-from support.server_commands import DOUBLE
-from support.server_faults import campaign
+from support.servers.server_commands import DOUBLE
+from support.servers.server_faults import campaign
 
 TIMEOUT = 10.0  # on a busy machine a server takes that long to come back
 

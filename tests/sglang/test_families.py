@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support import families, rollouts
-from support.server_commands import SGLANG
-from support.servers import MODEL, requests, worst
+from support.models import families
+from support.runs import rollouts
+from support.servers.server_commands import SGLANG
+from support.servers.servers import MODEL, requests, worst
 
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.trajectory import Sampling

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from support.servers import buckets, on_two_ranks, policy, requests, worst
+from support.servers.servers import buckets, on_two_ranks, policy, requests, worst
 from transformers import AutoModelForCausalLM
 
 from isoloss.engine.rl.backends.sglang.server import SGLangServer

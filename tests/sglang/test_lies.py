@@ -2,7 +2,7 @@
 
 import pytest
 from doubles.sglang_server import LIES
-from support.servers import VOCAB, buckets, policy, requests, worst
+from support.servers.servers import VOCAB, buckets, policy, requests, worst
 
 from isoloss.engine.rl.backends.servers.response_check import damage
 from isoloss.engine.rl.trajectory import Completion, Sampling

@@ -15,7 +15,7 @@ import torch
 from doubles.sglang_server import Unpickler
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.waiting import LONG, until
+from support.runs.waiting import LONG, until
 from torch.multiprocessing import get_sharing_strategy
 
 from isoloss.engine.rl.backends.servers.fault_counts import NAMES, Incidents

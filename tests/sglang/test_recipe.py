@@ -9,8 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.server_commands import DOUBLE, SGLANG
-from support.waiting import until
+from support.runs.waiting import until
+from support.servers.server_commands import DOUBLE, SGLANG
 
 from .conftest import free_url
 

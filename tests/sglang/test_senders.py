@@ -5,8 +5,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from support import senders
-from support.families import tensors_of
+from support.models.families import tensors_of
+from support.servers import senders
 
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
 

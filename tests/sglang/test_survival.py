@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from support import server_runs
-from support.runs import rows_of
-from support.server_commands import DOUBLE
-from support.servers import buckets, policy, requests, worst
+from support.runs.runs import rows_of
+from support.servers import server_runs
+from support.servers.server_commands import DOUBLE
+from support.servers.servers import buckets, policy, requests, worst
 
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.backends.sglang.server import SGLangServer

@@ -11,9 +11,9 @@ import itertools
 import pytest
 import torch
 from safetensors.torch import load_file
-from support import te_models
-from support.families import MODELS, VOCAB, write_folder
-from support.transformers_parity import make_samples
+from support.models import te_models
+from support.models.families import MODELS, VOCAB, write_folder
+from support.models.transformers_parity import make_samples
 
 from isoloss.engine.config.schema import MoeConfig
 

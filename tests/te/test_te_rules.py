@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.version import Version
-from support.refusals import first_refusal, rule_lines, silent
+from support.faults.refusals import first_refusal, rule_lines, silent
 
 from isoloss.engine.batching.packing import pack
 from isoloss.engine.batching.sample import Sample

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.compiled_kernels import as_on_a_gpu
+from support.models.compiled_kernels import as_on_a_gpu
 from torch.nn.functional import gelu, silu
 
 from isoloss.models.mcore.layers import activations

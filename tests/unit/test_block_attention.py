@@ -9,8 +9,8 @@ from doubles import flash_attention
 from hypothesis import given as given_all
 from hypothesis import settings
 from hypothesis import strategies as st
-from support.attention import SCALE, Case, dense_reference, round_the_ring
-from support.compiled_kernels import as_on_a_gpu
+from support.models.compiled_kernels import as_on_a_gpu
+from support.ranks.attention import SCALE, Case, dense_reference, round_the_ring
 
 from isoloss.parallel.ops import block_attention
 from isoloss.parallel.ops.block_attention import attend

@@ -4,8 +4,8 @@ import dataclasses
 import os
 
 import pytest
-from support import budget, calibration, durations
-from support.durations import Row
+from support.suite import budget, calibration, durations
+from support.suite.durations import Row
 
 BUDGET = budget.Budget(
     calibration=0.1,
@@ -100,7 +100,7 @@ def test_a_budget_wants_a_reason_and_a_whole_run(argv, tmp_path):
 
 def test_a_run_writes_the_verb_of_each_test_and_how_fast_the_machine_was(pytester):
     pytester.makeconftest(
-        "from support.durations import Durations\n"
+        "from support.suite.durations import Durations\n"
         "def pytest_configure(config):\n    config.pluginmanager.register(Durations(config))\n"
     )
     pytester.makepyfile(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
-from support import dockerfile
+from support.plans import dockerfile
 
 from isoloss.parallel.runtime import versions
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.published import QWEN3_8B, QWEN3_30B_A3B
+from support.models.published import QWEN3_8B, QWEN3_30B_A3B
 from transformers import (
     DeepseekV3Config,
     Gemma4Config,

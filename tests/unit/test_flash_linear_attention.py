@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gated_delta import architecture, build, load, random_case
+from support.models.gated_delta import architecture, build, load, random_case
 from torch import Tensor
 
 from isoloss.parallel import Layout, Mesh

@@ -6,8 +6,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from support import grouped
-from support.compiled_kernels import as_on_a_gpu
+from support.models.compiled_kernels import as_on_a_gpu
+from support.ranks import grouped
 from torch.nn.functional import silu
 
 from isoloss.models.mcore.moe import dispatch, grouped_experts

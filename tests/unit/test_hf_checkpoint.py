@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from support import families
+from support.models import families
 from transformers import AutoModelForCausalLM
 
 from isoloss.models.families import gpt_oss

@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.hostile import Payload, code, saved
+from support.faults.hostile import Payload, code, saved
 
 from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.chat import load_tokenizer

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from support.layouts import ON_GPUS, overrides
+from support.ranks.layouts import ON_GPUS, overrides
 
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig

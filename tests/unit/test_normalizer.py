@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss, weights_of
+from support.ranks.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss, weights_of
 
 from isoloss.parallel import GlobalLossNormalizer, UserError
 from isoloss.parallel.aggregation import MODES, Aggregation

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from support.planned_presets import CLAIM, architecture, cluster_presets
+from support.plans.planned_presets import CLAIM, architecture, cluster_presets
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.weights.weight_map import num_parameters

@@ -5,8 +5,8 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
-from support import published
-from support.planned_presets import Preset, architecture, cluster_presets
+from support.models import published
+from support.plans.planned_presets import Preset, architecture, cluster_presets
 
 from isoloss.engine.config import rules
 from isoloss.engine.rl.config import RLConfig

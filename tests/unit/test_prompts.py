@@ -8,7 +8,7 @@ from importlib.resources import files
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from support.runs import write_rows
+from support.runs.runs import write_rows
 
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.chat import load_tokenizer

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import device_lint
+from support.plans import device_lint
 from torch import nn
 
 from isoloss.engine.step.forward_backward import run_step

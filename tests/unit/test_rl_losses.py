@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from oracles.rl import formulas
-from support.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
+from support.ranks.normalizer import GROUPS, MASKS, NORM_LENGTH, NUM_GROUPS, norm_length, reference_loss
 
 from isoloss.engine.config.schema import BatchConfig, LossConfig, ModelConfig
 from isoloss.engine.rl import losses

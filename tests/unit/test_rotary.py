@@ -5,7 +5,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from support.compiled_kernels import as_on_a_gpu
+from support.models.compiled_kernels import as_on_a_gpu
 
 from isoloss.models.mcore.layers import rotary
 

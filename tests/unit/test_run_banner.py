@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.gated_delta import architecture
+from support.models.gated_delta import architecture
 
 from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.engine.run.run import Run

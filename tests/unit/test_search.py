@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import yaml
-from support.planned_presets import MODELS, SERVERS
+from support.plans.planned_presets import MODELS, SERVERS
 
 from isoloss.engine.config.schema import Config, MemoryConfig
 from isoloss.engine.memory.estimate import step_memory

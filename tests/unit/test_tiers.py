@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from support.tiers import mark
+from support.suite.tiers import mark
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="nothing is shared out where one process runs all")

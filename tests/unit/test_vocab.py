@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.vocab import dense_reference
+from support.ranks.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
 from isoloss.parallel import vocab

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.families import FAMILIES, make, published, tensors_of
+from support.models.families import FAMILIES, make, published, tensors_of
 
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families import glm4_moe, qwen2, qwen3

@@ -8,8 +8,8 @@ from isoloss.engine.config.schema import MoeConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import family_of
 from isoloss.parallel import Layout
-from support.families import GATED_DELTA, published, write_config, write_folder
-from support.invariance import QWEN3, WIDE
+from support.models.families import GATED_DELTA, published, write_config, write_folder
+from support.ranks.invariance import QWEN3, WIDE
 
 # Coefficients that give the losses of the routers a weight like that of the cross-entropy.
 ROUTER_LOSSES = MoeConfig("sequence", 0.5, 0.1)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from unittest import mock
 
+from numerics import gathering
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -15,7 +16,7 @@ from isoloss.parallel.mesh import Mesh
 from isoloss.tools.prove import parity
 from isoloss.tools.prove.parity import Case, Measurement, thaw
 from isoloss.tools.prove.routing import as_tensors, compare_choices, recorded
-from support import gathering, grouped
+from support.ranks import grouped
 
 STEPS = 2  # of the optimizer: weights that are gathered late are read by the second
 

@@ -24,7 +24,7 @@ from isoloss.tools.prove.synthetic_rollouts import rollout_fields
 from support.covering.kinds import KINDS
 from support.covering.rows import Row
 from support.covering.steps import Trial
-from support.families import VOCAB
+from support.models.families import VOCAB
 
 LOSSES = {
     "clip": AlgorithmConfig(kl_coef=0.2, entropy_coef=0.05, kl_aggregation="seq-mean-token-mean"),

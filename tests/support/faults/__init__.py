@@ -1,0 +1,1 @@
+"""What breaks: damaged files, hostile pickles, refusals, small disks."""

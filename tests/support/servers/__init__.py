@@ -1,0 +1,1 @@
+"""Stand-ins for rollout servers, and how real ones are started."""

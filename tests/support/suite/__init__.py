@@ -1,0 +1,1 @@
+"""The suite itself: tiers, times, the budget, coverage."""

@@ -1,0 +1,467 @@
+"""Which rows of the large tables the verbs run: `make test` those of QUICK, `make test-all` those of ORDINARY. The
+others are marked `full` (for `make test-all`) and `slow` (for `make prove-all`).
+
+A test, and patterns of the ids of its rows; with none the whole test is left out. What is not named here is quick. A
+claim keeps a quick row, unless it takes long: then it has a cheaper test elsewhere. Rows that say the most stay:
+several axes at once, the states that are the most different.
+"""
+
+ORDINARY = {
+    "checkpoints/test_asynchronous.py": {
+        "test_a_step_after_it_was_taken_does_not_change_it": "2-* 1-fp32-parallel1",
+    },
+    "checkpoints/test_checkpoint.py": {
+        # Of models that are alike but for numbers of heads and layers, one; so too in the other tables.
+        "test_a_checkpoint_goes_on_in_another_layout": "qwen3-True qwen2-True mistral-True mistral-False "
+        "ministral-3-True mixtral-True deepseek-v3-True glm-4.5-True qwen3.5-moe-True gpt-oss-* minimax-m2-True "
+        "mimo-v2-flash-True gemma-4-True",
+    },
+    "checkpoints/test_checkpoint_read.py": {
+        "test_layouts": "qwen3-pp2-stacked qwen3-tp2-per-layer qwen3-tp2+pp2*-singleton qwen3-tp2+dp2*-stacked "
+        "glm-4.5-pp2-per-layer glm-4.5-tp2-singleton glm-4.5-tp2+pp2*-stacked glm-4.5-tp2+dp2*-singleton",
+    },
+    "checkpoints/test_converted.py": {
+        "test_a_converted_checkpoint_loads_in_every_layout": "*-ep2 llama-tp2+pp2 deepseek-v3-tp2+pp2 "
+        "glm-4.5-tp2+pp2 gpt-oss-tp2+pp2",
+    },
+    "checkpoints/test_converted_names.py": {
+        "test_megatron_with_transformer_engine_loads_it": "qwen2 qwen3-moe deepseek-v3",
+    },
+    "checkpoints/test_resume.py": {
+        "test_resume_is_exact": "dp2-* 1-fp32-True tp2+pp2-bf16-True tp2+pp2-fp64-False",
+        "test_resume_on_another_layout": "1 dp2 pp2+vpp2 tp2+pp2+ulysses2",
+    },
+    "cli/test_hang.py": {
+        "test_the_rank_that_keeps_the_others_waiting_is_named": "sleep stop meet_alone",
+    },
+    "cli/test_mistakes.py": {
+        "test_two_ranks_say_it_once": "row",
+    },
+    "cli/test_rl_mistakes.py": {
+        "test_two_ranks_say_it_once": "*amid*",
+    },
+    "cli/test_sft.py": {
+        "test_a_spoiled_step_leaves_no_trace": "*-1-distopt *-dp2-distopt *-tp2+pp2-plainopt *-ulysses2+ring2-distopt",
+        "test_overlapped_reduction_changes_nothing": "*-1 distopt-dp2 *-dp2+tp2 plainopt-dp2+pp2+vpp2 "
+        "distopt-dp2+pp2 *-ulysses2+dp2",
+    },
+    "numerics/test_bf16.py": {
+        "test_bf16_follows_fp32_on_every_layout": "distopt",
+    },
+    "numerics/test_delta_invariance.py": {
+        "test_every_layout": "dp2 tp2+nosp tp4 ulysses8 ring4 ulysses4+ring2 tp2+ring4+nosp tp2+pp2+ulysses2 "
+        "pp2+vpp2 pp2+ring2+dp2",
+    },
+    "numerics/test_device_lint.py": {
+        "test_nothing_is_refused_and_nothing_more_is_waited_for": "tp interleaved ulysses* experts "
+        "delta?rule?and* critic* weights*",
+    },
+    "numerics/test_dryrun.py": {
+        "test_the_peak_is_that_of_a_real_run": "qwen3-1 qwen3-tp2-* qwen3-pp2+vpp2-* qwen3-ulysses2* qwen3-moe-tp2*",
+    },
+    "numerics/test_gemma_invariance.py": {
+        "test_every_layout": "dp2 tp2+nosp tp4 ulysses8 ring4 tp2+pp2+ulysses2 pp2+vpp2+ring2+dp2",
+        "test_recomputed_activations": "1-full tp2+ulysses2-selective pp2+vpp2-full",
+        "test_twenty_fp32_steps": "tp2+pp2",
+    },
+    "numerics/test_invariance.py": {
+        "test_twenty_fp32_steps": "dp2-True ring2-True tp2-False tp2+pp2+ulysses2-True pp2+vpp2-True",
+        "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "pp2-* pp2+vpp2-*",
+    },
+    "numerics/test_joint_norm.py": {
+        "test_a_compiler_makes_one_kernel": "sum_along_the_norm joint_norm_backward",
+    },
+    "numerics/test_memory_estimate.py": {
+        # A row for every term: how much is computed again, each axis, each family's own.
+        "test_it_gives_what_a_dry_run_counts": "8b-8-0-parallel.tp=2-memory.recompute=none* "
+        "8b-64-* *mlp_act[]] *recompute_layers=3 8b-16-0-parallel.tp=2-parallel.ulysses=4-parallel.ring=2-* "
+        "32b-16-8-* 70b-32-24-* 30b-a3b-16-0-parallel.ep=8-*layernorm,moe[]] *dispatch_bound* "
+        "*grouped_experts=false *etp=2* gpt-oss-* minimax-m2-* mimo-v2-flash-16-0-*ulysses=2* "
+        "mimo-v2-flash-16-0-*ring=2* mimo-v2-flash-16-0-*full qwen3.5-27b-16-0-parallel.tp=8-* "
+        "gemma-4-16-0-*ulysses=2* gemma-4-16-0-*full "
+        "qwen3.5-27b-16-0-*full qwen3.5-27b-16-0-*ring=2* "
+        "qwen3.5-35b-a3b-16-0-*tp=2*",
+    },
+    "numerics/test_moe_invariance.py": {
+        "test_what_is_computed_again_counts_once": "all-parts-* *-pp2+vpp2 full-1",
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "*-dp2 *-pp2 *-ulysses2+ep2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "*-tp2+ep2 *-ep2+dp4 *-pp2",
+        "test_selection_biases_are_bit_equal": "fp32-1 fp32-pp2+vpp2 fp64-1 fp64-pp2+vpp2 fp64-ep4+dp4 "
+        "fp64-tp2+pp2+ulysses2+ep2 fp64-ulysses2+ring2+ep2",
+        "test_twenty_fp32_steps": "pp2+vpp2-True ep4+dp4-True",
+    },
+    "numerics/test_offload.py": {
+        "test_a_checkpoint_goes_on_with_another_share": "deepseek-v3-*-pp2 qwen3-*-dp2",
+    },
+    "numerics/test_prove.py": {
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "context-factor-twice rank-local-denominators "
+        "counts-over-dp-and-sp gradients-averaged-over-dp dropped-micro-batch "
+        "attention-sees-its-own-shard targets-shifted-after-sharding balance-of-its-own-shard "
+        "expert-gradients-averaged sequence-gradient-of-its-own-shard "
+        "second-term-by-micro-batch-means "
+        "shared-* positions-across-siblings siblings-see-each-other prompt-unseen",
+    },
+    "numerics/test_presets_fit.py": {
+        "test_every_stage_fits": "quick experts",
+    },
+    "numerics/test_recompute.py": {
+        "test_no_gradient_changes": "1-* 4-qwen2-* 4-gpt-oss-core_attn+* 4-qwen3-moe-* 4-deepseek-v3-full "
+        "4-deepseek-v3-core_attn+mla_up_proj+* 4-minimax-m2-*",
+    },
+    "numerics/test_rl_invariance.py": {
+        "test_critic": "1 ulysses8 tp2 pp2 dp4 tp2+pp2+ulysses2 ring4",
+        "test_on_policy_where_the_loss_cancels": "1 dp4 tp2+pp2+ulysses2 ring4",
+    },
+    "numerics/test_shared_prefixes.py": {
+        "test_every_layout": "1 tp2+nosp pp2+vpp2 dp4 ring4 ring3 ulysses2+ring2 tp2+pp2+ulysses2",
+        "test_experts_windows_sinks_and_latent_attention": "1-* ring2+ep2-* tp2+ep2-gpt-oss tp2+ep2-mistral-4 "
+        "ep2+dp2-qwen3-moe ulysses2+ep2-glm-4.7-flash",
+    },
+    "numerics/test_transformers_parity.py": {
+        "test_an_exported_model_is_the_trained_one": "*-ep2 qwen3-* qwen2-* mistral-* ministral-3-* mixtral-* "
+        "deepseek-v3-tp2+pp2 glm-4.5-* qwen3.5-moe-* minimax-m2-* mimo-v2-flash-* gemma-4-*",
+        # Every family in two or three layouts, llama and mixtral in the others.
+        "test_layouts_give_the_logits_and_gradients_of_one_rank": "*-pp2 *-ulysses2+ring2 *-tp2+ep2 llama-* "
+        "qwen2-tp2+nosp mixtral-e*",
+    },
+    "parallel/test_attention.py": {
+        "test_ulysses_attention_equals_dense_attention": "*-0 8-* 12-3-* 6-3-*",
+    },
+    "parallel/test_uneven_stages.py": {
+        "test_a_checkpoint_goes_on_in_other_stages": "dense*-distopt latent*-plainopt",
+    },
+    "rl/test_leaving.py": {
+        "test_five_cycles_are_bit_equal_and_leave_nothing_behind": "*-bf16-distributed tp2-bf16-plain "
+        "pp2+vpp2-bf16-plain 1-fp64-plain",
+    },
+    "rl/test_rl_layouts.py": {
+        "test_a_rollout_and_the_trainer_agree_on_every_token": "0.6-tp2 0.6-pp2 0.6-ulysses2 0.6-ring2 0.6-dp2 1.0-1 "
+        "1.0-tp2+pp2",
+        "test_a_run_is_the_same_on_any_layout": "pp2 dp2+tp2 ring2 tp2+pp2",
+    },
+    "rl/test_rl_phases.py": {  # make chaos runs them all
+        "test_killed_at_a_moment_of_a_step": "weights?synced generated amid?rewards advantages* batch* amid?generation "
+        "amid?a?weight?sync gradients* new* told* in?a?save,?its?tensors* in?a?save,?all* saved",
+    },
+    "rl/test_rl_resume.py": {
+        "test_resume_is_exact_on_every_layout": "dp2 tp2",
+    },
+    "sglang/test_campaign.py": {  # make chaos has two hundred
+        "test_faults_of_servers_cost_nothing_but_time": "30-*",
+    },
+    "sglang/test_recipe.py": {
+        "test_other_ways_of_weight_sync": "disk",
+    },
+    "te/test_te_layouts.py": {
+        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE deepseek-v3-*local qwen3-moe-*TE gpt-oss-*local",
+    },
+    "unit/test_grouped_experts.py": {
+        "test_a_compiler_makes_one_kernel": "forward backward",
+    },
+}
+
+QUICK = {
+    "chaos/test_campaign.py": {
+        "test_a_run_is_killed_and_damaged": "",
+    },
+    "checkpoints/test_checkpoint.py": {
+        "test_a_checkpoint_goes_on_in_another_layout": "",
+        "test_a_checkpoint_is_a_model_to_start_from": "",
+        "test_a_damaged_file_is_named_on_every_rank": "flip",
+        "test_files_are_those_of_megatrons_own_strategy": "",
+    },
+    "checkpoints/test_checkpoint_read.py": {
+        "test_every_family_in_every_style": "*-stacked deepseek-v3-*",
+        "test_experts_and_tensors_on_different_ranks": "gpt-oss-*",
+        "test_layouts": "",
+    },
+    "checkpoints/test_checkpoint_shares.py": {
+        "test_a_checkpoint_goes_through_every_layout_unchanged": "",
+        "test_the_files_are_those_of_a_gather_in_other_pieces": "qwen3-moe",
+    },
+    "checkpoints/test_convert.py": {
+        "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
+        "test_the_command_killed_while_it_writes_goes_on_when_started_again": "",
+    },
+    "checkpoints/test_convert_back.py": {
+        "test_a_checkpoint_trained_at_tp2_pp2": "",
+        "test_another_type": "",
+        "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
+    },
+    "checkpoints/test_converted.py": {
+        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 deepseek-v3-tp2+pp2 "
+        "gpt-oss-tp2+pp2",
+    },
+    "checkpoints/test_converted_names.py": {
+        "test_megatron_with_transformer_engine_loads_it": "",
+        "test_names_shapes_types_and_chunks_are_those_that_megatron_writes": "qwen2 mixtral deepseek-v3 glm-4.5 "
+        "gpt-oss",
+    },
+    "checkpoints/test_hf_to_mcore.py": {
+        "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
+    },
+    "checkpoints/test_mcore_to_hf.py": {
+        "test_memory_does_not_grow_with_the_number_of_experts": "",
+        "test_no_tensor_is_in_memory_as_a_whole": "bfloat16",
+        "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
+        "test_parts_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
+        "test_parts_of_experts_apart": "*-stacked gpt-oss-*",
+        "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
+        "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
+    },
+    "checkpoints/test_asynchronous.py": {
+        "test_a_step_after_it_was_taken_does_not_change_it": "2-fp32-parallel0 1-fp32-parallel1",
+    },
+    "checkpoints/test_disk_faults.py": {
+        "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "30-*",
+        "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "False-*",
+        "test_killed_for_good": "",
+    },
+    "checkpoints/test_resume.py": {
+        "test_a_kill_while_saving": "",
+        "test_a_run_that_is_told_to_end_saves_first": "dp2",
+        "test_other_rows_are_another_run": "answer tokenizer truncate",
+        "test_resume_is_exact": "dp2-bf16-True",
+        "test_resume_on_another_layout": "",
+    },
+    "checkpoints/test_transfer.py": {
+        "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
+    },
+    "cli/test_elastic.py": {
+        "test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back": "",
+    },
+    "cli/test_install.py": {
+        "test_a_recipe_runs_from_a_wheel": "",
+    },
+    "cli/test_killed.py": {
+        "test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint": "",
+    },
+    "cli/test_minimal_sft.py": {
+        "test_the_recipe_and_its_readable_twin_are_a_plain_loop": "",
+    },
+    "cli/test_mistakes.py": {
+        "test_two_ranks_say_it_once": "",
+    },
+    "cli/test_plan.py": {
+        "test_a_plan_from_the_command_line": "",
+    },
+    "cli/test_rl_mistakes.py": {
+        "test_two_ranks_say_it_once": "",
+    },
+    "cli/test_sft.py": {
+        "test_a_spoiled_step_leaves_no_trace": "masks-dp2-distopt loss-tp2+pp2-plainopt",
+        "test_overlapped_reduction_changes_nothing": "distopt-dp2+tp2 plainopt-dp2+pp2+vpp2",
+        "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
+    },
+    "cli/test_torchrun.py": {
+        "test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes": "",
+        "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
+        "test_reinforcement_learning_on_two_ranks": "",
+        "test_two_agents_give_the_numbers_of_one": "",
+    },
+    "docs/test_cluster.py": {
+        "test_a_run_goes_on_with_the_keys_that_it_began_with": "",
+    },
+    "mutants/test_catalogue.py": {
+        "test_a_crash_at_import_is_no_kill": "",
+        "test_a_mutant_is_pinned_to_the_cheapest_row_that_notices": "",
+        "test_a_test_of_slow_rows_alone_is_refused": "",
+        "test_every_named_test_is_collected": "",
+        "test_the_runner_tells_killed_from_survived": "",
+    },
+    "numerics/test_bf16.py": {
+        "test_bf16_follows_fp32_on_every_layout": "",
+        "test_no_layout_loses_the_fp32_copy_of_the_weights": "tp2 dp2",
+    },
+    "numerics/test_covering.py": {
+        "test_every_triple": "",
+    },
+    "numerics/test_device_lint.py": {
+        "test_nothing_is_refused_and_nothing_more_is_waited_for": "experts",
+    },
+    "numerics/test_dryrun.py": {
+        "test_the_peak_is_that_of_a_real_run": "",
+    },
+    "numerics/test_gemma_invariance.py": {
+        "test_every_layout": "tp2+pp2+ulysses2",
+        "test_losses_of_reinforcement_learning": "ulysses2+ring2",
+        "test_recomputed_activations": "",
+        "test_twenty_fp32_steps": "",
+    },
+    "numerics/test_invariance.py": {
+        "test_every_layout": "dp2 ulysses8 tp2+pp2+vpp2+ring2 pp2+vpp2+ulysses2+dp2",
+        "test_every_mode_and_budget": "",
+        "test_fewer_tokens_than_ranks": "dp4 pp2+vpp2 ring4",
+        "test_one_all_reduce_of_counts_a_step": "96-*",
+        "test_recomputed_activations": "full-1 full-tp2",
+        "test_sequence_parallel_1_2_and_8_give_the_same_numbers": "2",
+        "test_tied_embeddings_biases_and_few_kv_heads": "",
+        "test_twenty_fp32_steps": "",
+        "test_twenty_fp32_steps_with_uneven_stages_and_recomputation": "",
+        "test_uneven_stages": "pp3 pp2+vpp2",
+    },
+    "numerics/test_memory_estimate.py": {
+        "test_it_gives_what_a_dry_run_counts": "8b-8-0-parallel.tp=2-memory.recompute=none",
+    },
+    "numerics/test_moe_invariance.py": {
+        "test_a_bug_planted_into_the_counts_fails_where_it_shows": "padding-counted-ulysses2+ep2",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "balance-*-tp2+ep2",
+        "test_biases_survive_a_checkpoint": "",
+        "test_every_layout": "qwen3-moe-tp2+ep2+etp2+dp2 mixtral-ulysses2+ring2+ep2",
+        "test_every_mode_and_budget": "",
+        "test_fewer_sequences_than_ranks": "ep4+dp4",
+        "test_reinforcement_learning": "",
+        "test_selection_biases_are_bit_equal": "",
+        "test_twenty_fp32_steps": "",
+        "test_what_is_computed_again_counts_once": "all-parts-tp2+ep2+dp2",
+    },
+    "numerics/test_odd_degrees.py": {
+        "test_loss_and_gradients_are_those_of_one_rank": "tp3 ring3+dp2",
+        "test_steps_are_those_of_one_rank": "dp3",
+    },
+    "numerics/test_offload.py": {
+        "test_a_checkpoint_before_the_first_step_goes_on": "qwen3*",
+        "test_a_checkpoint_goes_on_with_another_share": "qwen3-1.0-0.3-dp2",
+        "test_it_takes_the_same_steps": "qwen3-dp2-0.3 deepseek-v3-pp2-1.0",
+    },
+    "numerics/test_optimizer_choice.py": {
+        "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
+    },
+    "numerics/test_presets_fit.py": {
+        "test_a_model_of_all_layers_peaks_where_few_layers_say": "",
+        "test_a_plan_knows_what_is_kept_in_cpu_memory": "",
+        "test_every_stage_fits": "quick",
+        "test_what_a_preset_claims_is_what_the_search_says": "sft/*",
+    },
+    "numerics/test_prove.py": {
+        "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-by-micro-batch-means "
+        "shared-tokens-routed-once",
+        "test_a_proof_of_a_policy_loss": "gspo-*",
+        "test_a_proof_on_the_shipped_model_and_data": "",
+    },
+    "numerics/test_recompute.py": {
+        "test_every_module_saves_memory": "qwen3-*",
+        "test_every_rank_saves_memory": "tp2+ep2",
+        "test_no_gradient_changes": "1-qwen2-* 1-gpt-oss-* 1-ministral-3-* 4-qwen2-full "
+        "4-deepseek-v3-core_attn+mla_up_proj+*",
+    },
+    "numerics/test_rl_invariance.py": {
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-*",
+        "test_critic": "tp2+pp2+ulysses2",
+        "test_every_layout": "ulysses2",
+        "test_on_policy_where_the_loss_cancels": "",
+    },
+    "numerics/test_transformers_parity.py": {
+        "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
+        "test_layouts_give_the_logits_and_gradients_of_one_rank": "llama-tp2+pp2 mistral-ulysses2+ring2 "
+        "qwen2-tp2+nosp qwen3-moe-tp2+ep2 deepseek-v3-ulysses2+ring2 gpt-oss-tp2+ep2 glm-4.5-pp2 "
+        "minimax-m2-tp2+ep2 mimo-v2-flash-tp2+ep2 gemma-4-ulysses2+ring2",
+        "test_logits_are_those_of_transformers": "qwen3 gpt-oss deepseek-v3",
+        "test_logprobs_are_those_of_transformers": "qwen2",
+    },
+    "parallel/test_attention.py": {
+        "test_a_grid_of_ranks_equals_dense_attention": "",
+        "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
+    },
+    "parallel/test_cuda_stubs.py": {
+        "test_factories_still_obey_a_device_context": "",
+    },
+    "parallel/test_processes.py": {
+        "test_helpers_end_with_an_owner_that_is_killed": "reward* conversion server checkpoint",
+    },
+    "parallel/test_uneven_stages.py": {
+        "test_a_checkpoint_goes_on_in_other_stages": "latent*'ep'*-plainopt",
+        "test_the_export_and_the_stream_name_every_layer": "*vpp*",
+    },
+    "rl/test_generation.py": {
+        "test_any_concurrency_and_sampling": "*-3",
+        "test_rows_are_as_if_alone": "llama deepseek-v3 gpt-oss",
+    },
+    "rl/test_grpo_demo.py": {
+        "*": "",
+    },
+    "rl/test_in_process.py": {
+        "test_log_probabilities_are_the_trainers_after_every_sync": "deepseek-v3-*",
+        "test_the_model_is_the_one_that_transformers_loads": "*-dtype0 llama-* gpt-oss-dtype1",
+    },
+    "rl/test_colocated.py": {
+        "test_everything_is_bit_equal": "dp2-*",
+    },
+    "rl/test_leaving.py": {
+        "test_an_exception_on_the_way_loses_nothing": "leaving-2 *back-2 *back-12",
+        "test_an_optimizer_in_cpu_memory_comes_back_too": "0.3",
+        "test_five_cycles_are_bit_equal_and_leave_nothing_behind": "1-fp64-* pp2+vpp2-bf16-plain ep2+dp2-*-distributed",
+    },
+    "rl/test_minimal_rl.py": {
+        "test_the_readable_loop_on_two_ranks": "",
+    },
+    "rl/test_own_functions.py": {
+        "test_prove_judges_a_loss_of_ones_own": "squared-*",
+    },
+    "rl/test_rl_bad_rewards.py": {
+        "test_a_reward_that_fails_is_counted_and_masked": "nan* word* crash*",
+        "test_groups_without_variance_teach_exactly_nothing": "grpo",
+        "test_masked_means_as_if_it_had_never_been_generated": "grpo",
+    },
+    "rl/test_rl_layouts.py": {
+        "test_a_rollout_and_the_trainer_agree_on_every_token": "",
+        "test_a_run_is_the_same_on_any_layout": "pp2",
+        "test_a_step_of_fewer_completions_than_ranks": "",
+        "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling* 1-",
+        "test_weights_that_are_not_sent_are_seen": "1",
+    },
+    "rl/test_rl_phases.py": {
+        "test_killed_at_a_moment_of_a_step": "generated advantages* batch* gradients* told* amid?a?weight?sync "
+        "in?a?save,?all*",
+    },
+    "rl/test_rl_resume.py": {
+        "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
+        "test_resume_is_exact": "critic dynamic*",
+        "test_resume_is_exact_on_every_layout": "",
+    },
+    "rl/test_weight_stream.py": {
+        "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* qwen3-moe-4* deepseek-v3-* gpt-oss-2-*",
+    },
+    "sglang/test_backend.py": {
+        "test_a_killed_server_is_restarted_and_synced_again": "",
+        "test_an_update_in_the_middle_of_a_completion": "*broadcast",
+        "test_an_update_is_what_the_server_then_serves": "*broadcast",
+        "test_logprobs_are_those_of_the_whole_vocabulary": "*-0.6-1.0 *-1.0-*",
+    },
+    "sglang/test_campaign.py": {
+        "test_faults_of_servers_cost_nothing_but_time": "30-*",
+    },
+    "sglang/test_faults.py": {
+        "test_a_dead_server_passes_its_requests_on": "",
+        "test_a_server_that_comes_late_is_waited_for": "",
+        "test_a_server_that_dies_in_an_update_ends_it": "",
+        "test_all_servers_are_updated_and_share_the_work": "",
+        "test_every_rank_hears_of_everything": "broadcast",
+        "test_servers_that_end_with_other_weights_are_told": "",
+    },
+    "sglang/test_recipe.py": {
+        "test_a_killed_server_is_started_again_with_the_present_weights": "",
+        "test_a_server_that_is_not_there_is_one_line_and_status_2": "",
+        "test_grpo_through_a_server_that_the_recipe_starts": "",
+        "test_other_ways_of_weight_sync": "",
+        "test_two_ranks_share_a_server": "",
+    },
+    "te/test_te_layouts.py": {
+        "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE",
+        "test_every_family_takes_the_same_step": "qwen2 qwen3 mixtral deepseek-v3 gpt-oss",
+        "test_every_layout_takes_the_same_step": "qwen3-2-* gpt-oss-* qwen3-moe-4-*",
+        "test_losses_of_routers_do_not_count_the_padding_of_the_kernels": "glm-4.5-*",
+        "test_transformer_engines_attention_takes_the_same_step": "mixtral-1-* qwen2-yarn-* llama-4-* ministral-3-*",
+    },
+    "unit/test_rules.py": {
+        "test_every_key_and_module_of_a_rule_in_a_loop_is_refused": "",
+        "test_every_rule_is_broken_by_some_row": "",
+        "test_the_first_override_is_what_is_refused": "",
+    },
+    "unit/test_preset_layouts.py": {
+        "test_a_preset_is_what_its_first_lines_say": "sft/*",
+        "test_a_preset_says_what_it_keeps_in_cpu_memory": "sft/*",
+        "test_layers_are_computed_again_only_where_it_is_said": "sft/*",
+    },
+}
