@@ -32,9 +32,11 @@ def test_growth_of_more_than_five_percent_fails_on_a_machine_of_any_speed(slow):
         scaled = [dataclasses.replace(row, cpu=row.cpu * slow) for row in rows(**seconds)]
         return budget.check(scaled, [9.0, 0.1 * slow, 0.0], BUDGET)
 
-    assert check() == check(c=41.9) == check(full=109.0) == []
-    (line,) = check(c=43.0)
-    assert line == "make test, unit: 43 CPU seconds of 40: +3.0 unit/test_c.py::test_c"
+    assert check() == check(c=41.9) == check(full=107.0) == []
+    lines = check(c=43.0)
+    assert lines == [
+        f"make {verb}, unit: 43 CPU seconds of 40: +3.0 unit/test_c.py::test_c" for verb in ("test", "test-all")
+    ]
     (of_all, of_folder) = check(full=120.0)
     assert of_all.startswith("make test-all, all: 220 CPU seconds of 200: +120.0 rl/test_a.py::test_a[2] (new)")
     assert of_folder.startswith("make test-all, rl: 180 CPU seconds of 160: +120.0 rl/test_a.py::test_a[2] (new)")
@@ -115,7 +117,7 @@ def test_a_run_writes_the_verb_of_each_test_and_how_fast_the_machine_was(pyteste
     tests, calibrations = durations.read(pytester.path / durations.FILE)
     assert [row.verb for row in tests] == ["test", "test-all", "none"]
     assert 0.3 <= tests[0].cpu < 0.6 and tests[1].cpu < 0.1, "the calibration is no test's"
-    assert len(calibrations) == 1 and 0.01 < calibrations[0] < 1
+    assert len(calibrations) == 1 and calibrations[0] > 0.01
 
 
 def test_calibration_counts_the_cpu_time_of_its_thread():

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from support.suite.tiers import mark
+from support.suite.tiers import group_of, mark
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="nothing is shared out where one process runs all")
@@ -13,6 +13,14 @@ def test_pytest_xdist_sees_the_groups(request):
     """It sends a group to one worker where the ids of its tests end with the name, and ignores it in silence where a
     newer pytest keeps them from it: every claim still passes then, and takes minutes longer."""
     assert request.node.nodeid.endswith("@one worker")
+
+
+def test_a_test_that_names_its_group_is_in_no_other():
+    def group(*marked: str) -> str | None:
+        get = lambda name: name if name in marked else None
+        return group_of(SimpleNamespace(nodeid="tests/a.py::b", fixturenames=["pool"], get_closest_marker=get))
+
+    assert group() == "tests/a.py" and group("xdist_group") is None
 
 
 def test_a_pattern_that_makes_nothing_quick_is_told():

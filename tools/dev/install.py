@@ -19,8 +19,6 @@ ROOT = Path(__file__).parents[2]
 UV = "uv==0.13.9"
 # Settings of pip, and the variable of uv that means the same; how uv separates several values.
 VARIABLES = {
-    "index-url": ("UV_DEFAULT_INDEX", " "),
-    "extra-index-url": ("UV_EXTRA_INDEX_URL", " "),
     "find-links": ("UV_FIND_LINKS", ","),
     "trusted-host": ("UV_INSECURE_HOST", " "),
     "timeout": ("UV_HTTP_TIMEOUT", " "),
@@ -63,17 +61,29 @@ def settings_of(listing: str) -> dict[str, str]:
     return found["global"] | found["install"] | found[":env:"]
 
 
-def translate(settings: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
+def default_index() -> str:
+    """Return the address of the index that pip uses if no setting names one."""
+    command = [sys.executable, "-c", "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def translate(settings: Mapping[str, str], default_index: str) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the options that give uv pip's settings. Raises NoCounterpart."""
     # Of all indexes the newest version, as pip chooses: uv would look no further than the first that has the name.
     variables, options = {"UV_INDEX_STRATEGY": "unsafe-best-match"}, []
+    # Of a version that several indexes have, uv sees only the files of the first, where pip sees all. So the main index
+    # comes first, which has the files of every platform: a cache of it may have others than this platform's.
+    main = settings.get("index-url", default_index)
+    variables["UV_DEFAULT_INDEX"] = main
+    if extra := settings.get("extra-index-url", "").split():
+        variables["UV_EXTRA_INDEX_URL"] = " ".join([main, *extra])
     for name, value in settings.items():
         if name in VARIABLES:
             variable, separator = VARIABLES[name]
             variables[variable] = separator.join(value.split())
         elif name == "constraint":  # options, since uv ignores its variable if the command line has one
             options += [part for path in value.split() for part in ("--constraint", path)]
-        elif name not in HARMLESS:
+        elif name not in HARMLESS | {"index-url", "extra-index-url"}:
             raise NoCounterpart(f"pip's setting {name} means nothing to uv")
     return variables, options
 
@@ -94,7 +104,7 @@ def with_uv(arguments: Sequence[str]) -> str | None:
         [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
     )
     try:
-        variables, options = translate(settings_of(listing.stdout))
+        variables, options = translate(settings_of(listing.stdout), default_index())
     except NoCounterpart as error:
         return str(error)
     uv = find_uv()

@@ -6,6 +6,7 @@ the machine does. Lines of the verb `calibration` are measurements of calibratio
 """
 
 import contextlib
+import math
 import os
 import time
 from collections import defaultdict
@@ -66,7 +67,7 @@ class Durations:
         self._path = config.rootpath / FILE
         self._writes = not hasattr(config, "workerinput") and not config.option.collectonly
         self._spent = 0.0
-        self._calibrated = -calibration.EVERY
+        self._calibrated = -math.inf
         self._wall: dict[str, float] = defaultdict(float)
         self._cpu: dict[str, float] = defaultdict(float)
         if self._writes:
@@ -83,6 +84,8 @@ class Durations:
         report.group = "".join(f"@{mark.args[0]}" for mark in item.iter_markers("xdist_group"))
         report.verb = verb_of(item)
         if report.when == "teardown" and time.monotonic() - self._calibrated >= calibration.EVERY:
+            if self._calibrated < 0:
+                calibration.cpu_seconds()  # the first operations of a process are slow
             report.calibration = f"{calibration.cpu_seconds():.4f}", os.environ.get("PYTEST_XDIST_WORKER", "alone")
             self._calibrated, self._spent = time.monotonic(), cpu_seconds()
         return report
