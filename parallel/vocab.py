@@ -221,6 +221,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_logprob_N, grad_entropy_N):
+        """d log p(t) / d z_j = [j = t] - p_j, times the incoming gradient; logits are computed again, by chunks."""
         # `kept` may be overwritten: autograd's version counter refuses a second backward through the same graph.
         hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]

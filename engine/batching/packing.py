@@ -24,7 +24,7 @@ class PackedBatch:
     """A micro-batch as one rank sees it.
 
     tokens_R, positions_R: int64; positions go on along a document, and restart in the next.
-    lengths, parents: of the pieces of the whole row, as in `sequence.PrefixTree`, with the padding that some attention
+    lengths, parents: of the pieces of the whole row, as in `PrefixTree`, with the padding that some attention
         kernels want behind each; padding of the row last.
     piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
     members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.

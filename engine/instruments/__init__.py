@@ -1,1 +1,1 @@
-"""What watches a run: watchdog, profile, console, log files."""
+"""What a run uses around its work: console, log files, garbage collection, profile, environment, watchdog."""

@@ -1,1 +1,1 @@
-"""Reinforcement learning in front of the shared training step."""
+"""loop.py: prompts -> rollout (backends/, reward/) -> experience (advantages) -> losses -> the step of engine/step."""

@@ -1,1 +1,1 @@
-"""Around the steps: folder, metrics, checkpoints when they are due, the end of a run."""
+"""Around the steps: folder, metrics, checkpoints when they are due, spikes, stragglers, preemption, the end."""

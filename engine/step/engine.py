@@ -297,7 +297,7 @@ class Engine:
         yield from self.model.weight_stream(bucket_bytes, receives)
 
     def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
-        """Raises DivergedError where ranks that should hold the same weights do not. See `replicas.check_replicas`."""
+        """Raises DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
         self._whole_weights()
         replica_check.check_replicas(self.model, world, after)
 

@@ -1,1 +1,1 @@
-"""The process: device, versions, environment, helper processes, stand-ins for CUDA."""
+"""The process: device, versions, environment, configuration keys, helper processes, stand-ins for CUDA."""
