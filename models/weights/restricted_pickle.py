@@ -9,6 +9,7 @@ Only opcodes that protocols 2 to 5 write for plain values and dataclasses are kn
 bytes for each byte of the file: nothing is made of a length or an index that the file merely names.
 """
 
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -127,8 +128,10 @@ class _Machine:
             if opcode == _STOP:
                 return self._stack.pop()
             act = known.get(opcode)
+            if act is None and chr(opcode) in pickletools.code2op:
+                raise RefusedError(f"the opcode {pickletools.code2op[chr(opcode)].name}")
             if act is None:
-                raise RefusedError(f"opcode {bytes([opcode])!r}")
+                raise ValueError(f"no pickle at byte {self.at - 1}")
             act(self)
 
     def take(self, count: int) -> bytes:
