@@ -246,9 +246,15 @@ def _stored(key: str, entry: metadata.TensorStorageMetadata, where: Mapping[Any,
         )
     if len({piece.offsets for piece in pieces}) != len(pieces):
         raise ValueError(f"two pieces of {key} stand at the same place")
-    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(entry.size):
-        raise ValueError(f"the pieces of {key} do not add up to its shape {list(entry.size)}")
-    return StoredTensor(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+    stored = StoredTensor(key, entry.properties.dtype, tuple(entry.size), tuple(pieces))
+    check_whole(stored)
+    return stored
+
+
+def check_whole(stored: StoredTensor) -> None:
+    """Raises ValueError where pieces of the tensor are missing."""
+    if sum(math.prod(piece.sizes) for piece in stored.pieces) != math.prod(stored.shape):
+        raise ValueError(f"the pieces of {stored.key} do not add up to its shape {list(stored.shape)}")
 
 
 def _overlap(one: tuple[list[int], list[int]], other: tuple[list[int], list[int]]) -> bool:

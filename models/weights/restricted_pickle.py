@@ -9,7 +9,7 @@ Only opcodes that protocols 2 to 5 write for plain values and dataclasses are kn
 bytes for each byte of the file: nothing is made of a length or an index that the file merely names.
 """
 
-import pickletools
+import pickle
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -128,8 +128,8 @@ class _Machine:
             if opcode == _STOP:
                 return self._stack.pop()
             act = known.get(opcode)
-            if act is None and chr(opcode) in pickletools.code2op:
-                raise RefusedError(f"the opcode {pickletools.code2op[chr(opcode)].name}")
+            if act is None and opcode in _NAMES:
+                raise RefusedError(f"the opcode {_NAMES[opcode]}")
             if act is None:
                 raise ValueError(f"no pickle at byte {self.at - 1}")
             act(self)
@@ -271,6 +271,8 @@ def _protocol(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
+# Of all opcodes there are: pickle's constants of one byte.
+_NAMES = {value[0]: name for name, value in vars(pickle).items() if isinstance(value, bytes) and len(value) == 1}
 _OPCODES: Mapping[int, Callable[[_Machine], Any]] = {
     opcode[0]: act
     for opcode, act in {
