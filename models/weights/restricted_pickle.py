@@ -128,8 +128,8 @@ class _Machine:
             if opcode == _STOP:
                 return self._stack.pop()
             act = known.get(opcode)
-            if act is None and chr(opcode) in pickletools.code2op:
-                raise RefusedError(f"the opcode {pickletools.code2op[chr(opcode)].name}")
+            if act is None and chr(opcode) in _NAMES_OF_OPCODES:
+                raise RefusedError(f"the opcode {_NAMES_OF_OPCODES[chr(opcode)]}")
             if act is None:
                 raise ValueError(f"no pickle at byte {self.at - 1}")
             act(self)
@@ -271,6 +271,7 @@ def _protocol(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
+_NAMES_OF_OPCODES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _OPCODES: Mapping[int, Callable[[_Machine], Any]] = {
     opcode[0]: act
     for opcode, act in {
