@@ -128,8 +128,8 @@ class _Machine:
             if opcode == _STOP:
                 return self._stack.pop()
             act = known.get(opcode)
-            if act is None and opcode in _NAMES:
-                raise RefusedError(f"the opcode {_NAMES[opcode]}")
+            if act is None and chr(opcode) in _NAMES_OF_OPCODES:
+                raise RefusedError(f"the opcode {_NAMES_OF_OPCODES[chr(opcode)]}")
             if act is None:
                 raise ValueError(f"no pickle at byte {self.at - 1}")
             act(self)
@@ -271,8 +271,7 @@ def _protocol(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
-# Of all opcodes there are: pickle's constants of one byte.
-_NAMES = {value[0]: name for name, value in vars(pickle).items() if isinstance(value, bytes) and len(value) == 1}
+_NAMES_OF_OPCODES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
 _OPCODES: Mapping[int, Callable[[_Machine], Any]] = {
     opcode[0]: act
     for opcode, act in {
