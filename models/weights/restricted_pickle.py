@@ -9,7 +9,7 @@ Only opcodes that protocols 2 to 5 write for plain values and dataclasses are kn
 bytes for each byte of the file: nothing is made of a length or an index that the file merely names.
 """
 
-import pickle
+import pickletools
 import struct
 from collections.abc import Callable, Mapping
 from typing import Any
