@@ -48,6 +48,7 @@ ORDINARY = {
     "numerics/test_bf16.py": {
         "test_bf16_follows_fp32_on_every_layout": "distopt",
     },
+    "numerics/test_covering.py": {"test_every_triple": ""},
     "numerics/test_delta_invariance.py": {
         "test_every_layout": "dp2 tp2+nosp tp4 ulysses8 ring4 ulysses4+ring2 tp2+ring4+nosp tp2+pp2+ulysses2 "
         "pp2+vpp2 pp2+ring2+dp2",
@@ -273,9 +274,7 @@ QUICK = {
         "test_bf16_follows_fp32_on_every_layout": "",
         "test_no_layout_loses_the_fp32_copy_of_the_weights": "tp2 dp2",
     },
-    "numerics/test_covering.py": {
-        "test_every_triple": "",
-    },
+    "numerics/test_covering.py": {"test_every_pair": ""},
     "numerics/test_device_lint.py": {
         "test_nothing_is_refused_and_nothing_more_is_waited_for": "experts",
     },
