@@ -46,8 +46,9 @@ bit. Three things are to be done before a run can use it:
    `common_state/shard_0_1` of `.metadata`, a list of one dictionary as torch.save writes it, in a `.distcp` file of
    rank 0. 0.19 still reads a folder with a `common.pt`; 0.17 and older do not read the new form. Of isoloss:
    - `read_extra` (`engine/checkpoint/checkpoint.py`) compares the checksum of `common.pt` before it reads it: of the
-     new form, it is that of the `.distcp` file that `.metadata` names. Megatron's `load_common_state_dict` reads both
-     forms.
+     new form, it is that of the `.distcp` file that `.metadata` names.
+   - `read_common` (`models/weights/pickle_check.py`) reads `common.pt`, for Megatron too. Of the new form it must read
+     the bytes at the place that `.metadata` gives.
    - `models/weights/megatron_args.py` unpickles `common.pt` without running it: the same for the bytes at the place
      that `.metadata` gives. `Folder` (`models/weights/distcp.py`) keeps the places of tensors only, so far.
    - The converter (`models/conversion/distcp_write.py`) goes on writing `common.pt`, which every release reads.
