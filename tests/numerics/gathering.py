@@ -73,7 +73,7 @@ def small_buckets(*, late: bool) -> Iterator[list[int]]:
 @contextlib.contextmanager
 def by_megatron() -> Iterator[None]:
     """Megatron's optimizers gather themselves, in their step."""
-    with mock.patch.object(optimizer.Gather, "later", lambda self: contextlib.nullcontext()):
+    with mock.patch.object(optimizer.Gather, "defer", lambda self: contextlib.nullcontext()):
         yield
 
 
