@@ -151,8 +151,10 @@ def read_extra(folder: Path) -> dict[str, object]:
 
 
 def newest_first(checkpoints: Path) -> list[Path]:
-    """The checkpoints of a run, from its `checkpoints` folder; whether they are whole, `load` tells. A checkpoint is a
-    folder, no link, by the name of a step: what else is there is the user's own."""
+    """Return the checkpoints in a run's `checkpoints` folder, the newest first; `load` checks whether they are whole.
+
+    A checkpoint is a folder with the name of a step, and no link: everything else there belongs to the user.
+    """
     return sorted(_folders(checkpoints, _CHECKPOINT), key=_step, reverse=True)
 
 

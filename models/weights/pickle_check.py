@@ -55,6 +55,6 @@ def read_common(folder: Path) -> dict[str, Any]:
 
 
 def problem_of(error: CheckpointException) -> UserError | None:
-    """What a rank could not read of a checkpoint, as torch tells it on every rank; None where it is something else."""
+    """Return the UserError of a rank, which torch raises on every rank; None if the load failed for another reason."""
     failures = [failure for failure, _ in error.failures.values()]
     return next((failure for failure in failures if isinstance(failure, UserError)), None)

@@ -128,9 +128,9 @@ class _Machine:
             if opcode == _STOP:
                 return self._stack.pop()
             act = known.get(opcode)
-            if act is None and chr(opcode) in _NAMES_OF_OPCODES:
-                raise RefusedError(f"the opcode {_NAMES_OF_OPCODES[chr(opcode)]}")
             if act is None:
+                if chr(opcode) in _NAMES_OF_OPCODES:
+                    raise RefusedError(f"the opcode {_NAMES_OF_OPCODES[chr(opcode)]}")
                 raise ValueError(f"no pickle at byte {self.at - 1}")
             act(self)
 

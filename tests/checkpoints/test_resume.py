@@ -418,7 +418,7 @@ def test_prune_after_a_kill(tmp_path):
 
 
 def beside(checkpoints: Path, elsewhere: Path) -> list[str]:
-    """What a user, or bad luck, puts beside checkpoints; returns the names."""
+    """Put what is no checkpoint into the folder of checkpoints; return the names."""
     elsewhere.mkdir()
     (elsewhere / "kept").touch()
     for name in (
@@ -453,7 +453,7 @@ def test_prune_deletes_checkpoints_alone(tmp_path):
 
 @pytest.mark.parametrize(("keep", "left"), ((1, [6, 99]), (2, [3, 6, 99]), (3, [2, 3, 6, 99]), (9, [1, 2, 3, 6, 99])))
 def test_the_checkpoint_just_written_stays(keep, left, tmp_path):
-    """Also beside one of a higher number, which another run left: it is not older than what was written."""
+    """Another run left a checkpoint of a higher number: it is not older than the one just written, and stays."""
     for step in (1, 2, 3, 6, 99):
         (tmp_path / f"step_{step:08d}").mkdir()
     checkpoint.prune(tmp_path / "step_00000006", keep)

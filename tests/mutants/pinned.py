@@ -39,8 +39,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Pin:
-    """What was found of a mutant. bug: its file, before, after. tests: what it named. verdict: "pinned", "SURVIVED" or
-    "BROKEN". row: the one that notices, where pinned. told: by pytest. wall: seconds that it took to find out."""
+    """The result of a mutant.
+
+    bug: its file, before, after. tests: those that the catalogue named. verdict: "pinned", "SURVIVED" or "BROKEN".
+    row: the row that notices, if pinned. told: the last lines of pytest. wall: seconds of the search.
+    """
 
     mutant: str
     bug: tuple[str, str, str]

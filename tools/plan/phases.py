@@ -72,11 +72,6 @@ def take(engine: Engine, config: Config, rows: Sequence[Sample], recorder: Recor
     return count
 
 
-def colocated(config: Config) -> bool:
-    """Whether the trainer leaves its device while servers generate."""
-    return isinstance(config, RLConfig) and config.rollout.colocated
-
-
 def _train(
     engine: Engine,
     samples: Sequence[Sample],

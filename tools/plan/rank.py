@@ -29,7 +29,7 @@ from isoloss.parallel import Layout
 from isoloss.recipes.launch import CONFIGS, compose_config
 from isoloss.tools.plan import world
 from isoloss.tools.plan.files import save_load_export
-from isoloss.tools.plan.phases import GENERATION, colocated, full_rows, take
+from isoloss.tools.plan.phases import GENERATION, full_rows, take
 from isoloss.tools.plan.recorder import Phase, Recorder
 from isoloss.tools.plan.report import PhaseReport, RankReport
 from isoloss.tools.plan.world import Device, Kernels, join, wait, without_values
@@ -92,7 +92,7 @@ def dry_run(
         sum(parameter.numel() for chunk in engine.chunks for parameter in chunk.parameters()),
         micro_batches,
         config.batch.max_tokens,
-        [reported(phase, resident, on_host, leaves=colocated(config)) for phase in last.values()],
+        [reported(phase, resident, on_host, leaves=config.shares_device) for phase in last.values()],
         [(*fault, count) for fault, count in recorder.faults.most_common()],
     )
 
