@@ -29,7 +29,7 @@ SORT := runs/sft-sort
 # The folder of a run: the one that ARGS names, else the newest of its recipe.
 RUN_FOLDER = $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),$$(ls -td runs/$@-*/ | head -n 1))
 
-.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint types docs clean
+.PHONY: help install environments sft grpo dapo test test-newer test-newer-cpu newer test-all coverage mutants fresh-mutants chaos soak slowest budget test-docs test-sglang prove-all bench bench-rl lint types docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -41,10 +41,11 @@ help:
 	@echo "make test-newer   the quick tests with $(NEWER), in an environment of its own, if there is a Python 3.12"
 	@echo "make test-newer-cpu   of them those of what releases have in different forms, if PyTorch's CPU build is at hand"
 	@echo "make mutants    one-line bugs, planted one at a time: the tests must notice each; make coverage: branches that tests take"
+	@echo "make fresh-mutants   300 such bugs drawn at random: which rows notice them?"
 	@echo "make chaos      kills, signals, damaged files, failing disks and networks: real runs must survive them (20 minutes);  make soak: an hour"
 	@echo "make test-docs  every command of README.md and docs, as it is written there"
 	@echo "make test-sglang  the same client against a real SGLang server, on a CPU, in an environment of its own"
-	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (about half an hour)"
+	@echo "make prove-all  what both leave of the grids: every layout, mode and token budget (an hour and a half)"
 	@echo "make bench      side-by-side measurements;  make bench-rl: of a GRPO step, with TRL in an environment of its own"
 	@echo "make lint       ruff;  make types: pyright;  make docs: the documentation as a site, into site/"
 
@@ -110,6 +111,11 @@ coverage: install
 mutants: install
 	$(ONE_THREAD) $(BIN)/python tests/mutants/run.py $(ARGS)
 
+# Bugs that nobody thought of. ARGS='--seed 7 --slow': others, and what rows of make prove-all notice of the survivors.
+fresh-mutants: install
+	$(call INSTALL,.venv) -e '.[dev,mutants]' -c constraints.txt
+	$(ONE_THREAD) $(BIN)/python tests/mutants/fresh.py .fresh-mutants.toml $(ARGS)
+
 # Real runs, disturbed in every way: ARGS='--seed 3 --kinds sft' tries one seed of one kind of run, --rounds 5 more.
 chaos: install
 	cd tests && $(ONE_THREAD) ../$(BIN)/python -m chaos.run $(ARGS)
@@ -127,10 +133,11 @@ budget:
 test-docs: install
 	$(PYTEST) $(PARALLEL) -m docs --timeout 1800 $(ARGS)
 
-# A real SGLang server on this CPU. Its dependencies contradict ours, so it has an environment of its own. One process:
-# two servers that start at once on two cores pass the time that a start may take.
+# A real SGLang server on this CPU; `pytest -m sglang` has one of every family. Its dependencies contradict ours, so it
+# has an environment of its own. One process: two servers that start at once on two cores pass the time that a start
+# may take.
 test-sglang: install .sglang-venv/.ready
-	$(PYTEST) -m sglang --timeout 1200 $(ARGS)
+	$(PYTEST) -m 'sglang and not slow' --timeout 1200 $(ARGS)
 
 .sglang-venv/.ready: tests/sglang/requirements.txt
 	test -x .sglang-venv/bin/python || $(PYTHON) -m venv .sglang-venv
@@ -139,7 +146,7 @@ test-sglang: install .sglang-venv/.ready
 	touch $@
 
 prove-all: install
-	$(PYTEST) $(PARALLEL) -m slow $(ARGS)
+	$(PYTEST) $(PARALLEL) -m 'slow and not sglang' $(ARGS)
 
 bench: install
 	for script in benchmarks/*.py; do echo "== $$script"; OMP_NUM_THREADS=1 $(BIN)/python $$script || exit 1; done

@@ -218,7 +218,7 @@ class Rollout:
             completions |= {answer.id: answer for answer in answers if answer is not None}
             pending = [request for request in pending if request.id not in completions]
             if not pending:
-                return [completions[request.id] for request in requests]
+                return list(completions.values())
             self.backend.check_health()  # with the device to themselves, as servers take memory when they start
             self.sync_weights(self.version)
         raise lost_too_often(len(pending), len(requests))

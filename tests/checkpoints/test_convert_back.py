@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
 from isoloss.tools.convert import __main__ as convert
+from isoloss.tools.convert.verify_logits import CEILING
 
 LLAMA, MOE = "llama", "qwen3-moe"
 
@@ -65,9 +66,11 @@ def test_both_ways_are_certified(architecture, tmp_path):
         certificate = json.loads((tmp_path / folder / "conversion.json").read_text())
         logits = certificate["logits_compared"]
         assert certificate["verified"] and certificate["direction"] == direction
-        # transformers' own delta rule in chunks of another size is so far from itself: it solves systems of keys.
-        most = 4e-4 if read_architecture(hf).delta else 1e-4
-        assert logits["max_difference"] <= logits["tolerance"] <= most * logits["spread"]
+        assert logits["max_difference"] <= min(logits["tolerance"], 1e-4 * logits["spread"])
+        # The tolerance is four times the noise of transformers. Its delta rule, in chunks of another size, solves other
+        # systems of keys: 1.0e-4 of the spread apart on one CPU and 1.1e-4 on another.
+        most = CEILING if read_architecture(hf).delta else 1e-4
+        assert logits["tolerance"] <= most * logits["spread"]
         assert logits["experts"] == logits["experts_visited"]
         for name, record in certificate["files"].items():
             assert (tmp_path / folder / name).stat().st_size == record["bytes"]

@@ -13,7 +13,7 @@ from checkpoints.struck_saves import Job, saved_until
 from support.faults.faults import DISK_BROKEN, DISK_FULL, FullDisk
 from support.runs.runs import numbers
 
-from isoloss.engine.checkpoint import checkpoint
+from isoloss.engine.checkpoint import checkpoint, writer
 from isoloss.engine.config.schema import Config
 from isoloss.engine.run.run import Run
 from isoloss.models.weights import manifest
@@ -77,6 +77,16 @@ def test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before(job, fa
         outcomes.append((policy, ended == "done"))
     # Where the name of a new one cannot be synced it is there, but may not outlive a power cut: that is told as well.
     assert set(outcomes) >= {(1, False), (2, True)} and outcomes.count((2, False)) <= 2
+
+
+def test_a_disk_that_fails_amid_a_tensor_is_named(job, monkeypatch):
+    """torch, which is writing then, raises an error of its own. Blocks are larger than the tensors of a small model."""
+    monkeypatch.setattr(writer, "_BLOCK", 256)
+    job = job(True)
+    _, operations = job.strike(None)
+    ends = [job.strike(at, DISK_FULL)[0] for at in range(0, operations, operations // 16)]
+    problems = [ended for ended in ends if ended != "done"]
+    assert len(problems) >= 12 and all(f"({os.strerror(DISK_FULL)}, on rank 0)" in ended for ended in problems)
 
 
 @pytest.mark.parametrize(("steps_that_fail", "status"), [((2,), 0), ((2, 4), 0), ((2, 3), 2), ((5,), 2)])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 FILE = ".mutant-pins.jsonl"
+UNKNOWN = 60.0  # seconds of a row that was not measured: more than most take
 
 
 class MutantLike(Protocol):
@@ -30,7 +31,7 @@ class MutantLike(Protocol):
 
 @dataclass(frozen=True)
 class Row:
-    """name: as pytest has it. seconds, wall: the CPU time, and the time, that it took on the untouched copy."""
+    """name: as pytest has it. seconds, wall: CPU and wall seconds on the untouched copy, UNKNOWN if not measured."""
 
     name: str
     seconds: float
@@ -92,8 +93,9 @@ class Found:
         self._write(asdict(pin))
 
     def by_seconds(self, names: Iterable[str]) -> list[Row]:
-        """The cheapest first."""
-        return sorted((Row(name, *self.seconds[name]) for name in names), key=lambda row: (row.seconds, row.name))
+        """The cheapest first, those that nobody measured last."""
+        rows = (Row(name, *self.seconds.get(name, (UNKNOWN, UNKNOWN))) for name in names)
+        return sorted(rows, key=lambda row: (row.seconds, row.name))
 
     def has(self, mutant: MutantLike) -> bool:
         """Whether anything was found of it, also that nothing notices it."""

@@ -24,7 +24,7 @@ import time
 import tomllib
 import venv
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -110,18 +110,26 @@ def read_catalogue(root: Path) -> list[Mutant]:
 @dataclass(frozen=True)
 class Record:
     """What became of rows. collected: in the order in which they run. seconds: CPU and wall seconds of those that
-    passed, the least where a row ran twice. failed: the first that failed, or began and never ended; None where all
-    passed."""
+    passed, the least where a row ran twice. failures: those that failed, or began and never ended. reached: by row, the
+    probes that it passed (fresh.py)."""
 
     collected: list[str]
     seconds: dict[str, list[float]]
-    failed: str | None
+    failures: list[str]
+    reached: dict[str, list[str]]
+
+    @property
+    def failed(self) -> str | None:
+        """The first of `failures`."""
+        return self.failures[0] if self.failures else None
 
     @classmethod
     def read(cls, path: Path) -> "Record":
         collected: list[str] = []
         seconds: dict[str, list[float]] = {}
-        failed = running = None
+        failures: list[str] = []
+        reached: dict[str, list[str]] = {}
+        running = None
         for line in map(json.loads, path.read_text().splitlines()):
             if "collected" in line:
                 collected = line["collected"]
@@ -129,11 +137,12 @@ class Record:
                 running = line["begins"]
             else:
                 row, running = line["row"], None
+                reached[row] = line["reached"]
                 if line["outcome"] == "passed":
                     seconds[row] = min(line["seconds"], seconds.get(row, line["seconds"]))
                 elif row not in seconds:
-                    failed = failed or row
-        return cls(collected, seconds, failed or running)
+                    failures.append(row)
+        return cls(collected, seconds, [*failures, *([running] if running else [])], reached)
 
 
 class Copy:
@@ -160,7 +169,7 @@ class Copy:
         packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         (site / "copy.pth").write_text("\n".join([str(folder / ".links"), *packages]) + "\n")
         self._preload = preload
-        self._planted = ""  # the file of the mutant
+        self._changed: list[str] = []  # files that are not those of the repository
         self._warm = self._start(preload)
         self._imported = set(json.loads(self._answer(self._warm)))
         self._less_warm: subprocess.Popen | None = None  # without what changes; started where a mutant needs it
@@ -183,12 +192,19 @@ class Copy:
         return answer
 
     def plant(self, mutant: Mutant) -> None:
-        self._planted = mutant.file
-        self._write(mutant.file, (self.folder / mutant.file).read_text().replace(mutant.before, mutant.after))
+        text = (self.folder / mutant.file).read_text()
+        self.change({mutant.file: text.replace(mutant.before, mutant.after)})
 
-    def remove(self, mutant: Mutant, root: Path) -> None:
-        self._planted = ""
-        self._write(mutant.file, (root / mutant.file).read_text())
+    def change(self, texts: Mapping[str, str]) -> None:
+        """Give files other texts, until `restore`."""
+        self._changed = list(texts)
+        for name, text in texts.items():
+            self._write(name, text)
+
+    def restore(self, root: Path) -> None:
+        for name in self._changed:
+            self._write(name, (root / name).read_text())
+        self._changed = []
 
     def test(
         self, tests: Sequence[str], tier: str, seconds: int = SECONDS, options: Sequence[str] = ("-x",), **more: object
@@ -203,7 +219,7 @@ class Copy:
         arguments = ["-q", "-n", "0", *options, "-m", tier, *tests]
         asked = {"arguments": arguments, "output": str(output), "seconds": seconds, "record": str(record), **more}
         warm = self._warm
-        if self._planted in self._imported:
+        if not self._imported.isdisjoint(self._changed):
             if self._less_warm is None:
                 self._less_warm = self._start([name for name in self._preload if not name.startswith(CHANGING)])
                 self._answer(self._less_warm)
@@ -246,7 +262,7 @@ def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
             if status not in (PASSED, NO_TESTS):
                 return "BROKEN", told
     finally:
-        copy.remove(mutant, root)
+        copy.restore(root)
     return "SURVIVED", mutant.suffers
 
 
@@ -267,7 +283,7 @@ def find_pin(copy: Copy, mutant: Mutant, root: Path, rows: Sequence[pinned.Row])
             if place == 0 or run_rows(copy, [failed])[0] == FAILED:
                 return pinned.Pin.of(mutant, "pinned", failed.name, noticed(told), begun)
     finally:
-        copy.remove(mutant, root)
+        copy.restore(root)
     return pinned.Pin.of(mutant, "SURVIVED", None, mutant.suffers, begun)
 
 
@@ -312,20 +328,23 @@ class Copies:
         self._folder.cleanup()
 
 
-def rows_of(copies: Copies, tests: Sequence[str]) -> dict[str, list[str]]:
-    """The rows of each test that make test-all runs. Raises ValueError where a test has none: nothing would notice
-    its mutants."""
+def collected(copies: Copies, tests: Sequence[str], tier: str) -> list[str]:
+    """The rows of `tests` that the tier runs. Raises ValueError where they cannot be collected."""
 
     def collect(copy: Copy, tests: Sequence[str]) -> tuple[int, str, Record]:
-        return copy.test(tests, ALL, options=("--collect-only",))
+        return copy.test(tests, tier, options=("--collect-only",))
 
     ((status, told, record),) = copies.map(collect, [tests])
     if status not in (PASSED, NO_TESTS):
         raise ValueError(f"the tests must be collected before a mutant is planted:\n{told}")
-    found = {
-        test: [row for row in record.collected if row == test or row.startswith((f"{test}[", f"{test}::"))]
-        for test in tests
-    }
+    return record.collected
+
+
+def rows_of(copies: Copies, tests: Sequence[str]) -> dict[str, list[str]]:
+    """The rows of each test that make test-all runs. Raises ValueError where a test has none: nothing would notice
+    its mutants."""
+    rows = collected(copies, tests, ALL)
+    found = {test: [row for row in rows if row == test or row.startswith((f"{test}[", f"{test}::"))] for test in tests}
     if without := [test for test, rows in found.items() if not rows]:
         raise ValueError(f"make test-all runs no row of {', '.join(without)}: mutants that name it would survive")
     return found
@@ -347,7 +366,10 @@ def judge_all(mutants: Sequence[Mutant], root: Path, copies: Copies, jobs: int) 
 
 def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned.Found) -> Iterator[pinned.Pin]:
     """The pin of each mutant that `found` has none of, as they end; they are added to it, and so are the seconds of
-    rows that pass on the untouched copy."""
+    rows that pass on the untouched copy.
+
+    The rows of `make test` are measured, and tried by what they cost. The others are tried after them, as they come.
+    """
     mutants = [mutant for mutant in mutants if not found.has(mutant)]
     rows = rows_of(copies, sorted({test for mutant in mutants for test in mutant.tests}))
     for mutant in mutants:
@@ -356,9 +378,9 @@ def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned
             found.add_pin(pin)
             yield pin
     mutants = [mutant for mutant in mutants if not found.has(mutant)]
-    named = {row for mutant in mutants for test in mutant.tests for row in rows[test]}
+    quick = set(collected(copies, sorted({test for mutant in mutants for test in mutant.tests}), QUICK))
     unmeasured: dict[str, list[str]] = {}
-    for row in sorted(named - found.seconds.keys()):
+    for row in sorted(quick - found.seconds.keys()):
         unmeasured.setdefault(row.partition("::")[0], []).append(row)
 
     def measure(copy: Copy, names: Sequence[str]) -> tuple[int, str, Record]:
@@ -372,11 +394,11 @@ def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned
         found.add_seconds(record.seconds)
         cpu = sum(cpu for cpu, _ in record.seconds.values())
         print(f"measured {len(record.seconds):4} rows, {cpu:6.1f} CPU s", flush=True)
-    for row in sorted(named - found.seconds.keys()):
+    for row in sorted(failing := quick - found.seconds.keys()):
         print(f"fails on the untouched copy, and is set aside: {row}", flush=True)
 
     def pin(copy: Copy, mutant: Mutant) -> pinned.Pin:
-        names = {row for test in mutant.tests for row in rows[test]} & found.seconds.keys()
+        names = {row for test in mutant.tests for row in rows[test]} - failing
         pin = find_pin(copy, mutant, root, found.by_seconds(names))
         found.add_pin(pin)
         return pin

@@ -33,11 +33,11 @@ class Recorder:
 
     rows: the rows to run, in this order, with the seconds that each may take; None for all, in pytest's order. again:
     run those once more at the end that are the first to use a fixture of their file or session, for the first pays for
-    what the others share.
+    what the others share. reached: a folder whose files are listed, and deleted, after each row.
     """
 
-    def __init__(self, path: str, rows: dict[str, float] | None, again: bool) -> None:
-        self._path, self._rows, self._again = path, rows, again
+    def __init__(self, path: str, rows: dict[str, float] | None, again: bool, reached: str | None) -> None:
+        self._path, self._rows, self._again, self._reached = path, rows, again, reached
         self._seconds, self._wall, self._outcome = 0.0, 0.0, "passed"
 
     def _write(self, **line: object) -> None:
@@ -80,7 +80,10 @@ class Recorder:
             self._outcome = "failed"
         if report.when == "teardown":
             seconds = [round(self._seconds, 3), round(self._wall, 3)]
-            self._write(row=report.nodeid, outcome=self._outcome, seconds=seconds)
+            found = os.listdir(self._reached) if self._reached else []
+            for name in found:
+                os.unlink(os.path.join(self._reached, name))
+            self._write(row=report.nodeid, outcome=self._outcome, seconds=seconds, reached=found)
 
 
 def fork_server_in_waiting() -> None:
@@ -141,6 +144,7 @@ def run(
     record: str,
     rows: dict[str, float] | None = None,
     again: bool = False,
+    reached: str | None = None,
 ) -> int | None:
     """In a session of its own, of which nothing is left afterwards. record: the file that `Recorder` writes."""
     child = os.fork()
@@ -151,7 +155,7 @@ def run(
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         fork_server_in_waiting()
         sys.argv = ["pytest", *arguments]
-        status = pytest.main(arguments, [Recorder(record, rows, again)])
+        status = pytest.main(arguments, [Recorder(record, rows, again, reached)])
         sys.stdout.flush()
         os._exit(status)
     deadline = time.monotonic() + seconds

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from support.suite.tiers import group_of, mark
+from support.suite.tiers import Patterns, group_of, mark, named_by_mutants
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="nothing is shared out where one process runs all")
@@ -23,19 +23,54 @@ def test_a_test_that_names_its_group_is_in_no_other():
     assert group() == "tests/a.py" and group("xdist_group") is None
 
 
-def test_a_pattern_that_makes_nothing_quick_is_told():
-    def item(row: str, *markers: str) -> SimpleNamespace:
-        marked = list(markers)
-        add, get = lambda marker: marked.append(marker.name), lambda name: name if name in marked else None
-        return SimpleNamespace(nodeid=f"tests/a.py::test_b[{row}]", add_marker=add, get_closest_marker=get, all=marked)
+def rows(*names: str) -> list[SimpleNamespace]:
+    """Of tests/a.py; a name that ends with ! is marked slow where it stands."""
 
-    items = [item("tp2"), item("pp2"), item("tp4", "slow"), item("pp4", "slow")]
-    rows = {"a.py": {"test_b": "tp* pp4 ring2", "test_c": "", "test_d": "1"}, "b.py": {"test_e": ""}}
-    assert mark(items, rows, pytest.mark.full) == [
-        "a.py::test_b[pp4] matches slow rows only",
-        "a.py::test_b[ring2] matches nothing",
-        "a.py::test_c matches nothing",
-        "a.py::test_d matches nothing",
-        "a.py::test_d[1] matches nothing",
+    def row(name: str) -> SimpleNamespace:
+        marked = ["slow"] if name.endswith("!") else []
+        add, get = lambda marker: marked.append(marker.name), lambda name: name if name in marked else None
+        return SimpleNamespace(
+            nodeid=f"tests/a.py::{name.removesuffix('!')}", add_marker=add, get_closest_marker=get, marked=marked
+        )
+
+    return [row(name) for name in names]
+
+
+def test_what_is_not_quick_is_in_ci_where_a_mutant_names_it():
+    items = rows("b[1]", "b[2]", "b[3]", "b[4]", "c[1]", "c[2]", "d[1]", "d[2]", "e", "f[1]!", "f[2]", "g[1]")
+    quick = Patterns({"a.py": {"b": "1", "c": "", "d": "", "e": "", "f": ""}})
+    full = Patterns({"a.py": {"b": "4"}})
+    mark(items, quick, full, {"tests/a.py::b[2]", "tests/a.py::d[2]", "tests/a.py::g[1]"})
+    assert {item.nodeid.partition("::")[2]: item.marked for item in items} == {
+        "b[1]": [],
+        "b[2]": ["full"],  # of a mutant
+        "b[3]": ["slow"],
+        "b[4]": ["full"],  # of the table
+        "c[1]": ["full"],  # the test has no other
+        "c[2]": ["slow"],
+        "d[1]": ["slow"],
+        "d[2]": ["full"],
+        "e": ["full"],
+        "f[1]": ["slow"],
+        "f[2]": ["full"],
+        "g[1]": [],
+    }
+    assert quick.in_vain(["a.py"]) == full.in_vain(["a.py"]) == []
+
+
+def test_a_pattern_that_makes_nothing_quick_is_told():
+    quick = Patterns({"a.py": {"b": "tp* pp4 ring2", "c": "", "d": "1"}, "b.py": {"e": ""}})
+    mark(rows("b[tp2]", "b[pp2]", "b[tp4]!", "b[pp4]!"), quick, Patterns({}), ())
+    assert quick.in_vain(["a.py"]) == [
+        "a.py::b[pp4] matches slow rows only",
+        "a.py::b[ring2] matches nothing",
+        "a.py::c matches nothing",
+        "a.py::d matches nothing",
+        "a.py::d[1] matches nothing",
     ]
-    assert [item.all for item in items] == [[], ["full"], ["slow"], ["slow"]]
+    assert quick.in_vain(["b.py"]) == ["b.py::e matches nothing"]
+
+
+def test_names_of_mutants_are_read():
+    named = named_by_mutants()
+    assert len(named) > 300 and all(name.startswith("tests/") for name in named)

@@ -1,13 +1,15 @@
 """Which tests are quick, and what runs where under pytest-xdist: expensive things are made once, and what is short
 fills the gaps."""
 
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from support.suite.rows import ORDINARY, QUICK
+from support.suite.rows import FULL, QUICK
 
 TESTS = Path(__file__).parents[2]
 
@@ -30,30 +32,78 @@ def group_of(item: pytest.Item) -> str | None:
     return None if ONCE_A_FILE.isdisjoint(names) else file
 
 
-def mark(items: list[pytest.Item], rows: Mapping[str, Mapping[str, str]], marker: pytest.MarkDecorator) -> list[str]:
-    """Marks what `rows` leaves out; returns what it names in vain: what no test of these files has, and patterns of
-    slow rows alone."""
-    in_vain: dict[tuple[str, str], dict[str, str]] = {}
-    for item in items:
-        file, _, name = item.nodeid.removeprefix("tests/").partition("::")
-        for test, patterns in rows.get(file, {}).items():
-            function, _, row = name.removesuffix("]").partition("[")
-            found = in_vain.setdefault((file, test), dict.fromkeys(["", *patterns.split()], "matches nothing"))
+def parts(item: pytest.Item) -> tuple[str, str, str]:
+    """The file of a row below tests/, its function, and its id."""
+    file, _, name = item.nodeid.removeprefix("tests/").partition("::")
+    function, _, row = name.removesuffix("]").partition("[")
+    return file, function, row
+
+
+class Patterns:
+    """A table of rows.py, and which of its names and patterns no row has matched yet."""
+
+    def __init__(self, table: Mapping[str, Mapping[str, str]]) -> None:
+        self._table = table
+        self._unmatched = {
+            (file, test): dict.fromkeys(["", *patterns.split()], "matches nothing")
+            for file, tests in table.items()
+            for test, patterns in tests.items()
+        }
+
+    def keep(self, item: pytest.Item) -> bool | None:
+        """Whether a pattern matches the row; None where the table does not name its test."""
+        file, function, row = parts(item)
+        kept = None
+        for test, patterns in self._table.get(file, {}).items():
             if fnmatchcase(function, test) and (row or test != "*"):
                 matched = {pattern for pattern in patterns.split() if fnmatchcase(row, pattern)}
-                found.pop("", None)
-                for pattern in matched & found.keys():
+                unmatched = self._unmatched[file, test]
+                unmatched.pop("", None)
+                for pattern in matched & unmatched.keys():
                     if item.get_closest_marker("slow"):
-                        found[pattern] = "matches slow rows only"
+                        unmatched[pattern] = "matches slow rows only"
                     else:
-                        del found[pattern]
-                if not matched:
-                    item.add_marker(marker)
-    return [
-        f"{file}::{test}{pattern and f'[{pattern}]'} {why}"
-        for (file, test), found in in_vain.items()
-        for pattern, why in found.items()
-    ]
+                        del unmatched[pattern]
+                kept = bool(kept or matched)
+        return kept
+
+    def in_vain(self, files: Collection[str]) -> list[str]:
+        """A line for each name and pattern of these files that no row has matched."""
+        return [
+            f"{file}::{test}{pattern and f'[{pattern}]'} {why}"
+            for (file, test), found in self._unmatched.items()
+            if file in files
+            for pattern, why in found.items()
+        ]
+
+
+def mark(items: Sequence[pytest.Item], quick: Patterns, full: Patterns, named: Collection[str]) -> None:
+    """Marks the rows that `quick` leaves out: `full` where a mutant (`named`) or the table `full` names the row, and
+    the first row of a test that would have none; `slow` the others."""
+    left_out: dict[tuple[str, str], list[pytest.Item]] = {}
+    with_rows: set[tuple[str, str]] = set()
+    for item in items:
+        test, kept, also = parts(item)[:2], quick.keep(item), full.keep(item)
+        if item.get_closest_marker("slow"):
+            continue
+        if kept is not False:
+            with_rows.add(test)
+        elif also or item.nodeid in named:
+            with_rows.add(test)
+            item.add_marker(pytest.mark.full)
+        else:
+            left_out.setdefault(test, []).append(item)
+    for test, rows in left_out.items():
+        for item in rows:
+            alone = item is rows[0] and test not in with_rows
+            item.add_marker(pytest.mark.full if alone else pytest.mark.slow)
+
+
+@cache
+def named_by_mutants() -> frozenset[str]:
+    """The tests that the catalogue of mutants names: each is the one, or one of the few, that must notice a bug."""
+    catalogue = (tomllib.loads(path.read_text()) for path in (TESTS / "mutants").glob("*.toml"))
+    return frozenset(name for file in catalogue for mutant in file["mutant"] for name in mutant["tests"])
 
 
 class Schedule:
@@ -61,9 +111,14 @@ class Schedule:
 
     @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        # The slow ones first: a row that is slow cannot be quick.
-        in_vain = [*mark(items, ORDINARY, pytest.mark.slow), *mark(items, QUICK, pytest.mark.full)]
-        in_vain += [f"{file}, which is not there" for file in {**ORDINARY, **QUICK} if not (TESTS / file).is_file()]
+        quick, full = Patterns(QUICK), Patterns(FULL)
+        mark(items, quick, full, named_by_mutants())
+        files = {parts(item)[0] for item in items}
+        in_vain = [*quick.in_vain(files), *full.in_vain(files)]
+        in_vain += [f"{file}, which is not there" for file in {**QUICK, **FULL} if not (TESTS / file).is_file()]
+        in_vain += [
+            f"{file}::{test} of FULL" for file in FULL for test in FULL[file] if test not in QUICK.get(file, {})
+        ]
         if in_vain and not any("::" in argument for argument in config.args):
             raise pytest.UsageError(f"tests/support/suite/rows.py names tests in vain: {'; '.join(in_vain)}")
         groups = {item: group_of(item) for item in items}
