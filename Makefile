@@ -15,6 +15,9 @@ NEWER_FILES := tests/unit/test_compat.py tests/unit/test_rotary.py tests/unit/te
 # Processes that run the tests; those that need ranks, or share something expensive, stay together.
 WORKERS ?= 2
 
+# Where Python writes no bytecode, every process of a test compiles all of isoloss again.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 # One thread a rank on a CPU: ranks already use the cores.
 ONE_THREAD := OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
@@ -113,7 +116,6 @@ mutants: install
 
 # Bugs that nobody thought of. ARGS='--seed 7 --slow': others, and what rows of make prove-all notice of the survivors.
 fresh-mutants: install
-	$(call INSTALL,.venv) -e '.[dev,mutants]' -c constraints.txt
 	$(ONE_THREAD) $(BIN)/python tests/mutants/fresh.py .fresh-mutants.toml $(ARGS)
 
 # Real runs, disturbed in every way: ARGS='--seed 3 --kinds sft' tries one seed of one kind of run, --rounds 5 more.

@@ -15,6 +15,7 @@ STEPS, KEEP = 3, 2
 A, B = "row:1/0/0", "row:2/1/0"  # completions of the first draws
 
 
+@pytest.mark.slow
 def test_a_run_is_killed_and_damaged(tmp_path, capsys):
     """In a save, and between two starts; the table has a line for each."""
     rows = ["in a save, all but the name", "a bit flipped"]

@@ -97,6 +97,7 @@ def rl_step(script, monkeypatch, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_rl_step(rl_step, capsys, tmp_path):
     """isoloss alone, where there is no TRL: a line says so. The script itself refuses completions of another length."""
     row = rl_step("--trl", tmp_path / "none", "--profile", tmp_path, "--picture", tmp_path / "rl_step.png")
@@ -147,6 +148,7 @@ def test_logprob_memory(script, tmp_path):
     assert (found["micro_batches"], found["kept_bytes"]) == (2, 2048 * 8)
 
 
+@pytest.mark.slow
 def test_rollout_memory(script, tmp_path):
     """Each form in a process of its own: this one has free memory from other tests, and would not grow."""
     out = tmp_path / "figures.json"
@@ -194,6 +196,7 @@ def test_device_step(script, capsys, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_gpu(script, monkeypatch, tmp_path):
     """On a CPU: a step of dense layers and of experts, a plan of each, and a step without each kernel."""
     module = script("gpu", "--device", "cpu", "--only", "step", "plan", "--out", tmp_path / "figures.json")
@@ -219,6 +222,7 @@ def test_gpu_without_one(script, capsys, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_convert(script, monkeypatch, tmp_path, capsys):
     module = script("convert", "--layers", 2, "--repeats", 1, "--folder", tmp_path, "--warm")
     monkeypatch.setattr(module, "CONFIG", module.CONFIG | SMALL)
@@ -234,6 +238,7 @@ def test_the_control_of_rl_trains_for_as_long(script, tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.slow
 def test_rl_controls(script, monkeypatch, tmp_path):
     """One seed, with a start and both controls, of one or two steps each."""
     module = script("rl_controls", "--seeds", 0, "--out", tmp_path / "out", "train.steps=2", "batch.global_size=4")

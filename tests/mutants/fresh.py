@@ -54,7 +54,7 @@ def annotates(node: NodeOrLeaf) -> bool:
     while (parent := node.parent) is not None:
         if parent.type == "annassign" and node is parent.children[1]:
             return True
-        if parent.type in ("param", "funcdef") and node is parent.annotation:
+        if parent.type == "tfpdef" or (parent.type == "funcdef" and node is parent.annotation):
             return True
         node = parent
     return False

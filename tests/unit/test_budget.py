@@ -9,63 +9,70 @@ from support.suite.durations import Row
 
 BUDGET = budget.Budget(
     calibration=0.1,
-    folders={"test": {"rl": 60, "unit": 40}, "test-all": {"rl": 160, "unit": 40}},
-    rows={"rl/test_a.py::test_a[1]": 50.0, "rl/test_b.py::test_b": 10.0, "unit/test_c.py::test_c": 40.0},
-    history=[{"test": 90, "test-all": 190, "why": "the first"}, {"test": 100, "test-all": 200, "why": "a new loss"}],
+    rows={
+        "test": {"rl/test_b.py::test_b": 10.0, "unit/test_c.py::test_c": 40.0, f"unit: {budget.SHORT}": 2.0},
+        "test-all": {f"rl/test_a.py::test_a[{row}]": 10.0 for row in range(9)},
+    },
+    history=[{"test": 50, "test-all": 90, "why": "the first"}, {"test": 52, "test-all": 142, "why": "a new loss"}],
 )
 
 
-def rows(**seconds: float) -> list[Row]:
-    """What BUDGET allows, with these in place of some."""
-    cpu = {"a": 50.0, "b": 10.0, "c": 40.0, "full": 100.0} | seconds
-    return [
-        Row(1.0, cpu["a"], "test", "tests/rl/test_a.py::test_a[1]"),
+def rows(slow: float = 1.0, **seconds: float) -> list[Row]:
+    """What BUDGET allows, with these in place of some, on a machine that is so many times as slow."""
+    cpu = {"b": 10.0, "c": 40.0, "short": 1.0, "new": 0.0, "full": 10.0} | seconds
+    found = [
         Row(1.0, cpu["b"], "test", "tests/rl/test_b.py::test_b"),
         Row(1.0, cpu["c"], "test", "tests/unit/test_c.py::test_c"),
-        Row(1.0, cpu["full"], "test-all", "tests/rl/test_a.py::test_a[2]"),
+        *(Row(1.0, cpu["short"] / 2, "test", f"tests/unit/test_d.py::test_d[{row}]") for row in range(4)),
+        Row(1.0, cpu["full"], "test-all", "tests/rl/test_a.py::test_a[0]"),
+        *(Row(1.0, 10.0, "test-all", f"tests/rl/test_a.py::test_a[{row}]") for row in range(1, 9)),
+        *([Row(1.0, cpu["new"], "test", "tests/new/test_e.py::test_e")] if cpu["new"] else []),
     ]
+    return [dataclasses.replace(row, cpu=row.cpu * slow) for row in found]
 
 
-@pytest.mark.parametrize("slow", [1.0, 1.7])
+@pytest.mark.parametrize("slow", [0.6, 1.0, 1.7])
 def test_growth_of_more_than_five_percent_fails_on_a_machine_of_any_speed(slow):
     def check(**seconds: float) -> list[str]:
-        scaled = [dataclasses.replace(row, cpu=row.cpu * slow) for row in rows(**seconds)]
-        return budget.check(scaled, [9.0, 0.1 * slow, 0.0], BUDGET)
+        return budget.check(rows(slow, **seconds), [9.0, 0.1 * slow, 0.0], BUDGET)
 
-    assert check() == check(c=41.9) == check(full=107.0) == []
-    lines = check(c=43.0)
-    assert lines == [
-        f"make {verb}, unit: 43 CPU seconds of 40: +3.0 unit/test_c.py::test_c" for verb in ("test", "test-all")
+    assert check() == check(c=59.0) == check(b=14.9) == check(short=1.4) == check(new=2.5) == []
+    assert check(c=61.0) == [
+        "make test: 73 CPU seconds of 52: +21.0 unit/test_c.py::test_c",
+        "make test-all: 163 CPU seconds of 142: +21.0 unit/test_c.py::test_c",
     ]
-    (of_all, of_folder) = check(full=120.0)
-    assert of_all.startswith("make test-all, all: 220 CPU seconds of 200: +120.0 rl/test_a.py::test_a[2] (new)")
-    assert of_folder.startswith("make test-all, rl: 180 CPU seconds of 160: +120.0 rl/test_a.py::test_a[2] (new)")
+    assert check(full=18.0) == ["make test-all: 150 CPU seconds of 142: +8.0 rl/test_a.py::test_a[0]"]
+    assert check(new=3.0) == ["make test: 55 CPU seconds of 52: +3.0 new/test_e.py::test_e (new)"]
+    assert check(short=4.0)[0].startswith("make test: 58 CPU seconds of 52: +2.0 unit/test_d.py::test_d[")
+
+
+def test_what_leaves_makes_room():
+    found = [row for row in rows(full=18.0) if not row.name.endswith("[1]")]
+    assert budget.check(found, [0.1], BUDGET) == []
+
+
+def test_what_makes_all_rows_slower_fails():
+    assert budget.check(rows(1.9), [0.1], BUDGET) == []
+    assert budget.check(rows(2.5), [0.1], BUDGET) == ["rows take 2.50 times what they took, the fixed work 1.00 times"]
 
 
 def test_a_run_of_make_test_is_compared_with_its_own_budget():
-    quick = rows()[:3]
-    assert budget.check(quick, [0.1], BUDGET) == []
-    lines = budget.check([dataclasses.replace(row, cpu=1.2 * row.cpu) for row in quick], [0.1], BUDGET)
-    assert [line.split(":")[0] for line in lines] == ["make test, all", "make test, rl", "make test, unit"]
-
-
-def test_a_new_folder_has_no_seconds():
-    row = Row(1.0, 3.0, "test", "tests/new/test_a.py::test_a")
-    lines = budget.check([*rows(), row], [0.1], BUDGET)
-    assert lines == [
-        f"make {verb}, new: 3 CPU seconds of 0: +3.0 new/test_a.py::test_a (new)" for verb in ("test", "test-all")
-    ]
+    (line,) = budget.check([row for row in rows(new=5.0) if row.verb == "test"], [0.1], BUDGET)
+    assert line == "make test: 57 CPU seconds of 52: +5.0 new/test_e.py::test_e (new)"
 
 
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"folders": BUDGET.folders | {"test": {"rl": 61, "unit": 40}}}, "the folders of test add up to 101 and not"),
+        (
+            {"rows": BUDGET.rows | {"test": {**BUDGET.rows["test"], "rl/test_b.py::test_b": 11.0}}},
+            "the rows of test add",
+        ),
         ({"history": [*BUDGET.history[:1], {**BUDGET.history[1], "why": " "}]}, "history entry 1 says no why"),
     ],
 )
 def test_nobody_raises_it_without_a_reason(changes, says):
-    (line,) = budget.check(rows(), [0.1], dataclasses.replace(BUDGET, **changes))
+    line, *_ = budget.check(rows(), [0.1], dataclasses.replace(BUDGET, **changes))
     assert line.startswith(says)
 
 
@@ -78,17 +85,20 @@ def test_what_is_written_is_read_again(tmp_path, capsys):
         budget.main([], file, path)  # there is none yet
     assert budget.main(["--write", 'it "is"\nso'], file, path) == 0
     first = budget.Budget.parse(path.read_text())
-    assert first.folders == {"test": {"rl": 60, "unit": 47}, "test-all": {"rl": 160, "unit": 47}}
-    assert first.rows["unit/test_c.py::test_c['\"\\n é]"] == 7.0 and first.calibration == 0.2
+    assert first.rows == {
+        "test": {**BUDGET.rows["test"], "unit/test_c.py::test_c['\"\\n é]": 7.0},
+        "test-all": BUDGET.rows["test-all"],
+    }
+    assert first.calibration == 0.2 and first.history == [{"test": 59, "test-all": 149, "why": 'it "is"\nso'}]
     assert budget.main(["--write", "again"], file, path) == 0
     assert [entry["why"] for entry in budget.Budget.parse(path.read_text()).history] == ['it "is"\nso', "again"]
     capsys.readouterr()
     assert budget.main([], file, path) == 0
-    file.write_text(file.read_text().replace("\t100.0\t", "\t130.0\t"))
+    file.write_text(file.read_text().replace("\t40.0\t", "\t90.0\t"))
     assert budget.main([], file, path) == 1
     told = capsys.readouterr().out.splitlines()
-    assert told[1] == "make test-all: 207 CPU seconds of 207 (207 on this machine, which is 1.00 times as slow)"
-    assert told[-1].startswith("BUDGET: make test-all, rl: 190 CPU seconds of 160: +30.0 rl/test_a.py::test_a[2]")
+    assert told[1].startswith("make test-all: 149 CPU seconds, budget 149 (this machine is 1.00 times as slow")
+    assert told[-1] == "BUDGET: make test-all: 199 CPU seconds of 149: +50.0 unit/test_c.py::test_c"
 
 
 @pytest.mark.parametrize("argv", [["--write", " "], ["--write", "of make test alone"]])

@@ -70,5 +70,6 @@ def test_uv_installs_into_the_environment_of_this_interpreter(monkeypatch):
     monkeypatch.setattr(install, "default_index", lambda: "http://main/simple")
     monkeypatch.setattr(install, "find_uv", lambda: "uv")
     assert install.main(["torch"]) == 0
-    expected = ["uv", "pip", "install", "--quiet", "--python", sys.executable, "--constraint", "/x.txt", "torch"]
+    quiet = ["uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", sys.executable]
+    expected = [*quiet, "--constraint", "/x.txt", "torch"]
     assert calls[1:] == [expected]

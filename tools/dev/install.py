@@ -110,7 +110,9 @@ def with_uv(arguments: Sequence[str]) -> str | None:
     uv = find_uv()
     if uv is None:
         return f"there is no uv, and pip does not get {UV}"
-    command = [uv, "pip", "install", "--quiet", "--python", sys.executable, *options, *arguments]
+    # pip compiles what it installs. Where Python writes no bytecode, every process would compile torch again.
+    compiled = "--compile-bytecode"
+    command = [uv, "pip", "install", "--quiet", compiled, "--python", sys.executable, *options, *arguments]
     done = subprocess.run(command, env=variables | os.environ, capture_output=True, text=True)
     return None if done.returncode == 0 else f"uv ended with status {done.returncode}: {done.stderr.strip()}"
 

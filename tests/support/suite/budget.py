@@ -3,13 +3,14 @@
     make budget                              # fails if they grew by more than 5 %
     make budget ARGS="--write 'WHY'"         # after make test-all: what it took becomes the budget, and says why
 
-What a run took is compared as *seconds x calibration of the budget / calibration of the run*. A calibration is the
-median of what calibration.py measured between the tests: the CPU seconds of a fixed piece of work. So a slower machine,
-or one with more beside it, has proportionally more seconds to spend.
+Machines differ, in imports by another factor than in products of matrices. So rows are compared, not sums: a row that
+the budget has counts what it took then, unless by now it takes more than half as much again. A new row counts what it
+takes. Rows of less than a second are one row a folder. How slow a machine is, is the median of its rows; if that is far
+from what calibration.py measured between the tests, something makes all of them slower, and that fails too.
 
-budget.toml: `calibration`; CPU seconds by folder for each verb (`test-all` includes what `test` runs); of rows of one
-second or more; and a history, whose last entry holds the totals, so that no folder is raised without a line that says
-why.
+budget.toml: `calibration`, the CPU seconds of a fixed piece of work; CPU seconds of rows, by the verb that runs them
+first (`test-all` runs both); and a history, whose last entry holds the totals, so that none is raised without a line
+that says why.
 """
 
 import argparse
@@ -24,37 +25,46 @@ from pathlib import Path
 from support.suite.durations import FILE, ROOT, Row, read
 
 BUDGET = ROOT / "tests/budget.toml"
-VERBS = {"test": {"test"}, "test-all": {"test", "test-all"}}  # and the rows that each runs
-GROWTH = 0.05
-# A folder may also grow by this part of the total: which one pays for the start of shared ranks is chance.
-OF_TOTAL = 0.01
-NOTED = 1.0  # CPU seconds from which on a row is in the budget
+VERBS = {"test": ("test",), "test-all": ("test", "test-all")}  # and whose rows each runs
+GROWTH = 0.05  # of a total
+# What noise does not do to a row: it takes so many times as long, and so many seconds more.
+GREW, GREW_SECONDS = 1.5, 2.0
+NOTED = 1.0  # CPU seconds from which on a row is named
+SHORT = "rows of less than a second"
+# All rows may be so many times as slow as the calibration says, or as fast.
+APART = 2.0
 HEADER = """\
 # CPU seconds that tests may take: written by `make budget ARGS="--write 'WHY'"`
 # (tests/support/suite/budget.py).
 """
 
+Seconds = Mapping[str, float]  # by the name of a row, without `tests/`
+
 
 @dataclass(frozen=True)
 class Budget:
-    """calibration: CPU seconds of the fixed work when it was written. folders: by verb. rows: without `tests/`.
-    history: the totals of every verb and the `why`, oldest first."""
+    """calibration: CPU seconds of the fixed work when it was written. rows: by verb. history: the totals of every verb
+    and the `why`, oldest first."""
 
     calibration: float
-    folders: Mapping[str, Mapping[str, int]]
-    rows: Mapping[str, float]
+    rows: Mapping[str, Seconds]
     history: Sequence[Mapping[str, int | str]]
 
     @classmethod
     def parse(cls, text: str) -> "Budget":
-        data = tomllib.loads(text)
-        return cls(data["calibration"], {verb: data[verb] for verb in VERBS}, data["rows"], data["history"])
+        return cls(**tomllib.loads(text))
+
+    @property
+    def named(self) -> Seconds:
+        return {name: seconds for rows in self.rows.values() for name, seconds in rows.items() if SHORT not in name}
+
+    def total(self, verb: str) -> float:
+        return sum(sum(self.rows[part].values()) for part in VERBS[verb])
 
     def text(self) -> str:
         lines = [HEADER, f"calibration = {self.calibration:.4f}"]
-        for verb, folders in self.folders.items():
-            lines += ["", f"[{verb}]", *(f"{folder} = {seconds}" for folder, seconds in folders.items())]
-        lines += ["", "[rows]", *(f"{quoted(row)} = {seconds:.1f}" for row, seconds in self.rows.items())]
+        for verb, rows in self.rows.items():
+            lines += ["", f"[rows.{verb}]", *(f"{quoted(row)} = {seconds:.1f}" for row, seconds in rows.items())]
         for entry in self.history:
             totals = [f"{verb} = {entry[verb]}" for verb in VERBS]
             lines += ["", "[[history]]", *totals, f"why = {quoted(str(entry['why']))}"]
@@ -72,20 +82,21 @@ def faults(budget: Budget) -> list[str]:
     found = [
         f"history entry {n} says no why" for n, entry in enumerate(budget.history) if not str(entry["why"]).strip()
     ]
-    for verb, folders in budget.folders.items():
-        total, last = sum(folders.values()), budget.history[-1][verb]
+    for verb in VERBS:
+        total, last = round(budget.total(verb)), budget.history[-1][verb]
         if total != last:
-            found.append(f"the folders of {verb} add up to {total} and not to the {last} of the last history entry")
+            found.append(f"the rows of {verb} add up to {total} and not to the {last} of the last history entry")
     return found
 
 
-def sums(rows: Sequence[Row], verb: str) -> dict[str, float]:
-    """CPU seconds by folder of what the verb runs."""
-    folders: dict[str, float] = defaultdict(float)
-    for row in rows:
-        if row.verb in VERBS[verb]:
-            folders[row.folder] += row.cpu
-    return folders
+def table(rows: Sequence[Row], named: Seconds, slowness: float) -> dict[str, dict[str, float]]:
+    """By verb, CPU seconds of rows on the budget's machine; short ones that `named` lacks are one row a folder."""
+    found: dict[str, dict[str, float]] = {verb: defaultdict(float) for verb in VERBS}
+    for row in sorted(rows, key=lambda row: row.name):
+        name = row.name.removeprefix("tests/")
+        short = name not in named and row.cpu / slowness < NOTED
+        found[row.verb][f"{row.folder}: {SHORT}" if short else name] += row.cpu / slowness
+    return found
 
 
 def verbs_of(rows: Sequence[Row]) -> list[str]:
@@ -93,44 +104,48 @@ def verbs_of(rows: Sequence[Row]) -> list[str]:
     return [verb for verb in VERBS if verb == "test" or any(row.verb == verb for row in rows)]
 
 
-def grown(rows: Sequence[Row], budget: Budget, folder: str | None, slowness: float, count: int = 5) -> str:
-    """The rows that grew the most, of a folder or of all: `+SECONDS NAME`, and whether the budget has them."""
-    told = []
-    for row in rows:
-        name = row.name.removeprefix("tests/")
-        growth = row.cpu / slowness - budget.rows.get(name, 0.0)
-        if growth >= NOTED / 2 and folder in (None, row.folder):
-            told.append((growth, f"+{growth:.1f} {name}" + ("" if name in budget.rows else " (new)")))
-    return ", ".join(text for _, text in sorted(told, reverse=True)[:count]) or "no row by much"
+def slowness_of(rows: Sequence[Row], calibrations: Sequence[float], budget: Budget) -> float:
+    """Of this machine, by its rows; by the calibration where the budget knows none of them."""
+    named = budget.named
+    ratios = [row.cpu / named[name] for row in rows if (name := row.name.removeprefix("tests/")) in named]
+    return statistics.median(ratios) if ratios else statistics.median(calibrations) / budget.calibration
 
 
-def excesses(rows: Sequence[Row], budget: Budget, slowness: float) -> list[str]:
-    """One line for each total, and each folder, that takes more than its budget."""
-    found = []
-    for verb in verbs_of(rows):
-        measured, allowed = sums(rows, verb), budget.folders[verb]
-        of_verb = [row for row in rows if row.verb in VERBS[verb]]
-        total = sum(allowed.values())
-        parts = {folder: (measured[folder], allowed.get(folder, 0), OF_TOTAL * total) for folder in sorted(measured)}
-        for folder, (seconds, budgeted, least) in {"all": (sum(measured.values()), total, 0.0), **parts}.items():
-            if seconds / slowness > budgeted + max(GROWTH * budgeted, least):
-                most = grown(of_verb, budget, None if folder == "all" else folder, slowness)
-                found.append(f"make {verb}, {folder}: {seconds / slowness:.0f} CPU seconds of {budgeted}: {most}")
-    return found
+def counted(measured: Mapping[str, Seconds], budget: Budget, verb: str) -> tuple[float, list[str]]:
+    """The CPU seconds that a verb takes, and the rows by which they grew the most: `+SECONDS NAME`."""
+    total, growths = 0.0, []
+    for part in VERBS[verb]:
+        for name, now in measured[part].items():
+            before = budget.rows[part].get(name)
+            grew = before is None or (now > GREW * before and now > before + GREW_SECONDS)
+            total += now if before is None or grew else before
+            if grew:
+                growths.append((now - (before or 0.0), name + (" (new)" if before is None else "")))
+    return total, [f"+{growth:.1f} {name}" for growth, name in sorted(growths, reverse=True)]
 
 
 def check(rows: Sequence[Row], calibrations: Sequence[float], budget: Budget) -> list[str]:
     """What is wrong, a line each; none if all is within the budget."""
-    return faults(budget) + excesses(rows, budget, statistics.median(calibrations) / budget.calibration)
+    found, slowness = faults(budget), slowness_of(rows, calibrations, budget)
+    calibrated = statistics.median(calibrations) / budget.calibration
+    if not 1 / APART <= slowness / calibrated <= APART:
+        found.append(f"rows take {slowness:.2f} times what they took, the fixed work {calibrated:.2f} times")
+    measured = table(rows, budget.named, slowness)
+    for verb in verbs_of(rows):
+        (total, growths), allowed = counted(measured, budget, verb), budget.total(verb)
+        if total > (1 + GROWTH) * allowed:
+            found.append(f"make {verb}: {total:.0f} CPU seconds of {allowed:.0f}: {', '.join(growths[:5])}")
+    return found
 
 
 def written(rows: Sequence[Row], calibrations: Sequence[float], why: str, before: Budget | None) -> Budget:
     """The budget of this run."""
-    folders = {verb: {folder: round(seconds) for folder, seconds in sorted(sums(rows, verb).items())} for verb in VERBS}
-    noted = {row.name.removeprefix("tests/"): row.cpu for row in rows if row.verb in VERBS and row.cpu >= NOTED}
-    entry = {verb: sum(of.values()) for verb, of in folders.items()} | {"why": why}
-    history = [*(before.history if before else ()), entry]
-    return Budget(statistics.median(calibrations), folders, dict(sorted(noted.items())), history)
+    measured = {
+        verb: {name: round(seconds, 1) for name, seconds in of.items()} for verb, of in table(rows, {}, 1.0).items()
+    }
+    budget = Budget(statistics.median(calibrations), measured, ())
+    entry = {verb: round(budget.total(verb)) for verb in VERBS} | {"why": why}
+    return Budget(budget.calibration, measured, [*(before.history if before else ()), entry])
 
 
 def main(argv: Sequence[str], file: Path = ROOT / FILE, path: Path = BUDGET) -> int:
@@ -149,13 +164,13 @@ def main(argv: Sequence[str], file: Path = ROOT / FILE, path: Path = BUDGET) -> 
         return 0
     if budget is None:
         parser.error(f"there is no {path.name}: write one after make test-all")
-    wrong = check(rows, calibrations, budget)
-    slowness = statistics.median(calibrations) / budget.calibration
+    wrong, slowness = check(rows, calibrations, budget), slowness_of(rows, calibrations, budget)
     for verb in verbs_of(rows):
-        seconds = sum(sums(rows, verb).values())
+        seconds = sum(row.cpu for row in rows if row.verb in VERBS[verb])
         print(
-            f"make {verb}: {seconds / slowness:.0f} CPU seconds of {sum(budget.folders[verb].values())}"
-            f" ({seconds:.0f} on this machine, which is {slowness:.2f} times as slow)"
+            f"make {verb}: {seconds:.0f} CPU seconds, budget {budget.total(verb):.0f}"
+            f" (this machine is {slowness:.2f} times as slow by its rows,"
+            f" {statistics.median(calibrations) / budget.calibration:.2f} by the fixed work)"
         )
     for line in wrong:
         print(f"BUDGET: {line}")

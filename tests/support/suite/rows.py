@@ -9,19 +9,109 @@ row of a test that would have none. `make prove-all` runs the others.
 """
 
 FULL = {
+    "checkpoints/test_asynchronous.py": {
+        "test_a_step_after_it_was_taken_does_not_change_it": "1-fp32-parallel1",
+    },
+    "checkpoints/test_checkpoint_read.py": {
+        "test_every_family_in_every_style": "*-stacked",
+    },
+    "checkpoints/test_converted.py": {
+        "test_a_converted_checkpoint_loads_in_every_layout": "deepseek-v3-tp2+pp2 gpt-oss-tp2+pp2",
+    },
+    "checkpoints/test_disk_faults.py": {
+        "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "30-*",
+        "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "False-*",
+        "test_one_checkpoint_that_fails_does_not_end_a_run": "steps_that_fail0-0",
+    },
+    "checkpoints/test_mcore_to_hf.py": {
+        "test_parts_of_every_family_in_every_style": "*-stacked",
+    },
+    "checkpoints/test_multimodal.py": {
+        "test_without_what_is_beside_it_a_text_model_is_written": "mistral",
+    },
+    "checkpoints/test_resume.py": {
+        "test_a_damaged_newest_checkpoint_is_passed_over": "isoloss.json",
+        "test_a_run_that_is_told_to_end_saves_first": "dp2",
+        "test_resume_is_exact": "dp2-bf16-True",
+        "test_the_status_of_a_run_that_was_told_to_end": "*",
+    },
+    "cli/test_elastic.py": {
+        "test_a_job_that_is_told_to_end_is_not_started_again": "SIGTERM",
+    },
+    "cli/test_sft_numbers.py": {
+        "test_a_run_is_that_of_a_plain_loop": "fp64*",
+    },
+    "cli/test_silent_trouble.py": {
+        "test_a_rank_that_is_slow_is_named": "1",
+        "test_a_step_above_a_limit_is_not_applied": "tp2+pp2",
+        "test_all_that_hold_a_weight_hold_the_same": "distopt-*",
+    },
+    "numerics/test_bf16.py": {
+        "test_gradients_in_bf16_follow_fp32": "tp2-False-by?the?hook",
+        "test_no_layout_loses_the_fp32_copy_of_the_weights": "tp2",
+    },
     "numerics/test_covering.py": {
         "test_every_pair": "*",
+    },
+    "numerics/test_delta_invariance.py": {
+        "test_twenty_fp32_steps": "tp2+nosp",
     },
     # How long messages between experts are is where gradients were lost in silence before: every row.
     "numerics/test_dispatch_bound.py": {
         "test_a_bound_changes_no_number": "*",
     },
+    "numerics/test_experts.py": {
+        "test_a_gpus_way_is_the_cpus": "pp2* *-full",
+    },
+    "numerics/test_invariance.py": {
+        "test_twenty_fp32_steps": "dp2-True",
+    },
+    "numerics/test_memory_estimate.py": {
+        "test_it_gives_what_a_dry_run_counts": "8b-8-0-parallel.tp=2-memory.recompute=none",
+    },
+    "numerics/test_param_gather.py": {
+        "test_steps_are_those_of_weights_gathered_by_megatron": "*",
+    },
+    "numerics/test_prove.py": {
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-by-micro-batch-means "
+        "context-factor-twice counts-over-dp-and-sp dropped-micro-batch attention-sees-its-own-shard "
+        "positions-across-siblings",
+    },
+    "numerics/test_rl_invariance.py": {
+        "test_critic": "tp2+pp2+ulysses2",
+        "test_every_layout": "ulysses2",
+    },
     "numerics/test_shared_prefixes.py": {
+        "test_every_layout": "tp2+pp2+ulysses2",
         "test_linear_attention": "tp2+pp2",
+        "test_logprobs_of_a_forward_alone": "*",
+    },
+    "numerics/test_weight_gradients.py": {
+        "test_products_that_add_give_what_the_sum_of_gradients_gives": "*",
+    },
+    "parallel/test_processes.py": {
+        "test_helpers_end_with_an_owner_that_is_killed": "*",
     },
     "rl/test_megatron_backend.py": {
-        "test_any_layout_gives_the_same_tokens": "mixtral-*",
+        "test_any_layout_gives_the_same_tokens": "deepseek-v3-* qwen3.5-moe-* qwen3-moe-*ep*",
         "test_the_tokens_are_those_of_transformers": "*",
+    },
+    "rl/test_own_functions.py": {
+        "test_prove_judges_a_loss_of_ones_own": "squared-*",
+    },
+    "rl/test_rl_layouts.py": {
+        "test_a_run_is_the_same_on_any_layout": "pp2",
+        "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling*",
+    },
+    "rl/test_rl_phases.py": {
+        "test_killed_at_a_moment_of_a_step": "generated in?a?save,?all* gradients* amid?a?weight?sync",
+    },
+    "rl/test_rl_resume.py": {
+        "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
+        "test_resume_is_exact": "critic",
+    },
+    "sglang/test_ahead.py": {
+        "test_every_rank_has_the_ledger": "dp2",
     },
     # By a stand-in and by a real server.
     "sglang/test_backend.py": {
@@ -30,14 +120,20 @@ FULL = {
         "test_an_update_is_what_the_server_then_serves": "*",
         "test_logprobs_are_those_of_the_whole_vocabulary": "*",
     },
+    "sglang/test_campaign.py": {
+        "test_faults_of_servers_cost_nothing_but_time": "30-*",
+    },
+    "sglang/test_survival.py": {
+        "test_servers_that_die_in_a_batch_and_come_back_by_themselves": "2-1",
+    },
 }
 
 QUICK = {
     "chaos/test_campaign.py": {
-        "test_a_run_is_killed_and_damaged": "",
+        "test_a_short_soak": "",
     },
     "checkpoints/test_asynchronous.py": {
-        "test_a_step_after_it_was_taken_does_not_change_it": "2-fp32-parallel0 1-fp32-parallel1",
+        "test_a_step_after_it_was_taken_does_not_change_it": "2-fp32-parallel0",
     },
     "checkpoints/test_checkpoint.py": {
         "test_a_checkpoint_goes_on_in_another_layout": "",
@@ -46,15 +142,18 @@ QUICK = {
         "test_files_are_those_of_megatrons_own_strategy": "",
     },
     "checkpoints/test_checkpoint_read.py": {
-        "test_every_family_in_every_style": "*-stacked deepseek-v3-*",
+        "test_every_family_in_every_style": "qwen3-stacked deepseek-v3-* gpt-oss-stacked minimax-m2-stacked "
+        "gemma-4-stacked qwen3.5-moe-stacked",
         "test_experts_and_tensors_on_different_ranks": "gpt-oss-*",
         "test_layouts": "",
     },
     "checkpoints/test_checkpoint_shares.py": {
         "test_a_checkpoint_goes_through_every_layout_unchanged": "",
+        "test_every_rank_writes_reads_and_holds_its_own_part": "",
         "test_the_files_are_those_of_a_gather_in_other_pieces": "qwen3-moe",
     },
     "checkpoints/test_convert.py": {
+        "test_a_conversion": "",
         "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
         "test_the_command_killed_while_it_writes_goes_on_when_started_again": "",
     },
@@ -64,8 +163,7 @@ QUICK = {
         "test_both_ways_are_certified": "glm-4.5 gpt-oss llama",
     },
     "checkpoints/test_converted.py": {
-        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2 deepseek-v3-tp2+pp2 "
-        "gpt-oss-tp2+pp2",
+        "test_a_converted_checkpoint_loads_in_every_layout": "llama-tp2+pp2 qwen3-moe-ep2",
     },
     "checkpoints/test_converted_names.py": {
         "test_megatron_with_transformer_engine_loads_it": "",
@@ -73,9 +171,10 @@ QUICK = {
         "gpt-oss",
     },
     "checkpoints/test_disk_faults.py": {
-        "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "30-*",
-        "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "False-*",
+        "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "",
+        "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "",
         "test_killed_for_good": "",
+        "test_one_checkpoint_that_fails_does_not_end_a_run": "steps_that_fail2-2",
     },
     "checkpoints/test_hf_to_mcore.py": {
         "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
@@ -83,24 +182,35 @@ QUICK = {
     "checkpoints/test_mcore_to_hf.py": {
         "test_memory_does_not_grow_with_the_number_of_experts": "",
         "test_no_tensor_is_in_memory_as_a_whole": "bfloat16",
+        "test_parts_of_every_family_in_every_style": "qwen3-* deepseek-v3-stacked gpt-oss-per-layer "
+        "minimax-m2-singleton gemma-4-stacked qwen3.5-moe-stacked",
         "test_parts_of_every_layout": "*tp2+pp2*-singleton qwen3-pp2-stacked",
-        "test_parts_of_experts_apart": "*-stacked gpt-oss-*",
+        "test_parts_of_experts_apart": "*-stacked gpt-oss-singleton",
         "test_plain_megatron_core_into_the_files_that_were_published": "tp2-* tp2+pp2*-True",
         "test_there_and_back_again": "*-True-dtype1 llama-False-dtype0",
         "test_tied_embeddings_there_and_back_again": "qwen2 deepseek-v3 gpt-oss",
     },
+    "checkpoints/test_multimodal.py": {
+        "test_without_what_is_beside_it_a_text_model_is_written": "ministral-3,?tied gemma-4",
+    },
     "checkpoints/test_resume.py": {
+        "test_a_damaged_newest_checkpoint_is_passed_over": "__0_0.distcp",
+        "test_a_finished_run_can_be_made_longer": "",
         "test_a_kill_while_saving": "",
-        "test_a_run_that_is_told_to_end_saves_first": "dp2",
+        "test_a_part_of_one_rank_is_missed_by_all": "",
+        "test_a_run_that_is_told_to_end_saves_first": "",
         "test_other_rows_are_another_run": "answer tokenizer truncate",
-        "test_resume_is_exact": "dp2-bf16-True",
+        "test_resume_is_exact": "",
         "test_resume_on_another_layout": "",
+        "test_the_status_of_a_run_that_was_told_to_end": "SIGTERM",
     },
     "checkpoints/test_transfer.py": {
         "test_a_disk_that_fails_at_any_operation_ends_the_run_in_one_line": "",
+        "test_killed_at_any_operation_the_target_is_absent_or_complete_and_the_next_run_finishes": "",
     },
     "cli/test_elastic.py": {
         "test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back": "",
+        "test_a_job_that_is_told_to_end_is_not_started_again": "",
     },
     "cli/test_hang.py": {
         "test_the_rank_that_keeps_the_others_waiting_is_named": "sleep stop meet_alone",
@@ -128,10 +238,19 @@ QUICK = {
         "test_overlapped_reduction_changes_nothing": "distopt-dp2+tp2 plainopt-dp2+pp2+vpp2",
         "test_two_calls_before_a_step_equal_one": "1 tp2+pp2 ulysses2+ring2",
     },
+    "cli/test_sft_numbers.py": {
+        "test_a_run_is_that_of_a_plain_loop": "",
+    },
+    "cli/test_silent_trouble.py": {
+        "test_a_rank_that_is_slow_is_named": "None",
+        "test_a_step_above_a_limit_is_not_applied": "dp2",
+        "test_all_that_hold_a_weight_hold_the_same": "distopt-dp2+tp2 plainopt-ulysses2+ring2",
+    },
     "cli/test_torchrun.py": {
         "test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes": "",
         "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
         "test_reinforcement_learning_on_two_ranks": "",
+        "test_sft_on_two_ranks": "",
         "test_two_agents_give_the_numbers_of_one": "",
     },
     "docs/test_cluster.py": {
@@ -146,23 +265,31 @@ QUICK = {
     },
     "numerics/test_bf16.py": {
         "test_bf16_follows_fp32_on_every_layout": "",
-        "test_no_layout_loses_the_fp32_copy_of_the_weights": "tp2 dp2",
+        "test_gradients_in_bf16_follow_fp32": "dp2-*",
+        "test_no_layout_loses_the_fp32_copy_of_the_weights": "dp2",
     },
     "numerics/test_covering.py": {
         "test_every_pair": "",
         "test_every_triple": "",
     },
     "numerics/test_delta_invariance.py": {
-        "test_every_layout": "tp2+nosp ulysses4+ring2 tp2+pp2+ulysses2 pp2+vpp2",
+        "test_degrees_of_three": "ring3 tp3",
+        "test_every_layout": "pp2+vpp2 tp2+pp2+ulysses2",
+        "test_losses_of_reinforcement_learning": "tp2+pp2",
+        "test_recomputed_activations": "tp2+ulysses2-memory0 pp2+vpp2-memory1",
+        "test_twenty_fp32_steps": "",
     },
     "numerics/test_device_lint.py": {
         "test_nothing_is_refused_and_nothing_more_is_waited_for": "experts",
     },
     "numerics/test_dispatch_bound.py": {
-        "test_a_bound_changes_no_number": "ep2+dp2-* pp2+ep2-none-2.0 tp2+ep2+etp2-none-1.0",
+        "test_a_bound_changes_no_number": "ep2+dp2-*-1.0* pp2+ep2-none-2.0",
     },
     "numerics/test_dryrun.py": {
         "test_the_peak_is_that_of_a_real_run": "",
+    },
+    "numerics/test_experts.py": {
+        "test_a_gpus_way_is_the_cpus": "1-* tp2+ep2+etp2+dp2-none ulysses2*",
     },
     "numerics/test_gemma_invariance.py": {
         "test_every_layout": "tp2+pp2+ulysses2",
@@ -186,7 +313,7 @@ QUICK = {
         "test_a_compiler_makes_one_kernel": "sum_along_the_norm joint_norm_backward",
     },
     "numerics/test_memory_estimate.py": {
-        "test_it_gives_what_a_dry_run_counts": "8b-8-0-parallel.tp=2-memory.recompute=none",
+        "test_it_gives_what_a_dry_run_counts": "",
     },
     "numerics/test_moe_invariance.py": {
         "test_a_bug_planted_into_the_counts_fails_where_it_shows": "padding-counted-ulysses2+ep2",
@@ -212,6 +339,9 @@ QUICK = {
     "numerics/test_optimizer_choice.py": {
         "test_torchs_adamw_runs_also_where_another_one_is_installed": "",
     },
+    "numerics/test_param_gather.py": {
+        "test_steps_are_those_of_weights_gathered_by_megatron": "qwen3-dp2* qwen2-dp2-* qwen3-moe-*-late",
+    },
     "numerics/test_presets_fit.py": {
         "test_a_model_of_all_layers_peaks_where_few_layers_say": "",
         "test_a_plan_knows_what_is_kept_in_cpu_memory": "",
@@ -219,8 +349,7 @@ QUICK = {
         "test_what_a_preset_claims_is_what_the_search_says": "sft/*",
     },
     "numerics/test_prove.py": {
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-by-micro-batch-means "
-        "shared-tokens-routed-once",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "shared-tokens-routed-once",
         "test_a_planted_bug_that_cannot_show_is_refused": "expert-* loads-*",
         "test_a_proof_of_a_policy_loss": "gspo-*",
         "test_a_proof_on_the_shipped_model_and_data": "",
@@ -233,15 +362,15 @@ QUICK = {
     },
     "numerics/test_rl_invariance.py": {
         "test_a_planted_bug_fails_where_it_shows_and_only_there": "second-term-*",
-        "test_critic": "tp2+pp2+ulysses2",
-        "test_every_layout": "ulysses2",
+        "test_critic": "",
+        "test_every_layout": "",
         "test_on_policy_where_the_loss_cancels": "",
     },
     "numerics/test_shared_prefixes.py": {
-        "test_every_layout": "pp2+vpp2 tp2+pp2+ulysses2",
-        "test_experts_windows_sinks_and_latent_attention": "1-* ep2+dp2-qwen3-moe tp2+ep2-gpt-oss "
-        "ulysses2+ep2-glm-4.7-flash",
-        "test_linear_attention": "1 pp2+vpp2 ulysses2",
+        "test_every_layout": "pp2+vpp2",
+        "test_experts_windows_sinks_and_latent_attention": "1-mistral-4 1-qwen3.5-moe tp2+ep2-gpt-oss",
+        "test_linear_attention": "1 pp2+vpp2",
+        "test_logprobs_of_a_forward_alone": "dp4 ring3",
     },
     "numerics/test_transformers_parity.py": {
         "test_an_exported_model_is_the_trained_one": "qwen3-1 deepseek-v3-tp2+pp2",
@@ -251,6 +380,9 @@ QUICK = {
         "test_logits_are_those_of_transformers": "qwen3 gpt-oss deepseek-v3",
         "test_logprobs_are_those_of_transformers": "qwen2",
     },
+    "numerics/test_weight_gradients.py": {
+        "test_products_that_add_give_what_the_sum_of_gradients_gives": "qwen3-tp2-* deepseek-v3-1-* glm-4.5-ep2+dp2-*",
+    },
     "parallel/test_attention.py": {
         "test_a_grid_of_ranks_equals_dense_attention": "",
         "test_ulysses_attention_equals_dense_attention": "*-0 8-2-4-* 12-3-4-1 6-3-3-2",
@@ -259,7 +391,7 @@ QUICK = {
         "test_factories_still_obey_a_device_context": "",
     },
     "parallel/test_processes.py": {
-        "test_helpers_end_with_an_owner_that_is_killed": "reward* conversion server checkpoint",
+        "test_helpers_end_with_an_owner_that_is_killed": "reward*",
     },
     "parallel/test_uneven_stages.py": {
         "test_a_checkpoint_goes_on_in_other_stages": "latent*'ep'*-plainopt",
@@ -288,15 +420,14 @@ QUICK = {
         "test_five_cycles_are_bit_equal_and_leave_nothing_behind": "1-fp64-* pp2+vpp2-bf16-plain ep2+dp2-*-distributed",
     },
     "rl/test_megatron_backend.py": {
-        "test_any_layout_gives_the_same_tokens": "deepseek-v3-* mistral-2-{} mistral-*ulysses* qwen2-* qwen3-moe-*ep* "
-        "qwen3.5-moe-* gemma-4-*pp*",
+        "test_any_layout_gives_the_same_tokens": "mistral-2-{} mistral-*ulysses* qwen2-* gemma-4-*pp*",
         "test_the_tokens_are_those_of_transformers": "llama deepseek-v3 gemma-4 gpt-oss qwen3.5-moe qwen2",
     },
     "rl/test_minimal_rl.py": {
         "test_the_readable_loop_on_two_ranks": "",
     },
     "rl/test_own_functions.py": {
-        "test_prove_judges_a_loss_of_ones_own": "squared-*",
+        "test_prove_judges_a_loss_of_ones_own": "",
     },
     "rl/test_rl_bad_rewards.py": {
         "test_a_reward_that_fails_is_counted_and_masked": "nan* word* crash*",
@@ -305,22 +436,28 @@ QUICK = {
     },
     "rl/test_rl_layouts.py": {
         "test_a_rollout_and_the_trainer_agree_on_every_token": "",
-        "test_a_run_is_the_same_on_any_layout": "pp2",
+        "test_a_run_is_the_same_on_any_layout": "",
         "test_a_step_of_fewer_completions_than_ranks": "",
-        "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling* 1-",
+        "test_generation_is_asked_for_once_a_batch": "1-",
         "test_weights_that_are_not_sent_are_seen": "1",
     },
     "rl/test_rl_phases.py": {
-        "test_killed_at_a_moment_of_a_step": "generated advantages* batch* gradients* told* amid?a?weight?sync "
-        "in?a?save,?all*",
+        "test_killed_at_a_moment_of_a_step": "told*",
     },
     "rl/test_rl_resume.py": {
-        "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
-        "test_resume_is_exact": "critic dynamic*",
+        "test_a_kill_between_the_checkpoints_of_critic_and_policy": "",
+        "test_another_reference_is_another_run": "",
+        "test_knobs_of_the_loss_alone_may_change": "",
+        "test_resume_is_exact": "dynamic*",
         "test_resume_is_exact_on_every_layout": "",
+        "test_what_was_dropped_and_drawn_again_is_the_same": "",
     },
     "rl/test_weight_stream.py": {
         "test_every_tensor_arrives_once": "llama-1* qwen2-2-* qwen3-2-* qwen3-moe-4* deepseek-v3-* gpt-oss-2-*",
+    },
+    "sglang/test_ahead.py": {
+        "test_every_rank_has_the_ledger": "",
+        "test_on_policy_in_waves_nothing_changes_but_rounding": "",
     },
     "sglang/test_backend.py": {
         "test_a_killed_server_is_restarted_and_synced_again": "",
@@ -329,7 +466,7 @@ QUICK = {
         "test_logprobs_are_those_of_the_whole_vocabulary": "*-0.6-1.0 *-1.0-*",
     },
     "sglang/test_campaign.py": {
-        "test_faults_of_servers_cost_nothing_but_time": "30-*",
+        "test_faults_of_servers_cost_nothing_but_time": "",
     },
     "sglang/test_families.py": {
         "test_what_the_trainer_sends_is_what_the_server_has": "qwen3-moe deepseek-v3 gpt-oss qwen3.5",
@@ -342,12 +479,21 @@ QUICK = {
         "test_every_rank_hears_of_everything": "broadcast",
         "test_servers_that_end_with_other_weights_are_told": "",
     },
+    "sglang/test_lies.py": {
+        "test_no_lie_becomes_a_sample": "",
+    },
     "sglang/test_recipe.py": {
         "test_a_killed_server_is_started_again_with_the_present_weights": "",
         "test_a_server_that_is_not_there_is_one_line_and_status_2": "",
         "test_grpo_through_a_server_that_the_recipe_starts": "",
         "test_other_ways_of_weight_sync": "",
         "test_two_ranks_share_a_server": "",
+    },
+    "sglang/test_survival.py": {
+        "test_a_router_that_asks_for_a_key_ends_the_batch": "",
+        "test_a_run_without_trouble_counts_nothing": "",
+        "test_a_server_that_asks_for_a_key_names_ours": "",
+        "test_servers_that_die_in_a_batch_and_come_back_by_themselves": "",
     },
     "te/test_te_layouts.py": {
         "test_a_checkpoint_goes_on_alike_in_both": "qwen2-*TE",
