@@ -175,6 +175,7 @@ def test_what_grows_is_told():
     assert soak.problems(used(threads_late=2)) == ["threads grew from 9 to 11"]
 
 
+@pytest.mark.slow
 def test_a_short_soak(tmp_path, capsys):
     """It starts a run, samples it and ends it; a minute shows no growth."""
     soak.main(["--minutes", "0.1", "--kinds", "grpo", "--folder", str(tmp_path)])

@@ -57,7 +57,7 @@ def test_every_rank_writes_reads_and_holds_its_own_part(tmp_path, pool):
         assert host[1] < 0.5 * own, rank  # from the files to their place, tensor by tensor
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_of_8_billion_parameters_each_of_eight_ranks_writes_an_eighth(tmp_path):
     """At tp2 dp4, by dry runs. In bf16 a parameter has 14 bytes: its own two, and fp32 weight and moments. Norms, which
     every TP rank holds, are written once."""
@@ -99,6 +99,7 @@ def read_pieces(folder: Path, prefix: str) -> list[object]:
 LAYOUTS = (({"tp": 2}, 8), ({"pp": 2, "vpp": 2}, 4), ({"ep": 2}, 8), ({}, 1), ({"tp": 2, "pp": 2, "ep": 2}, 8))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_goes_through_every_layout_unchanged(tmp_path, pool):
     """Saved in one layout, loaded and saved in the next, and so on: no bit of weights and optimizer changes."""
     model = write_folder("qwen3-moe", tmp_path / "model", num_hidden_layers=4)

@@ -62,6 +62,7 @@ def test_gradients_in_bf16_follow_fp32(pool, config, layout, distributed_optimiz
     assert found.losses[-1] < 0.9 * found.losses[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distributed_optimizer", (True, False), ids=("distopt", "plainopt"))
 def test_bf16_follows_fp32_on_every_layout(pool, config, distributed_optimizer):
     frozen = freeze(first_batch(config, NO_BUG))

@@ -58,6 +58,7 @@ def overrides(folder, family, layout, *keys):
     return [f"model.path={folder / family}", "model.from_scratch=true", *sizes, *axes, *keys]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_peak_is_that_of_a_real_run(planned, pool, name):
     given, reports = planned[name]

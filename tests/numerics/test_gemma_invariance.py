@@ -65,6 +65,7 @@ def test_recomputed_activations(grid, layout, memory):
     grid.check(layout, CASES[:1], memory=memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ("tp2+pp2", "ulysses2+ring2", "tp2+nosp"))
 def test_twenty_fp32_steps(grid, layout):
     one, many = (

@@ -135,6 +135,7 @@ def test_every_layout(grid, layout):
     grid.check(layout, cases(covering(LAYOUTS.index(layout))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", FULL_PRODUCT)  # the others: test_whole_product
 def test_every_mode_and_budget(grid, layout):
     grid.check(layout, cases(PAIRS))
@@ -238,6 +239,7 @@ def test_twenty_fp32_steps(grid, twenty_steps, layout, distributed_optimizer):
     assert twenty_steps[-1] < 0.9 * twenty_steps[0]  # the weights did move
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "stages", "memory"),
     (

@@ -156,6 +156,7 @@ def test_every_layout(grids, model, layout):
     grids(model).check(layout, cases(covering(model, layout)))
 
 
+@pytest.mark.slow
 def test_every_mode_and_budget(grids):
     grids("qwen3-moe").check("ep4+dp4", cases(PAIRS))
 
@@ -186,6 +187,7 @@ def twenty_steps(grids):
     return grid.on_ranks("1", invariance.losses, config, grid.frozen, 20)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "distributed_optimizer"),
     thinned(list(itertools.product(FP32_RUNS, (True, False))), lambda row: row in ORDINARY_RUNS),

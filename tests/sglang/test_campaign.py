@@ -9,6 +9,7 @@ TIMEOUT = 10.0  # on a busy machine a server takes that long to come back
 
 
 # Seeds by which servers die in a batch and in an update, and hang.
+@pytest.mark.slow
 @pytest.mark.parametrize(("faults", "seed"), [(30, 39), (200, 3)])
 def test_faults_of_servers_cost_nothing_but_time(start, one_rank, model_folder, tmp_path, faults, seed):
     """No sample is damaged or stale, no call takes longer than the faults in its way explain, and the metrics count
