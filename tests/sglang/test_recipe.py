@@ -72,6 +72,7 @@ def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tm
     assert list((out / "sglang").iterdir())  # the server's own output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["disk", "tensor"])
 def test_other_ways_of_weight_sync(sorter, sync, tmp_path):
     out = tmp_path / "run"

@@ -15,9 +15,6 @@ FULL = {
     "checkpoints/test_checkpoint_read.py": {
         "test_every_family_in_every_style": "*-stacked",
     },
-    "checkpoints/test_converted.py": {
-        "test_a_converted_checkpoint_loads_in_every_layout": "deepseek-v3-tp2+pp2 gpt-oss-tp2+pp2",
-    },
     "checkpoints/test_disk_faults.py": {
         "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "30-*",
         "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "False-*",
@@ -32,7 +29,6 @@ FULL = {
     "checkpoints/test_resume.py": {
         "test_a_damaged_newest_checkpoint_is_passed_over": "isoloss.json",
         "test_a_run_that_is_told_to_end_saves_first": "dp2",
-        "test_resume_is_exact": "dp2-bf16-True",
         "test_the_status_of_a_run_that_was_told_to_end": "*",
     },
     "cli/test_elastic.py": {
@@ -42,7 +38,6 @@ FULL = {
         "test_a_run_is_that_of_a_plain_loop": "fp64*",
     },
     "cli/test_silent_trouble.py": {
-        "test_a_rank_that_is_slow_is_named": "1",
         "test_a_step_above_a_limit_is_not_applied": "tp2+pp2",
         "test_all_that_hold_a_weight_hold_the_same": "distopt-*",
     },
@@ -67,27 +62,17 @@ FULL = {
         "test_steps_are_those_of_weights_gathered_by_megatron": "*",
     },
     "numerics/test_prove.py": {
-        "test_a_planted_bug_fails_where_it_shows_and_only_there": "context-factor-twice dropped-micro-batch "
-        "positions-across-siblings",
+        "test_a_planted_bug_fails_where_it_shows_and_only_there": "context-factor-twice positions-across-siblings",
     },
     "numerics/test_rl_invariance.py": {
         "test_critic": "tp2+pp2+ulysses2",
-        "test_every_layout": "ulysses2",
-    },
-    "numerics/test_shared_prefixes.py": {
-        "test_every_layout": "tp2+pp2+ulysses2",
-        "test_linear_attention": "tp2+pp2",
-        "test_logprobs_of_a_forward_alone": "*",
     },
     "numerics/test_weight_gradients.py": {
         "test_products_that_add_give_what_the_sum_of_gradients_gives": "*",
     },
-    "parallel/test_processes.py": {
-        "test_helpers_end_with_an_owner_that_is_killed": "*",
-    },
     "rl/test_megatron_backend.py": {
-        "test_any_layout_gives_the_same_tokens": "deepseek-v3-* qwen3.5-moe-* qwen3-moe-*ep*",
-        "test_the_tokens_are_those_of_transformers": "*",
+        "test_any_layout_gives_the_same_tokens": "deepseek-v3-*",
+        "test_the_tokens_are_those_of_transformers": "minimax-m2 qwen3-next mistral-4",
     },
     "rl/test_own_functions.py": {
         "test_prove_judges_a_loss_of_ones_own": "squared-*",
@@ -97,7 +82,7 @@ FULL = {
         "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling*",
     },
     "rl/test_rl_phases.py": {
-        "test_killed_at_a_moment_of_a_step": "generated in?a?save,?all* gradients* amid?a?weight?sync",
+        "test_killed_at_a_moment_of_a_step": "generated in?a?save,?all* gradients*",
     },
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
@@ -459,7 +444,6 @@ QUICK = {
         "test_a_killed_server_is_started_again_with_the_present_weights": "",
         "test_a_server_that_is_not_there_is_one_line_and_status_2": "",
         "test_grpo_through_a_server_that_the_recipe_starts": "",
-        "test_other_ways_of_weight_sync": "",
         "test_two_ranks_share_a_server": "",
     },
     "sglang/test_survival.py": {
