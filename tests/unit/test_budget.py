@@ -49,6 +49,7 @@ def test_growth_of_more_than_five_percent_fails_on_a_machine_of_any_speed(slow):
 def test_what_leaves_makes_room():
     found = [row for row in rows(full=18.0) if not row.name.endswith("[1]")]
     assert budget.check(found, [0.1], BUDGET) == []
+    assert budget.check(rows(b=2.0, full=18.0), [0.1], BUDGET) == []  # as where another row pays for what is shared
 
 
 def test_what_makes_all_rows_slower_fails():

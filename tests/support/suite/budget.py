@@ -4,9 +4,10 @@
     make budget ARGS="--write 'WHY'"         # after make test-all: what it took becomes the budget, and says why
 
 Machines differ, in imports by another factor than in products of matrices. So rows are compared, not sums: a row that
-the budget has counts what it took then, unless by now it takes more than half as much again. A new row counts what it
-takes. Rows of less than a second are one row a folder. How slow a machine is, is the median of its rows; if that is far
-from what calibration.py measured between the tests, something makes all of them slower, and that fails too.
+the budget has counts what it took then, unless by now it takes half as much again, or so much less (which row pays for
+the start of shared ranks is chance). A new row counts what it takes. Rows of less than a second are one row a folder.
+How slow a machine is, is the median of its rows; if that is far from what calibration.py measured between the tests,
+something makes all of them slower, and that fails too.
 
 budget.toml: `calibration`, the CPU seconds of a fixed piece of work; CPU seconds of rows, by the verb that runs them
 first (`test-all` runs both); and a history, whose last entry holds the totals, so that none is raised without a line
@@ -27,8 +28,8 @@ from support.suite.durations import FILE, ROOT, Row, read
 BUDGET = ROOT / "tests/budget.toml"
 VERBS = {"test": ("test",), "test-all": ("test", "test-all")}  # and whose rows each runs
 GROWTH = 0.05  # of a total
-# What noise does not do to a row: it takes so many times as long, and so many seconds more.
-GREW, GREW_SECONDS = 1.5, 2.0
+# What noise does not do to a row: it takes so many times as long, and so many seconds more; or less.
+CHANGED, CHANGED_SECONDS = 1.5, 2.0
 NOTED = 1.0  # CPU seconds from which on a row is named
 SHORT = "rows of less than a second"
 # All rows may be so many times as slow as the calibration says, or as fast.
@@ -116,11 +117,12 @@ def counted(measured: Mapping[str, Seconds], budget: Budget, verb: str) -> tuple
     total, growths = 0.0, []
     for part in VERBS[verb]:
         for name, now in measured[part].items():
-            before = budget.rows[part].get(name)
-            grew = before is None or (now > GREW * before and now > before + GREW_SECONDS)
-            total += now if before is None or grew else before
-            if grew:
-                growths.append((now - (before or 0.0), name + (" (new)" if before is None else "")))
+            before = budget.rows[part].get(name, 0.0)
+            less, more = sorted((before, now))
+            changed = more > CHANGED * less and (more > less + CHANGED_SECONDS or not before)
+            total += now if changed else before
+            if changed and now > before:
+                growths.append((now - before, name + ("" if before else " (new)")))
     return total, [f"+{growth:.1f} {name}" for growth, name in sorted(growths, reverse=True)]
 
 
