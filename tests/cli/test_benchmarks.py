@@ -184,6 +184,7 @@ def test_linear_attention(script, monkeypatch, tmp_path):
     assert figures["peak_bytes"].keys() == {"linear", "full"}
 
 
+@pytest.mark.slow
 def test_device_step(script, capsys, tmp_path):
     """Also beside figures of before: the same, of the same tree."""
     module = script("device_step", "--only", "tiny", "--documents", 2, "--out", tmp_path / "figures.json")
@@ -256,6 +257,7 @@ def test_rl_controls(script, monkeypatch, tmp_path):
     assert figures["curves"]["0"].keys() == {"grpo", "sft continued", "shuffled"}
 
 
+@pytest.mark.slow
 @pytest.mark.full
 def test_rl_pipeline(script, monkeypatch, tmp_path):
     """Who waits for whom, on a stand-in for a server."""

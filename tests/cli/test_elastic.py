@@ -96,6 +96,7 @@ def test_a_job_that_is_told_to_end_is_not_started_again(told, jobs, arguments, t
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 
+@pytest.mark.slow
 def test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back(jobs, arguments, tmp_path):
     """Two nodes of two ranks; one is killed, one joins again: four ranks, two, four. Every step of the run has the loss
     and the gradient norm of one rank that nothing happened to, to fp64's rounding."""

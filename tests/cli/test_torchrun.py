@@ -146,6 +146,7 @@ def test_reinforcement_learning_on_two_ranks(recipe, layout, inputs, tmp_path, o
     check_the_export_has_the_checkpoints_weights(inputs, out, 2)
 
 
+@pytest.mark.slow
 def test_two_agents_give_the_numbers_of_one(inputs, undisturbed, tmp_path):
     """One rank each, started by the script for nodes: bit for bit two ranks of one agent."""
     out = tmp_path / "out"

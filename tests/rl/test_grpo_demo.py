@@ -45,7 +45,6 @@ def run(request, sorter, tmp_path_factory) -> Iterator[Run]:
     yield Run(request.param, folder, sorter, rows_of(folder / "metrics.jsonl"), rollouts, groups)
 
 
-@pytest.mark.slow
 def test_the_reward_rises(run):
     rows = rows_of(run.folder / "eval.jsonl")
     assert (rows[0]["step"], rows[-1]["step"]) == (0, STEPS)

@@ -91,6 +91,7 @@ def test_two_ranks_share_a_server(sorter, tmp_path):
     check_run(out, 6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "keys"),
     (

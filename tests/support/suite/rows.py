@@ -82,7 +82,7 @@ FULL = {
         "test_generation_is_asked_for_once_a_batch": "dp2-dynamic_sampling*",
     },
     "rl/test_rl_phases.py": {
-        "test_killed_at_a_moment_of_a_step": "generated in?a?save,?all* gradients*",
+        "test_killed_at_a_moment_of_a_step": "generated in?a?save,?all* told*",
     },
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "1",
@@ -125,6 +125,7 @@ QUICK = {
     },
     "checkpoints/test_convert.py": {
         "test_a_conversion": "",
+        "test_a_mistake_ends_the_command_with_status_2": "",
         "test_killed_at_fifty_points_the_target_is_absent_or_complete_and_the_second_run_finishes": "",
         "test_the_command_killed_while_it_writes_goes_on_when_started_again": "",
     },
@@ -145,7 +146,7 @@ QUICK = {
         "test_a_disk_that_fails_at_any_operation_leaves_the_checkpoint_before": "",
         "test_dead_at_any_operation_a_whole_checkpoint_is_the_newest": "",
         "test_killed_for_good": "",
-        "test_one_checkpoint_that_fails_does_not_end_a_run": "steps_that_fail2-2",
+        "test_one_checkpoint_that_fails_does_not_end_a_run": "",
     },
     "checkpoints/test_hf_to_mcore.py": {
         "test_another_dtype": "deepseek-v3-bfloat16 llama-float16 gpt-oss-float32",
@@ -165,7 +166,7 @@ QUICK = {
         "test_without_what_is_beside_it_a_text_model_is_written": "ministral-3,?tied gemma-4",
     },
     "checkpoints/test_resume.py": {
-        "test_a_damaged_newest_checkpoint_is_passed_over": "__0_0.distcp",
+        "test_a_damaged_newest_checkpoint_is_passed_over": "",
         "test_a_finished_run_can_be_made_longer": "",
         "test_a_kill_while_saving": "",
         "test_a_part_of_one_rank_is_missed_by_all": "",
@@ -180,7 +181,6 @@ QUICK = {
         "test_killed_at_any_operation_the_target_is_absent_or_complete_and_the_next_run_finishes": "",
     },
     "cli/test_elastic.py": {
-        "test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back": "",
         "test_a_job_that_is_told_to_end_is_not_started_again": "",
     },
     "cli/test_hang.py": {
@@ -222,7 +222,6 @@ QUICK = {
         "test_a_rank_that_is_killed_is_started_again_and_goes_on": "",
         "test_reinforcement_learning_on_two_ranks": "",
         "test_sft_on_two_ranks": "",
-        "test_two_agents_give_the_numbers_of_one": "",
     },
     "docs/test_cluster.py": {
         "test_a_run_goes_on_with_the_keys_that_it_began_with": "",
@@ -244,7 +243,7 @@ QUICK = {
     },
     "numerics/test_delta_invariance.py": {
         "test_degrees_of_three": "ring3 tp3",
-        "test_every_layout": "pp2+vpp2 tp2+pp2+ulysses2",
+        "test_every_layout": "pp2+vpp2 tp2+nosp",
         "test_losses_of_reinforcement_learning": "tp2+pp2",
         "test_recomputed_activations": "tp2+ulysses2-memory0 pp2+vpp2-memory1",
     },
@@ -268,6 +267,7 @@ QUICK = {
         "test_one_all_reduce_of_counts_a_step": "96-*",
         "test_recomputed_activations": "full-1 full-tp2",
         "test_sequence_parallel_1_2_and_8_give_the_same_numbers": "2",
+        "test_the_order_of_the_samples_does_not_matter": "",
         "test_tied_embeddings_biases_and_few_kv_heads": "",
         "test_twenty_fp32_steps": "",
         "test_uneven_stages": "pp3 pp2+vpp2",
@@ -328,7 +328,7 @@ QUICK = {
         "test_on_policy_where_the_loss_cancels": "",
     },
     "numerics/test_shared_prefixes.py": {
-        "test_every_layout": "pp2+vpp2",
+        "test_every_layout": "",
         "test_experts_windows_sinks_and_latent_attention": "1-mistral-4 1-qwen3.5-moe tp2+ep2-gpt-oss",
         "test_linear_attention": "1 pp2+vpp2",
         "test_logprobs_of_a_forward_alone": "dp4 ring3",
@@ -351,6 +351,9 @@ QUICK = {
     "parallel/test_cuda_stubs.py": {
         "test_factories_still_obey_a_device_context": "",
     },
+    "parallel/test_prefetch.py": {
+        "test_one_row_is_packed_ahead_and_nothing_else_changes": "pp2+vpp2",
+    },
     "parallel/test_processes.py": {
         "test_helpers_end_with_an_owner_that_is_killed": "reward*",
     },
@@ -372,7 +375,7 @@ QUICK = {
         "*": "",
     },
     "rl/test_in_process.py": {
-        "test_log_probabilities_are_the_trainers_after_every_sync": "deepseek-v3-*",
+        "test_log_probabilities_are_the_trainers_after_every_sync": "",
         "test_the_model_is_the_one_that_transformers_loads": "*-dtype0 llama-* gpt-oss-dtype1",
     },
     "rl/test_leaving.py": {
@@ -403,13 +406,13 @@ QUICK = {
         "test_weights_that_are_not_sent_are_seen": "1",
     },
     "rl/test_rl_phases.py": {
-        "test_killed_at_a_moment_of_a_step": "told*",
+        "test_killed_at_a_moment_of_a_step": "",
     },
     "rl/test_rl_resume.py": {
         "test_a_kill_between_the_checkpoints_of_critic_and_policy": "",
         "test_another_reference_is_another_run": "",
         "test_knobs_of_the_loss_alone_may_change": "",
-        "test_resume_is_exact": "dynamic*",
+        "test_resume_is_exact": "",
         "test_resume_is_exact_on_every_layout": "",
         "test_what_was_dropped_and_drawn_again_is_the_same": "",
     },
@@ -441,7 +444,6 @@ QUICK = {
         "test_no_lie_becomes_a_sample": "",
     },
     "sglang/test_recipe.py": {
-        "test_a_killed_server_is_started_again_with_the_present_weights": "",
         "test_a_server_that_is_not_there_is_one_line_and_status_2": "",
         "test_grpo_through_a_server_that_the_recipe_starts": "",
         "test_two_ranks_share_a_server": "",
