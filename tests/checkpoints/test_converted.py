@@ -9,7 +9,6 @@ import torch
 from support.models.families import MODELS, SPARSE, VOCAB, write_folder
 from support.models.transformers_parity import make_samples
 from support.runs.checkpoints import logits, logits_after_plain_load
-from support.suite.thinned import thinned
 
 from isoloss.tools.convert import __main__ as convert
 
@@ -20,8 +19,7 @@ LAYOUTS = {"1": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}, "tp2+pp2": {"tp": 2, "pp
 ROWS = [(name, layout) for name in MODELS for layout in LAYOUTS if name in SPARSE or layout != "ep2"]
 
 
-# In `make test-all` tensor and pipeline parallelism come together.
-@pytest.mark.parametrize(("name", "layout"), thinned(ROWS, lambda row: row[1] in ("tp2+pp2", "ep2")))
+@pytest.mark.parametrize(("name", "layout"), ROWS)
 def test_a_converted_checkpoint_loads_in_every_layout(name, layout, tmp_path, pool):
     folder = write_folder(name, tmp_path / "in")
     checkpoint = tmp_path / "checkpoint"

@@ -25,7 +25,6 @@ from support.models.transformers_parity import (
     make_samples,
     train_and_export,
 )
-from support.suite.thinned import thinned
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -277,10 +276,7 @@ def test_more_tp_ranks_than_heads_of_keys(pool, tmp_path):
 EXPORTED = [(name, layout) for name in MODELS for layout in ("tp2+pp2", "ep2" if name in SPARSE else "1")]
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    thinned(EXPORTED, lambda row: row[1] == "tp2+pp2" or row[0] in ("qwen3", "qwen3-moe", "gpt-oss")),
-)
+@pytest.mark.parametrize(("name", "layout"), EXPORTED)
 def test_an_exported_model_is_the_trained_one(name, layout, tmp_path, pool):
     """Bit-equal weights in transformers after a few steps of a (sharded) engine, and its log-probabilities."""
     folder = write_folder(name, tmp_path / "in")
