@@ -7,9 +7,10 @@ is as likely as every other. FILE.toml is a catalogue like those beside this fil
 instead of new ones.
 
 1. The rows of `make test-all` run once with a probe in every function that holds a mutant: who comes by?
-2. Each mutant meets the rows that do, the cheapest first, until one fails.
-3. With --slow, what survives is planted together, and the rows of `make prove-all` run on it. What fails there and
-   passes without is halved until the mutants are found that it notices: each wants a row in `make test-all`.
+2. Each mutant meets the rows that do, the cheapest first, until one fails or 20 CPU seconds are used.
+3. What survives is planted together, and all rows of `make test-all` run on it, with --slow those of `make prove-all`
+   too. What fails there is halved until the mutants are found that it notices. A mutant that only a slow row notices
+   wants a row in `make test-all`.
 
 What is found is kept in FILE.jsonl, and a run that was ended goes on from there.
 """
@@ -18,11 +19,11 @@ import argparse
 import ast
 import json
 import random
-import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 
 import pinned
@@ -30,10 +31,26 @@ from cosmic_ray import plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 from parso.tree import NodeOrLeaf
-from run import ALL, FAILED, NO_TESTS, PASSED, PRELOAD, ROOT, SECONDS_UNTOUCHED, Copies, Copy, Mutant, find_pin
+from run import (
+    ALL,
+    FAILED,
+    NO_TESTS,
+    PASSED,
+    PRELOAD,
+    ROOT,
+    SECONDS_UNTOUCHED,
+    Copies,
+    Copy,
+    Mutant,
+    Record,
+    find_pin,
+    read_mutants,
+    run_rows,
+)
 
 PACKAGES = ("engine", "models", "parallel")
-SLOW = "slow and not sglang and not docs and not gpu"
+EVERY = "not sglang and not docs and not gpu"
+SECONDS_ALONE = 20.0  # CPU seconds of rows that a mutant meets alone
 # Without those that need arguments.
 OPERATORS = {name: plugins.get_operator(name) for name in plugins.operator_names()}
 OPERATORS = {name: operator() for name, operator in OPERATORS.items() if not operator.arguments()}
@@ -133,102 +150,72 @@ def with_probes(root: Path, mutants: Iterable[Mutant]) -> dict[str, str]:
     return texts
 
 
-class Kept:
-    """What is found, by lines of JSON: rows with their seconds and whom they pass, pins, what only slow rows notice."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.files: set[str] = set()  # of tests, whose rows are all here
-        self.rows: dict[str, tuple[list[float], list[str]]] = {}
-        self.pins: dict[str, pinned.Pin] = {}
-        for line in map(json.loads, path.read_text().splitlines() if path.exists() else ()):
-            self._take(line)
-
-    def _take(self, line: dict) -> None:
-        if "rows" in line:
-            self.files.add(line["file"])
-            self.rows |= {row: (seconds, passed) for row, seconds, passed in line["rows"]}
-        else:
-            self.pins[line["mutant"]] = pinned.Pin(**line)
-
-    def add(self, line: dict) -> None:
-        self._take(line)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def rows_that_pass(self, mutant: Mutant, mutants: Sequence[Mutant]) -> list[pinned.Row]:
-        """The cheapest first. Of a mutant in no function, which runs at import, those of all in its file."""
-        alike = {mutant.name}
-        if not any(mutant.name in passed for _, passed in self.rows.values()):
-            alike = {other.name for other in mutants if other.file == mutant.file}
-        rows = [pinned.Row(row, *seconds) for row, (seconds, passed) in self.rows.items() if alike & set(passed)]
-        return sorted(rows, key=lambda row: (row.seconds, row.name))
-
-
-def reach(copy: Copy, file: str, root: Path, probed: Mapping[str, str]) -> dict:
-    """The rows of a file of tests, their seconds, and the names of the mutants whose functions they run."""
+def reach(copy: Copy, file: str, probed: Mapping[str, str]) -> Record:
+    """What became of the rows of a file of tests, and the mutants whose functions they run."""
     folder = copy.folder / ".probes"
     folder.mkdir(exist_ok=True)
     (copy.folder / ".links/mutant_probes.py").write_text(PROBE.format(folder=folder))
-    copy.change(probed)
-    try:
+    with copy.changed(probed):
         status, told, record = copy.test([file], ALL, SECONDS_UNTOUCHED, options=(), reached=str(folder))
-    finally:
-        copy.restore(root)
     if status not in (PASSED, FAILED, NO_TESTS):
         raise ValueError(f"{file} could not be run:\n{told}")
-    if record.failed:
-        print(f"{record.failed}: fails with probes", flush=True)
-    return {"file": file, "rows": [[row, record.seconds[row], record.reached.get(row, [])] for row in record.seconds]}
+    for row in record.failures:
+        print(f"{row}: fails with probes", flush=True)
+    return record
 
 
-def try_together(copy: Copy, root: Path, mutants: Sequence[Mutant], row: str) -> bool:
-    """Whether the row fails with all of these planted."""
-    copy.change(together(root, mutants))
-    try:
-        return copy.test([row.partition("[")[0]], SLOW, rows={row: 300.0})[0] == FAILED
-    finally:
-        copy.restore(root)
+def rows_by_mutant(found: pinned.Found, mutants: Iterable[Mutant]) -> dict[str, set[str]]:
+    """The rows that run its function; of a mutant in no function, which runs at import, those of all in its file."""
+    by_probe: dict[str, set[str]] = defaultdict(set)
+    by_file: dict[str, set[str]] = defaultdict(set)
+    file_of = {mutant.name: mutant.file for mutant in mutants}
+    for reached in found.reached.values():
+        for row, probes in reached.items():
+            for probe in probes:
+                by_probe[probe].add(row)
+                by_file[file_of[probe]].add(row)
+    return {name: by_probe[name] or by_file[file] for name, file in file_of.items()}
 
 
-def together(root: Path, mutants: Iterable[Mutant]) -> dict[str, str]:
-    texts: dict[str, str] = {}
-    for mutant in mutants:
-        text = texts.get(mutant.file, (root / mutant.file).read_text())
-        if text.count(mutant.before) == 1:  # else it is a neighbour of one that is there
-            texts[mutant.file] = text.replace(mutant.before, mutant.after)
-    return texts
-
-
-def blame(copy: Copy, root: Path, mutants: Sequence[Mutant], row: str) -> Mutant | None:
+def blame(copy: Copy, mutants: Sequence[Mutant], row: str) -> Mutant | None:
     """One mutant because of which the row fails, by halves; None where it fails without, or of several together."""
+
+    def fails(part: Sequence[Mutant]) -> bool:
+        with copy.planted(*part):
+            return run_rows(copy, [pinned.Row(row, pinned.UNKNOWN, pinned.UNKNOWN)], EVERY)[0] == FAILED
+
+    if not mutants or not fails(mutants) or fails([]):
+        return None
     while len(mutants) > 1:
         half = len(mutants) // 2
-        for part in (mutants[:half], mutants[half:]):
-            if try_together(copy, root, part, row):
-                mutants = part
-                break
-        else:
+        failing = next((part for part in (mutants[:half], mutants[half:]) if fails(part)), None)
+        if failing is None:
             return None
-    return mutants[0] if mutants and try_together(copy, root, mutants, row) else None
+        mutants = failing
+    return mutants[0]
 
 
-def slow_rows(copies: Copies, root: Path, files: Sequence[str], left: list[Mutant]) -> Iterator[tuple[Mutant, str]]:
-    """Each of the mutants `left` that a slow row notices, with the row; it is taken from `left`."""
+def together(
+    copies: Copies, files: Iterable[str], survivors: Iterable[Mutant], tier: str
+) -> Iterator[tuple[Mutant, str]]:
+    """Each of the survivors that a row notices, with the row."""
+    left = list(survivors)
 
     def run(copy: Copy, file: str) -> list[str]:
-        copy.change(together(root, left))
-        try:
-            return copy.test([file], SLOW, SECONDS_UNTOUCHED, options=())[2].failures
-        finally:
-            copy.restore(root)
+        with copy.planted(*survivors):
+            return copy.test([file], tier, SECONDS_UNTOUCHED, options=())[2].failures
 
-    for failures in copies.map(run, files):
-        for row in failures:
-            (noticed,) = copies.map(lambda copy, row: blame(copy, root, list(left), row), [row])
-            if noticed is not None:
-                left.remove(noticed)
-                yield noticed, row
+    for row in [row for failures in copies.map(run, files) for row in failures]:
+        # One row may notice several.
+        while (noticed := next(copies.map(lambda copy, row: blame(copy, left, row), [row]))) is not None:
+            left.remove(noticed)
+            yield noticed, row
+
+
+def within(rows: Sequence[pinned.Row], seconds: float) -> list[pinned.Row]:
+    """The first rows that take so long, and one at least."""
+    ends = accumulate(row.seconds for row in rows)
+    return [row for place, (row, end) in enumerate(zip(rows, ends)) if place == 0 or end <= seconds]
 
 
 def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence[str] = PRELOAD) -> int:
@@ -237,32 +224,35 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--slow", action="store_true", help="let the rows of make prove-all look at what survives")
+    parser.add_argument("--slow", action="store_true", help="let the rows of make prove-all look at survivors too")
     arguments = parser.parse_args(argv)
     if not arguments.file.exists():
         entries = (asdict(mutant) for mutant in draw(root, arguments.count, arguments.seed))
         texts = ("".join(f"{key} = {json.dumps(value)}\n" for key, value in entry.items()) for entry in entries)
         arguments.file.write_text("\n".join(f"[[mutant]]\n{text}" for text in texts))
-    drawn = tomllib.loads(arguments.file.read_text())["mutant"]
-    mutants = [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in drawn]
-    kept = Kept(arguments.file.with_suffix(".jsonl"))
+    mutants = read_mutants(arguments.file)
+    found = pinned.Found(arguments.file.with_suffix(".jsonl"), fresh=False)
     files = sorted(str(path.relative_to(root)) for path in (root / "tests").rglob("test_*.py"))
     with Copies(root, arguments.jobs, preload) as copies:
-        left = [file for file in files if file not in kept.files]
-        for found in copies.map(partial(reach, root=root, probed=with_probes(root, mutants)), left):
-            kept.add(found)
+        left = [file for file in files if file not in found.reached]
+        records = copies.map(partial(reach, probed=with_probes(root, mutants)), left)
+        for file, record in zip(left, records):
+            found.add_seconds(record.seconds)
+            found.add_reached(file, {row: record.reached[row] for row in record.seconds})
+
+        rows = rows_by_mutant(found, mutants)
 
         def judge(copy: Copy, mutant: Mutant) -> pinned.Pin:
-            return find_pin(copy, mutant, root, kept.rows_that_pass(mutant, mutants))
+            return find_pin(copy, mutant, within(found.by_seconds(rows[mutant.name]), SECONDS_ALONE))
 
-        for pin in copies.map(judge, [mutant for mutant in mutants if mutant.name not in kept.pins]):
-            kept.add(asdict(pin))
-            print(f"{pin.verdict:8}  {pin.wall:6.1f} s  {pin.mutant:40}  {pin.row or pin.told}", flush=True)
-        survivors = [mutant for mutant in mutants if kept.pins[mutant.name].verdict == "SURVIVED"]
-        print(f"{len(mutants) - len(survivors)} of {len(mutants)} are noticed by make test-all")
-        if arguments.slow:
-            for mutant, row in slow_rows(copies, root, files, survivors):
-                print(f"SLOW      {mutant.name:40}  {row}", flush=True)
+        for pin in copies.map(judge, [mutant for mutant in mutants if not found.has(mutant)]):
+            found.add_pin(pin)
+            print(pin, flush=True)
+        survivors = [mutant for mutant in mutants if (pin := found.pin_of(mutant)) and pin.verdict == "SURVIVED"]
+        print(f"{len(mutants) - len(survivors)} of {len(mutants)} were noticed alone", flush=True)
+        for mutant, row in together(copies, files, survivors, EVERY if arguments.slow else ALL):
+            verdict = "together" if row in found.seconds else "SLOW"
+            print(f"{verdict:8}  {mutant.name:40}  {row}", flush=True)
     return 0
 
 

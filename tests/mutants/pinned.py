@@ -54,6 +54,9 @@ class Pin:
     told: str
     wall: float
 
+    def __str__(self) -> str:
+        return f"{self.verdict:8}  {self.wall:6.1f} s  {self.mutant:40}  {self.row or self.told}"
+
     @classmethod
     def of(cls, mutant: MutantLike, verdict: str, row: str | None, told: str, begun: float) -> "Pin":
         bug = (mutant.file, mutant.before, mutant.after)
@@ -66,11 +69,13 @@ class Pin:
 
 
 class Found:
-    """Pins, and seconds of rows, by lines of JSON in `path`, which are written as they are found."""
+    """Pins, seconds of rows, and the probes that rows reach (fresh.py), by lines of JSON in `path`, which are written
+    as they are found."""
 
     def __init__(self, path: Path, fresh: bool) -> None:
         self._path, self._lock = path, threading.Lock()
         self.seconds: dict[str, list[float]] = {}  # CPU and wall
+        self.reached: dict[str, dict[str, list[str]]] = {}  # by file of tests, of each row the probes
         self._pins: dict[str, Pin] = {}
         if fresh:
             path.unlink(missing_ok=True)
@@ -81,12 +86,18 @@ class Found:
                 continue
             if "rows" in read:
                 self.seconds |= read["rows"]
+            elif "reached" in read:
+                self.reached[read["file"]] = read["reached"]
             else:
                 self._pins[read["mutant"]] = Pin(**read)
 
     def add_seconds(self, rows: Mapping[str, list[float]]) -> None:
         self.seconds |= rows
         self._write({"rows": dict(rows)})
+
+    def add_reached(self, file: str, rows: Mapping[str, list[str]]) -> None:
+        self.reached[file] = dict(rows)
+        self._write({"file": file, "reached": self.reached[file]})
 
     def add_pin(self, pin: Pin) -> None:
         self._pins[pin.mutant] = pin
@@ -99,10 +110,11 @@ class Found:
 
     def has(self, mutant: MutantLike) -> bool:
         """Whether anything was found of it, also that nothing notices it."""
-        return mutant.name in self._pins and self._pins[mutant.name].fits(mutant)
+        return self.pin_of(mutant) is not None
 
-    def row_of(self, mutant: MutantLike) -> str | None:
-        return self._pins[mutant.name].row if self.has(mutant) else None
+    def pin_of(self, mutant: MutantLike) -> Pin | None:
+        pin = self._pins.get(mutant.name)
+        return pin if pin is not None and pin.fits(mutant) else None
 
     def _write(self, line: object) -> None:
         with self._lock, self._path.open("a") as file:

@@ -12,6 +12,7 @@ writes what was found so far.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -93,14 +94,15 @@ class Mutant:
         return None if self.tests else f"{self.name}: it names no tests"
 
 
+def read_mutants(path: Path) -> list[Mutant]:
+    """Those of one file."""
+    entries = tomllib.loads(path.read_text())["mutant"]
+    return [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+
+
 def read_catalogue(root: Path) -> list[Mutant]:
     """Every mutant of tests/mutants/*.toml, by file. Raises ValueError where two have one name."""
-    entries = [
-        entry
-        for path in sorted((root / "tests/mutants").glob("*.toml"))
-        for entry in tomllib.loads(path.read_text())["mutant"]
-    ]
-    mutants = [Mutant(**{**entry, "tests": tuple(entry["tests"])}) for entry in entries]
+    mutants = [mutant for path in sorted((root / "tests/mutants").glob("*.toml")) for mutant in read_mutants(path)]
     for name, times in Counter(mutant.name for mutant in mutants).items():
         if times > 1:
             raise ValueError(f"{name}: {times} mutants have this name")
@@ -169,7 +171,7 @@ class Copy:
         packages = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
         (site / "copy.pth").write_text("\n".join([str(folder / ".links"), *packages]) + "\n")
         self._preload = preload
-        self._changed: list[str] = []  # files that are not those of the repository
+        self._changed: set[str] = set()  # files that are not those of the repository
         self._warm = self._start(preload)
         self._imported = set(json.loads(self._answer(self._warm)))
         self._less_warm: subprocess.Popen | None = None  # without what changes; started where a mutant needs it
@@ -191,20 +193,28 @@ class Copy:
             raise RuntimeError(f"{WARM} ended; see above")
         return answer
 
-    def plant(self, mutant: Mutant) -> None:
-        text = (self.folder / mutant.file).read_text()
-        self.change({mutant.file: text.replace(mutant.before, mutant.after)})
+    def planted(self, *mutants: Mutant) -> contextlib.AbstractContextManager[None]:
+        """The mutants are there meanwhile; of two that change one line, or a neighbour of it, the first."""
+        texts: dict[str, str] = {}
+        for mutant in mutants:
+            text = texts.get(mutant.file) or (self.folder / mutant.file).read_text()
+            if text.count(mutant.before) == 1:
+                texts[mutant.file] = text.replace(mutant.before, mutant.after)
+        return self.changed(texts)
 
-    def change(self, texts: Mapping[str, str]) -> None:
-        """Give files other texts, until `restore`."""
-        self._changed = list(texts)
-        for name, text in texts.items():
-            self._write(name, text)
-
-    def restore(self, root: Path) -> None:
-        for name in self._changed:
-            self._write(name, (root / name).read_text())
-        self._changed = []
+    @contextlib.contextmanager
+    def changed(self, texts: Mapping[str, str]) -> Iterator[None]:
+        """Files have other texts meanwhile."""
+        before = {name: (self.folder / name).read_text() for name in texts}
+        self._changed = set(texts)
+        try:
+            for name, text in texts.items():
+                self._write(name, text)
+            yield
+        finally:
+            for name, text in before.items():
+                self._write(name, text)
+            self._changed = set()
 
     def test(
         self, tests: Sequence[str], tier: str, seconds: int = SECONDS, options: Sequence[str] = ("-x",), **more: object
@@ -250,27 +260,23 @@ def noticed(told: str) -> str:
     return named[-1] if named else told.splitlines()[-1]
 
 
-def judge(copy: Copy, mutant: Mutant, root: Path) -> tuple[str, str]:
+def judge(copy: Copy, mutant: Mutant) -> tuple[str, str]:
     """What became of the mutant ("killed", "killed in full": by tests that make test leaves out, "SURVIVED", "BROKEN"),
     and the line that tells how."""
-    copy.plant(mutant)
-    try:
+    with copy.planted(mutant):
         for tier, verdict in ((QUICK, "killed"), (ALL, "killed in full")):
             status, told, _ = copy.test(mutant.tests, tier)
             if status == FAILED:
                 return verdict, noticed(told)
             if status not in (PASSED, NO_TESTS):
                 return "BROKEN", told
-    finally:
-        copy.restore(root)
     return "SURVIVED", mutant.suffers
 
 
-def find_pin(copy: Copy, mutant: Mutant, root: Path, rows: Sequence[pinned.Row]) -> pinned.Pin:
+def find_pin(copy: Copy, mutant: Mutant, rows: Sequence[pinned.Row]) -> pinned.Pin:
     """The first of `rows` that notices the mutant, where it runs alone too."""
     begun, left = time.monotonic(), list(rows)
-    copy.plant(mutant)
-    try:
+    with copy.planted(mutant):
         while left:
             status, told, record = run_rows(copy, left)
             if status not in (PASSED, FAILED, NO_TESTS):
@@ -282,16 +288,14 @@ def find_pin(copy: Copy, mutant: Mutant, root: Path, rows: Sequence[pinned.Row])
             # What failed after others may owe it to what they left behind.
             if place == 0 or run_rows(copy, [failed])[0] == FAILED:
                 return pinned.Pin.of(mutant, "pinned", failed.name, noticed(told), begun)
-    finally:
-        copy.restore(root)
     return pinned.Pin.of(mutant, "SURVIVED", None, mutant.suffers, begun)
 
 
-def run_rows(copy: Copy, rows: Sequence[pinned.Row]) -> tuple[int, str, Record]:
+def run_rows(copy: Copy, rows: Sequence[pinned.Row], tier: str = ALL) -> tuple[int, str, Record]:
     """A mutant may make a row hang; each gets several times what it took before."""
     tests = sorted({row.name.partition("[")[0] for row in rows})
     limits = {row.name: SECONDS_HUNG + 5 * row.wall for row in rows}
-    return copy.test(tests, ALL, max(SECONDS, int(5 * sum(row.wall for row in rows))), rows=limits)
+    return copy.test(tests, tier, max(SECONDS, int(5 * sum(row.wall for row in rows))), rows=limits)
 
 
 class Copies:
@@ -350,7 +354,7 @@ def rows_of(copies: Copies, tests: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def judge_all(mutants: Sequence[Mutant], root: Path, copies: Copies, jobs: int) -> Iterator[tuple[Mutant, str, str]]:
+def judge_all(mutants: Sequence[Mutant], copies: Copies, jobs: int) -> Iterator[tuple[Mutant, str, str]]:
     """(mutant, verdict, line) of each, as they end. Raises ValueError where a named test fails on the untouched
     copy."""
     tests = sorted({test for mutant in mutants for test in mutant.tests})
@@ -359,12 +363,12 @@ def judge_all(mutants: Sequence[Mutant], root: Path, copies: Copies, jobs: int) 
     for status, told, _ in copies.map(lambda copy, share: copy.test(share, ALL, SECONDS_UNTOUCHED), shares):
         if status != PASSED:
             raise ValueError(f"the tests must pass before a mutant is planted:\n{told}")
-    verdicts = copies.map(lambda copy, mutant: judge(copy, mutant, root), mutants)
+    verdicts = copies.map(judge, mutants)
     for mutant, (verdict, line) in zip(mutants, verdicts):
         yield mutant, verdict, line
 
 
-def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned.Found) -> Iterator[pinned.Pin]:
+def pin_all(mutants: Sequence[Mutant], copies: Copies, found: pinned.Found) -> Iterator[pinned.Pin]:
     """The pin of each mutant that `found` has none of, as they end; they are added to it, and so are the seconds of
     rows that pass on the untouched copy.
 
@@ -399,7 +403,7 @@ def pin_all(mutants: Sequence[Mutant], root: Path, copies: Copies, found: pinned
 
     def pin(copy: Copy, mutant: Mutant) -> pinned.Pin:
         names = {row for test in mutant.tests for row in rows[test]} - failing
-        pin = find_pin(copy, mutant, root, found.by_seconds(names))
+        pin = find_pin(copy, mutant, found.by_seconds(names))
         found.add_pin(pin)
         return pin
 
@@ -426,7 +430,7 @@ def main(argv: Sequence[str] | None = None, root: Path = ROOT, preload: Sequence
     found: dict[str, list[Mutant]] = {"killed": [], "killed in full": [], "SURVIVED": [], "BROKEN": []}
     try:
         with Copies(root, arguments.jobs, preload) as copies:
-            for mutant, verdict, line in judge_all(mutants, root, copies, arguments.jobs):
+            for mutant, verdict, line in judge_all(mutants, copies, arguments.jobs):
                 found[verdict].append(mutant)
                 print(f"{verdict:14}  {mutant.file:40}  {mutant.name:40}  {line}", flush=True)
     except ValueError as error:
@@ -446,12 +450,12 @@ def pin(mutants: Sequence[Mutant], root: Path, arguments: argparse.Namespace, pr
     if arguments.pin:
         try:
             with Copies(root, arguments.jobs, preload) as copies:
-                for pin in pin_all(mutants, root, copies, found):
-                    print(f"{pin.verdict:8}  {pin.wall:6.1f} s  {pin.mutant:40}  {pin.row or pin.told}", flush=True)
+                for pin in pin_all(mutants, copies, found):
+                    print(pin, flush=True)
         except ValueError as error:
             print(error, file=sys.stderr)
             return 1
-    pins = {mutant.name: row for mutant in mutants if (row := found.row_of(mutant))}
+    pins = {mutant.name: pin.row for mutant in mutants if (pin := found.pin_of(mutant)) and pin.row}
     for path in sorted((root / "tests/mutants").glob("*.toml")):
         text = path.read_text()
         if (edited := pinned.name_rows(text, pins)) != text:

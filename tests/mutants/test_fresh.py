@@ -72,7 +72,7 @@ def test_each_is_judged_by_the_rows_that_come_by(project, tmp_path, capsys):
     )
     assert told[names["return a * 2"]] == ["SLOW", names["return a * 2"], "tests/test_sums.py::test_double"]
     assert names["return a - 1"] not in told
-    assert "1 of 4 are noticed by make test-all" in out
+    assert "1 of 4 were noticed alone" in out
     assert (project / "engine/sums.py").read_text() == SUMS
 
     found = file.with_suffix(".jsonl").read_text()
