@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.runs import warm
 from support.runs.ports import free_port
 from support.runs.runs import rows_of
 from support.runs.waiting import LONG, until
@@ -29,14 +30,14 @@ class Jobs:
         self.folder = folder
         self.agents: list[subprocess.Popen] = []
 
-    def start(self, *words: str, **options) -> subprocess.Popen:
+    def start(self, *words: str, popen: type[subprocess.Popen] = subprocess.Popen, **options) -> subprocess.Popen:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         }
         with open(self.folder / f"said {len(self.agents)}", "w") as said:
-            agent = subprocess.Popen(
+            agent = popen(
                 [*TORCHRUN, *words], env=environment, stdout=said, stderr=said, start_new_session=True, **options
             )
         self.agents.append(agent)
@@ -77,7 +78,8 @@ def test_a_job_that_is_told_to_end_is_not_started_again(told, jobs, arguments, t
     argv = [*arguments, "train.steps=100000", f"output_dir={tmp_path}/out"]
     options = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "3"]
     ignore = lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    agent = jobs.start(*options, "-m", "cli.slow_steps", "0.1", *argv, preexec_fn=ignore)
+    how: dict = {"popen": warm.Popen} if told == signal.SIGTERM else {"preexec_fn": ignore}
+    agent = jobs.start(*options, "-m", "cli.slow_steps", "0.1", *argv, **how)
     out = tmp_path / "out"
     until(lambda: len(steps_of(out)) >= 2, "two steps were done", lambda: agent.poll() is None)
     started = psutil.Process(agent.pid).children(recursive=True)

@@ -56,9 +56,9 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
-def torchrun(options: list[str], module: str, argv: list[str], run=subprocess.run) -> subprocess.CompletedProcess:
+def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
     command = [*TORCHRUN, *options, "-m", module, *argv]
-    return run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
+    return warm.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
 
 
 def exported(out: Path) -> dict[str, torch.Tensor]:
@@ -127,7 +127,7 @@ def test_reinforcement_learning_on_two_ranks(recipe, layout, inputs, tmp_path, o
     plain = ["preset=plain", "optim.warmup_steps=0", "algorithm.minibatches=1", "algorithm.overlong_buffer=0"]
     own = [*plain, "algorithm.mask_truncated=false"] if recipe == "dapo" else []
     argv = [*own, *rl_runs.overrides_of(inputs, out), *more]
-    done = torchrun(TWO_RANKS, f"isoloss.recipes.{recipe}", argv, warm.run)
+    done = torchrun(TWO_RANKS, f"isoloss.recipes.{recipe}", argv)
     assert done.returncode == 0, done.stderr
     assert f"{out}/hf" in done.stdout.splitlines()[-1]
 

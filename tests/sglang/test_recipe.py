@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.runs import warm
 from support.runs.waiting import until
 from support.servers.server_commands import DOUBLE, SGLANG
 
@@ -63,7 +64,7 @@ def left_over(sorter: Path) -> list[psutil.Process]:
 
 def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tmp_path):
     out = tmp_path / "run"
-    done = subprocess.run(
+    done = warm.run(
         arguments(sorter, out, server_command, "broadcast", "train.steps=6"), capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -77,7 +78,7 @@ def test_grpo_through_a_server_that_the_recipe_starts(sorter, server_command, tm
 def test_other_ways_of_weight_sync(sorter, sync, tmp_path):
     out = tmp_path / "run"
     command = arguments(sorter, out, DOUBLE, sync, f"rollout.sync_dir={tmp_path}/sync", "train.steps=6")
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = warm.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     check_run(out, 6)
 
@@ -86,7 +87,7 @@ def test_two_ranks_share_a_server(sorter, tmp_path):
     out = tmp_path / "run"
     python, *rest = arguments(sorter, out, DOUBLE, "broadcast", "train.steps=6", "parallel.tp=2")
     launcher = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launcher, *rest], capture_output=True, text=True)
+    done = warm.run([*launcher, *rest], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     check_run(out, 6)
 
@@ -121,7 +122,7 @@ def test_a_server_that_is_not_there_is_one_line_and_status_2(sorter, tmp_path):
     command = [
         part for part in arguments(sorter, tmp_path / "run", DOUBLE, "broadcast") if "server_command" not in part
     ]
-    done = subprocess.run([*command, "rollout.timeout=2"], capture_output=True, text=True)
+    done = warm.run([*command, "rollout.timeout=2"], capture_output=True, text=True)
     told = [line for line in done.stderr.splitlines() if line.startswith("isoloss: error: ")]
     assert done.returncode == 2 and len(told) == 1 and "Traceback" not in done.stderr
     assert "http://127.0.0.1:" in told[0] and "rollout.timeout=2" in told[0]

@@ -4,7 +4,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
-from support.suite.tiers import Patterns, group_of, mark, named_by_mutants
+from support.suite.tiers import Patterns, group_of, mark, named_by_mutants, not_run
 
 
 @pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="nothing is shared out where one process runs all")
@@ -69,6 +69,14 @@ def test_a_pattern_that_makes_nothing_quick_is_told():
         "a.py::d[1] matches nothing",
     ]
     assert quick.in_vain(["b.py"]) == ["b.py::e matches nothing"]
+
+
+def test_a_row_that_a_mutant_names_and_that_never_runs_is_told():
+    """A row that was renamed, or that only `make prove-all` runs, notices nothing."""
+    items = rows("b[1]", "b[2]!", "c!", "d")
+    good = ["tests/a.py", "tests/a.py::b", "tests/a.py::b[1]", "tests/a.py::d", "tests/unit/test_tiers.py::other file"]
+    bad = ["tests/a.py::b[2]", "tests/a.py::b[3]", "tests/a.py::c", "tests/no_such_file.py"]
+    assert not_run(items, [*good, *bad]) == bad
 
 
 def test_names_of_mutants_are_read():

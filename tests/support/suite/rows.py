@@ -205,7 +205,6 @@ QUICK = {
         "test_a_crash_at_import_is_no_kill": "",
         "test_a_mutant_is_pinned_to_the_cheapest_row_that_notices": "",
         "test_a_test_of_slow_rows_alone_is_refused": "",
-        "test_every_named_test_is_collected": "",
         "test_the_runner_tells_killed_from_survived": "",
     },
     "numerics/test_bf16.py": {

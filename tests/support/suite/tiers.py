@@ -16,7 +16,9 @@ TESTS = Path(__file__).parents[2]
 # Fixtures that are made once a session at great cost, and the group of those who use one: it goes to one worker.
 SHARED = {"sorter": "sorter", "te_pool": "te_pool", "service": "servers", "model_folder": "servers"}
 # What is made once a file: ranks, whose references are kept a file, and whole runs and conversions.
-ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports", "planned"}
+ONCE_A_FILE = {"pool", "killed", "pairs", "plain", "run", "undisturbed", "outcomes", "reports", "planned", "refusals"}
+# Of tests that `make test-all` leaves out.
+ELSEWHERE = ("slow", "sglang", "docs", "gpu")
 
 
 def group_of(item: pytest.Item) -> str | None:
@@ -106,21 +108,36 @@ def named_by_mutants() -> frozenset[str]:
     return frozenset(name for file in catalogue for mutant in file["mutant"] for name in mutant["tests"])
 
 
+def not_run(items: Sequence[pytest.Item], named: Collection[str]) -> list[str]:
+    """Of what mutants name in the files of these rows: what `make test-all` does not run, or what is not there."""
+    files = {item.nodeid.partition("::")[0] for item in items}
+    run = {item.nodeid for item in items if not any(map(item.get_closest_marker, ELSEWHERE))}
+    run |= {row.partition("[")[0] for row in run} | {row.partition("::")[0] for row in run}
+    there = files | {
+        name.partition("::")[0] for name in named if not (TESTS.parent / name.partition("::")[0]).is_file()
+    }
+    return sorted(name for name in named if name not in run and name.partition("::")[0] in there)
+
+
 class Schedule:
     """Groups first, in the order of the files; then the tests that any worker takes."""
 
     @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups, and pytest the markers
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         quick, full = Patterns(QUICK), Patterns(FULL)
-        mark(items, quick, full, named_by_mutants())
+        named = named_by_mutants()
+        mark(items, quick, full, named)
         files = {parts(item)[0] for item in items}
         in_vain = [*quick.in_vain(files), *full.in_vain(files)]
         in_vain += [f"{file}, which is not there" for file in {**QUICK, **FULL} if not (TESTS / file).is_file()]
         in_vain += [
             f"{file}::{test} of FULL" for file in FULL for test in FULL[file] if test not in QUICK.get(file, {})
         ]
-        if in_vain and not any("::" in argument for argument in config.args):
-            raise pytest.UsageError(f"tests/support/suite/rows.py names tests in vain: {'; '.join(in_vain)}")
+        if not any("::" in argument for argument in config.args):
+            if in_vain:
+                raise pytest.UsageError(f"tests/support/suite/rows.py names tests in vain: {'; '.join(in_vain)}")
+            if missing := not_run(items, named):
+                raise pytest.UsageError(f"mutants name tests that make test-all does not run: {'; '.join(missing)}")
         groups = {item: group_of(item) for item in items}
         for item, group in groups.items():
             if group is not None:
