@@ -2,10 +2,13 @@
 
 import dataclasses
 import json
+import subprocess
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from support.ranks import groups
+from support.runs import warm
 from support.runs.runs import TINY, conversation, write_model, write_rows
 from transformers import AutoTokenizer
 
@@ -16,7 +19,7 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.plan import __main__ as plan
-from isoloss.tools.plan import picture
+from isoloss.tools.plan import picture, stages
 from isoloss.tools.plan.data_file import DataPlan, plan_data
 from isoloss.tools.plan.estimate import Estimate
 from isoloss.tools.plan.hardware import GPUS
@@ -30,6 +33,11 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plan")
     write_model(folder / "model", 2)
     return folder
+
+
+@pytest.fixture(autouse=True)
+def warm_dry_runs(monkeypatch):
+    monkeypatch.setattr(stages, "subprocess", SimpleNamespace(run=warm.run, DEVNULL=subprocess.DEVNULL))
 
 
 # ---- the data file ---------------------------------------------------------------------------------------------------

@@ -122,6 +122,7 @@ def test_a_run_writes_the_verb_of_each_test_and_how_fast_the_machine_was(pyteste
         "    ends = time.process_time() + 0.3\n"
         "    while time.process_time() < ends: pass\n"
         "@pytest.mark.full\ndef test_full(): pass\n"
+        "@pytest.mark.slow\ndef test_slow(): pass\n"
         "@pytest.mark.docs\n@pytest.mark.full\ndef test_docs(): pass\n"
     )
     assert pytester.inline_run("-p", "no:cacheprovider").ret == 0

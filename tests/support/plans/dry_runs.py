@@ -3,11 +3,11 @@ holds rows of JSON."""
 
 import contextlib
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import PIPE
 from unittest import mock
 
 import torch
@@ -18,6 +18,7 @@ from isoloss.tools.plan.rank import dry_run
 from isoloss.tools.plan.report import RankReport
 from isoloss.tools.plan.world import Device, Kernels
 from support.faults.device_faults import FAULTS
+from support.runs import warm
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def outcomes_in_a_process(rows: Sequence[Row], file: Path) -> list[RankReport | 
     """What became of every row: a report, or the error that it ended with."""
     file.write_text(json.dumps([asdict(row) for row in rows]))
     command = [sys.executable, "-m", "support.plans.dry_runs", str(file)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], check=True, stdout=subprocess.PIPE, text=True)
+    done = warm.run(command, cwd=Path(__file__).parents[2], check=True, stdout=PIPE, text=True)
     lines = [line.removeprefix(MARK) for line in done.stdout.splitlines() if line.startswith(MARK)]
     return [RankReport.loads(line) if line.startswith("{") else json.loads(line) for line in lines]
 

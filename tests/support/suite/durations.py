@@ -44,8 +44,12 @@ def read(path: Path) -> tuple[list[Row], list[float]]:
     return [row for row in rows if row.verb != CALIBRATION], [row.cpu for row in rows if row.verb == CALIBRATION]
 
 
-def verb_of(item: pytest.Item) -> str:
-    if any(item.get_closest_marker(marker) for marker in ("slow", "sglang", "docs")):
+def verb_of(item: pytest.Item) -> str | None:
+    """None of tests that `make test-docs` and `make test-sglang` run, which may run beside others: nothing is written
+    of them."""
+    if any(map(item.get_closest_marker, ("sglang", "docs"))):
+        return None
+    if item.get_closest_marker("slow"):
         return "none"
     return "test-all" if item.get_closest_marker("full") else "test"
 
@@ -70,8 +74,7 @@ class Durations:
         self._calibrated = -math.inf
         self._wall: dict[str, float] = defaultdict(float)
         self._cpu: dict[str, float] = defaultdict(float)
-        if self._writes:
-            self._path.unlink(missing_ok=True)
+        self._mode = "w"
 
     def pytest_collection_finish(self) -> None:
         self._spent = cpu_seconds()  # imports are no test's
@@ -91,15 +94,15 @@ class Durations:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if not self._writes:
+        if not self._writes or getattr(report, "verb", None) is None:
             return
         name = report.nodeid.removesuffix(getattr(report, "group", ""))
         self._wall[name] += report.duration
         self._cpu[name] += getattr(report, "cpu", 0.0)
         if report.when == "teardown":
-            with self._path.open("a") as file:
-                verb = getattr(report, "verb", "none")
-                file.write(f"{self._wall.pop(name):.2f}\t{self._cpu.pop(name):.2f}\t{verb}\t{name}\n")
+            with self._path.open(self._mode) as file:
+                self._mode = "a"
+                file.write(f"{self._wall.pop(name):.2f}\t{self._cpu.pop(name):.2f}\t{report.verb}\t{name}\n")
                 if calibrated := getattr(report, "calibration", None):
                     file.write(f"0\t{calibrated[0]}\t{CALIBRATION}\t{calibrated[1]}\n")
 
