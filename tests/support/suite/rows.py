@@ -1,8 +1,8 @@
 """Which rows of the large tables the verbs run.
 
 `make test` runs the rows of QUICK: a test, and patterns of the ids of its rows; with none all its rows are left out.
-What is not named here is quick. A claim keeps a quick row, unless each of its rows takes two CPU seconds: then it has one
-in `make test-all`. Rows that say the most stay: several axes at once, the states that are the most different.
+What is not named here is quick. A claim keeps a quick row, unless all its rows take two CPU seconds: then
+`make test-all` has one. Rows that say the most stay: several axes at once, the states that are the most different.
 
 Of what QUICK leaves out `make test-all` runs the rows that a mutant names (tests/mutants), those of FULL, and the first
 row of a test that would have none. `make prove-all` runs the others.
