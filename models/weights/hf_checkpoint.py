@@ -249,10 +249,13 @@ def index_text(entries: Mapping[str, Entry]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
+def copy_sidecars(
+    source: str | Path, target: str | Path, arch: Architecture, stop_token_ids: Sequence[int] = ()
+) -> None:
     """Copy config.json (as `config_text`), tokenizer, chat template and generation defaults, so that `target` is a
     model of its own.
 
+    stop_token_ids: tokens that end what the model says, which generation_config.json names besides its own.
     Raises UserError where `source` has no config.json.
     """
     source, target = Path(source), Path(target)
@@ -262,6 +265,20 @@ def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) ->
     for name in sidecars(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
+    declared = declared_stops(source)
+    if not set(stop_token_ids) <= set(declared):
+        path = target / "generation_config.json"
+        defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        defaults["eos_token_id"] = [*declared, *sorted(set(stop_token_ids) - set(declared))]
+        path.write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
+
+
+def declared_stops(folder: str | Path) -> tuple[int, ...]:
+    """`eos_token_id` of a model's folder as transformers reads it: of generation_config.json, or of config.json where
+    there is none."""
+    paths = [path for name in ("generation_config.json", "config.json") if (path := Path(folder, name)).is_file()]
+    declared = json.loads(paths[0].read_text(encoding="utf-8")).get("eos_token_id") if paths else None
+    return () if declared is None else tuple(declared) if isinstance(declared, list) else (declared,)
 
 
 def sidecars(source: str | Path) -> tuple[str, ...]:

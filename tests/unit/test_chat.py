@@ -6,9 +6,10 @@ from importlib.resources import files
 
 import pytest
 
-from isoloss.engine.data.chat import load_tokenizer, maps_characters, tokenize_row
+from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
 from isoloss.engine.data.rows import Row
+from isoloss.engine.data.turns import maps_characters
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -175,16 +176,26 @@ def test_content_in_parts_of_text(tokenizer):
     assert tokenize_row(split, tokenizer) == tokenize_row(whole, tokenizer)
 
 
-def test_what_the_variables_add_merges_with_the_turn(tokenizer):
-    tokenizer.chat_template = PLAIN_TOOLS.replace("</think>", "</think>\\n\\n")
-    row = Row("rows.jsonl:7", {"messages": CHAT[1:3]})
-    with pytest.raises(UserError, match=r"rows.jsonl:7: messages\[1\] merges with the generation prompt"):
-        tokenize_row(row, tokenizer, {"thoughts": False})
+@pytest.mark.parametrize(
+    ("template", "content", "expected", "kwargs"),
+    [
+        (PLAIN_TOOLS.replace("</think>", "</think>\\n\\n"), "Four.", "Four.<|im_end|>", {"thoughts": False}),
+        (CHATML, "\n\nFour.", "\n\n\nFour.<|im_end|>", {}),
+    ],
+    ids=("by the template", "by the message"),
+)
+def test_a_token_of_prompt_and_turn_is_a_target(tokenizer, template, content, expected, kwargs):
+    """The prompt ends within a token of the conversation: the model is to say what it has of it."""
+    tokenizer.chat_template = template
+    chat = [CHAT[1], {"role": "assistant", "content": content}]
+    assert targets(tokenizer, {"messages": chat}, **kwargs) == [expected]
 
 
 def test_template_without_end_token(tokenizer):
     tokenizer.chat_template = NO_END_TOKEN
-    assert targets(tokenizer, {"messages": CHAT[1:3]}) == [" Four.\n"]
+    check_refused(
+        tokenizer, {"messages": CHAT[1:3]}, ["with no special token", "teach the model to stop", "<|im_end|>"]
+    )
 
 
 def test_tokenizer_that_trims_offsets(tokenizer, tmp_path):
@@ -195,7 +206,8 @@ def test_tokenizer_that_trims_offsets(tokenizer, tmp_path):
     spec["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     trimming = load_tokenizer(str(tmp_path), 2048)
-    assert maps_characters(tokenizer) and not maps_characters(trimming)
+    assert maps_characters(tokenizer) and maps_characters(trimming)
+    assert trimming("a  b\n c")["input_ids"] == tokenizer("a  b\n c")["input_ids"]
     chat = [CHAT[1], {"role": "assistant", "content": " Four."}, CHAT[3], CHAT[4]]
     assert targets(trimming, {"messages": chat}) == [" Four.<|im_end|>", "Six,\nit is.\n<|im_end|>"]
 
@@ -231,7 +243,9 @@ def test_prompt_and_completion_texts(tokenizer):
 
 def test_no_end_is_added_where_the_tokenizer_has_none(tokenizer):
     tokenizer.eos_token = None
-    assert targets(tokenizer, {"prompt": "One,", "completion": " two"}) == [" two"]
+    check_refused(
+        tokenizer, {"prompt": "One,", "completion": " two"}, ["a completion needs a token that ends it", TINY]
+    )
     assert targets(tokenizer, {"text": "One two"})[0].endswith(" two")
 
 
@@ -298,7 +312,6 @@ def test_bad_rows(tokenizer, values, said):
         (None, CHAT, ["chat template", "chat_template.jinja", TINY]),
         (COUNTING, CHAT, ["not prefix-stable", "messages[2]", "{% generation %}"]),
         (END_TOKEN_LAST, CHAT, ["not prefix-stable", "messages[2]"]),
-        (CHATML, [CHAT[1], {"role": "assistant", "content": "\n\nFour"}], ["messages[1] merges", "white space"]),
         (REFUSES_SYSTEM, CHAT, ["no system role"]),
     ],
 )
