@@ -103,6 +103,7 @@ newer: .venv312/.ready
 	sed 's/^megatron-core==.*/$(NEWER)/' constraints.txt > .venv312/constraints.txt
 	$(call INSTALL,.venv312) $(TORCH) -c .venv312/constraints.txt
 	$(call INSTALL,.venv312) -e '.[dev]' -c .venv312/constraints.txt
+	$(call INSTALL,.venv312) --no-deps $(TEMPLATES)
 	touch $@
 
 # Branches of what trains, ranks and subprocesses included.

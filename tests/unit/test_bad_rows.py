@@ -335,6 +335,19 @@ def test_parquet(kind, load, tmp_path):
     assert [each.place([str(path)]) for each in found.rejects] == [f"{path}: row 2"] and len(tokens(found)) == 2
 
 
+@pytest.mark.parametrize("kind", ("sft", "rl"))
+def test_times_that_python_has_not_are_text_in_columns_that_nobody_asked_for(kind, load, tmp_path):
+    """Nanoseconds, of a moment and of a duration."""
+    columns = {"text": ["One two"], "prompt": ["One two"], "made": pa.array([1], pa.timestamp("ns")),
+               "took": pa.array([5], pa.duration("ns"))}  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(columns), path)
+    found = load(kind, path)
+    assert len(tokens(found)) == 1 and found.rejects == ()
+    if kind == "rl":
+        assert found.prompts[0].extra["made"].endswith("00:00:00.000000001") and found.prompts[0].extra["took"] == "5"
+
+
 def test_what_a_run_writes(load, write, tmp_path):
     train, eval = (
         load("sft", write("[1]", GOOD[0]), max_rejects=1),

@@ -91,7 +91,9 @@ def test_arguments_become_text_for_templates_that_take_text():
     assert map_arguments({"name": "f"}, lambda arguments, where: 1 / 0) == {"name": "f"}
 
 
-GENERIC = "{% for m in messages %}{{ m.role }}: {{ m['content'] }}{% if 'thinking' in m %}{{ m.thinking }}{% endif %}{% endfor %}"
+GENERIC = (
+    "{% for m in messages %}{{ m.role + m['content'] }}{% if 'thinking' in m %}{{ m.thinking }}{% endif %}{% endfor %}"
+)
 
 
 def named(*messages: dict, template: str = GENERIC) -> list[dict]:

@@ -18,7 +18,7 @@ from isoloss.engine.data.turns import turn_ends
 from isoloss.parallel.runtime.errors import UserError
 
 SPEC = importlib.util.find_spec("trl")
-assert SPEC is not None and SPEC.origin is not None
+assert SPEC is not None and SPEC.origin is not None, "TRL's templates are missing: make install"
 FOLDER = Path(SPEC.origin).parent / "chat_templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith("_training"))
 
