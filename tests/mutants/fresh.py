@@ -165,8 +165,8 @@ def reach(copy: Copy, file: str, probed: Mapping[str, str]) -> Record:
 
 
 def rows_by_mutant(found: pinned.Found, mutants: Iterable[Mutant]) -> dict[str, set[str]]:
-    """The rows that run its function; of a mutant in no function, which runs at import, those of all in its file, or all
-    rows."""
+    """The rows that run its function; of a mutant in no function, which runs at import, those of all in its file, and
+    all rows where there are none."""
     by_probe: dict[str, set[str]] = defaultdict(set)
     by_file: dict[str, set[str]] = defaultdict(set)
     file_of = {mutant.name: mutant.file for mutant in mutants}
