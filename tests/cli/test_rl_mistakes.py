@@ -141,6 +141,9 @@ def test_no_token_ends_a_completion(inputs, tmp_path, arguments, capsys):
     config = json.loads((model / "tokenizer_config.json").read_text())
     del config["eos_token"]
     (model / "tokenizer_config.json").write_text(json.dumps(config))
+    (model / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    config = json.loads((model / "config.json").read_text()) | {"eos_token_id": None}
+    (model / "config.json").write_text(json.dumps(config))
     line = complain(capsys, [*arguments, f"model.path={model}"])
     assert str(model) in line and "eos_token" in line
 
