@@ -53,8 +53,8 @@ def test_a_recipe_runs_from_a_wheel(installed, tmp_path):
     assert Path(run(installed, tmp_path, "python", "-c", where).strip()).is_relative_to(installed.parent)
     assert "tiny" in run(installed, tmp_path, "isoloss-sft", "--help")
     run(installed, tmp_path, "isoloss-sft", "train.steps=1", "data.eval=[]", "output_dir=out")
-    assert (tmp_path / "out/hf/config.json").is_file()
-    assert "hf-to-mcore" in run(installed, tmp_path, "isoloss-convert", "--help")
+    told = run(installed, tmp_path, "isoloss-convert", "hf-to-mcore", "--hf", "out/hf", "--out", "mcore")
+    assert "wrote" in told and (tmp_path / "mcore/.metadata").is_file()
 
 
 def test_scripts_for_developers_do_not_ship(installed):
