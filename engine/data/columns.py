@@ -26,7 +26,7 @@ def form_of(values: Mapping[str, Any], place: str) -> tuple[str, ...]:
     """The columns that a row of SFT is read from. UserError where that is not one of FORMS, or another column could
     change what is learned."""
     check_columns(values, place)
-    forms = [form for form in FORMS if all(name in values for name in form)]
+    forms = forms_in(values)
     if len(forms) > 1:
         several = " and ".join("`" + "` + `".join(form) + "`" for form in forms)
         raise UserError(f"{place}: a row has one form, and this one has {several}: take out what is not to be learned")
@@ -45,5 +45,9 @@ def check_columns(values: Mapping[str, Any], place: str) -> None:
 
 def unused(values: Mapping[str, Any]) -> list[str]:
     """Columns of a row that say nothing to the model, such as an id."""
-    form = next(form for form in FORMS if all(name in values for name in form))
+    (form,) = forms_in(values)
     return [name for name in values if name not in (*form, "tools")]
+
+
+def forms_in(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    return [form for form in FORMS if all(name in values for name in form)]

@@ -9,7 +9,7 @@ import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from isoloss.engine.data.chat_template import Template
@@ -42,10 +42,10 @@ def marked_turns(conversation: Conversation, rendered: "Rendered") -> TokensAndM
     template = rendered.template
     out = template(conversation.messages, return_dict=True, return_assistant_tokens_mask=True)
     ids, mask_T = list(out["input_ids"]), [bool(m) for m in out["assistant_masks"]]
-    ends = special_ids(template.tokenizer) if not (known := rendered.all_ends()) else known
+    ends = rendered.all_ends() or special_ids(template.tokenizer)
     for begin, end in runs(mask_T):
         if ends.isdisjoint(ids[begin:end]):
-            if ids[end : end + 1] == [] or ids[end] not in ends:
+            if ends.isdisjoint(ids[end : end + 1]):
                 raise no_end(template)
             mask_T[end] = True
     for turn, learned in enumerate(conversation.learned):
@@ -81,11 +81,21 @@ class Rendered:
     def __init__(self, messages: Messages, template: Template, prompt: bool = False):
         """prompt: with what is added where the assistant is to speak."""
         self.messages, self.template, self._prompt = messages, template, prompt
-        self.text = Text(self._render(messages, prompt), template.tokenizer)
-        turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"] + [len(messages)] * prompt
-        self._content_ends = self._find_ends({j for i in turns for j in (i - 1, i, i + 1) if 0 <= j < len(messages)})
         self._speaks: dict[str, Speaks] = {}
         self._begins: dict[int, int] = {}
+
+    # A template that marks its turns is asked for neither, unless a turn is not learned.
+    @cached_property
+    def text(self) -> "Text":
+        return Text(self._render(self.messages, self._prompt), self.template.tokenizer)
+
+    @cached_property
+    def _content_ends(self) -> dict[int, int]:
+        count = len(self.messages)
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"] + [
+            count
+        ] * self._prompt
+        return self._find_ends({j for i in turns for j in (i - 1, i, i + 1) if 0 <= j < count})
 
     def _render(self, messages: Messages, prompt: bool = False) -> str:
         return self.template(messages, tokenize=False, add_generation_prompt=prompt)
@@ -140,9 +150,9 @@ class Rendered:
                 return before + whole_tokens(speaks.text, shared, self.template.tokenizer)
         prompt = self._render(self.messages[:turn], prompt=True)
         added = in_common(self._render(self.messages[:turn]), prompt)
-        start, own = (0, 0) if before is None else (before, before)
+        start = own = before or 0
         if in_common(prompt, text) < start:
-            start, own = before or 0, self._own_end(turn, prompt)
+            own = self._own_end(turn, prompt)
         rest = prompt[own:]
         shared = in_common(rest, text[start : start + len(rest)])
         begin = whole_tokens(rest, shared, self.template.tokenizer)
@@ -196,10 +206,9 @@ class Rendered:
             if ids[token] in (ends.last if last else ends.amid):
                 self._check_written(turn, token + 1)
                 return token + 1
-        if last and ends.follows:
-            self._check_written(turn, len(ids))
-            return None
         self._check_written(turn, len(ids))
+        if last and ends.follows:
+            return None
         raise not_prefix_stable(self.template.place, turn) if ends.last else no_end(self.template)
 
     def _check_written(self, turn: int, end: int) -> None:

@@ -105,7 +105,7 @@ BEFORE = re.compile(
 # What follows the end of a turn: a line break, the end of the whole (Phi), the begin of the answer to a call (Gemma 4).
 AFTER = re.compile(r"\n?(<\|endoftext\|>|<\|tool_response>)?\n?$")
 PLAIN = AddedToken("", special=False)
-# What a template does not know, by a part of what is told of the row. Content in parts is for templates of pictures.
+# Rows that a template cannot render, with a part of the error. Templates of vision models take content as a list.
 NO_THOUGHTS, NO_TOOLS = "`messages[1].reasoning_content` is not read", "`messages[1].tool_calls` is not read"
 WITHOUT_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3", "phi3_5", "qwen2_5_vl")
 WITHOUT_THOUGHTS = (*WITHOUT_TOOLS, "deepseek_r1_distill", "deepseekv3", "gemma4_v2", "lfm2_v2", "llama3_1", "llama3_2",

@@ -45,8 +45,8 @@ def read(path: Path) -> tuple[list[Row], list[float]]:
 
 
 def verb_of(item: pytest.Item) -> str | None:
-    """None of tests that `make test-docs` and `make test-sglang` run, which may run beside others: nothing is written
-    of them."""
+    """None for the tests of `make test-docs` and `make test-sglang`, whose seconds are not written: each may run while
+    `make test-all` does, and would overwrite its file."""
     if any(map(item.get_closest_marker, ("sglang", "docs"))):
         return None
     if item.get_closest_marker("slow"):
