@@ -30,6 +30,7 @@ from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
+from isoloss.models.weights.generation_config import generation_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
@@ -82,7 +83,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
             f"{limits[key]}; lower the one or raise the other"
         )
-    tokenizer = load_tokenizer(config.model.tokenizer or str(folder), arch.vocab_size)
+    tokenizer = load_tokenizer(str(hf_folder(config.model.tokenizer or folder)), arch.vocab_size)
     options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
     train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
     evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
@@ -98,12 +99,8 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
 
 def stop_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end token and those of generation_config.json."""
-    tokens = {tokenizer.eos_token_id}
-    path = folder / "generation_config.json"
-    if path.is_file():
-        declared = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id")
-        tokens |= set(declared) if isinstance(declared, list) else {declared}
-    stop = tuple(sorted(token for token in tokens if token is not None))
+    declared = generation_stops(folder, max(tokenizer.get_vocab().values()))
+    stop = tuple(sorted({token for token in (tokenizer.eos_token_id, *declared) if token is not None}))
     if not stop:
         raise UserError(
             f"neither the tokenizer nor generation_config.json of {folder} names a token that ends a completion: set "
