@@ -18,6 +18,6 @@ def check_finite(numbers: Tensor, name: str, path: Path) -> None:
     if not is_finite(numbers):
         count = int((~numbers.isfinite()).sum())
         raise UserError(
-            f"{name} in {path} holds {count:,} numbers that are infinite or NaN, of {numbers.numel():,}: its training "
+            f"{name} in {path} holds numbers that are infinite or NaN ({count:,} of {numbers.numel():,}): its training "
             "diverged or the file is damaged; take an earlier checkpoint, or copy the model again from its source"
         )

@@ -106,7 +106,7 @@ class HFReader:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
-                if is_pointer(self.folder / file):
+                if isinstance(error, SafetensorError) and is_pointer(self.folder / file):
                     raise UserError(f"{self.folder / file} {IS_A_POINTER}") from None
                 raise UserError(
                     f"{self.folder / file} is not a safetensors file, or cut short ({error}); copy or download it again"
