@@ -71,7 +71,8 @@ def read(folder: str | Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises DamagedError where it is missing or damaged, UserError where it is
     of a later format."""
     path = Path(folder) / NAME
-    fields = read_json(path, "the checkpoint is not complete, or isoloss did not write it; convert or save it again")
+    mend = "the checkpoint is not complete, or isoloss did not write it; convert or save it again"
+    fields = read_json(path, mend, DamagedError)
     if fields.get("format") != VERSION:
         raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")
     own = fields.pop("crc32", None)  # earlier manifests have none
@@ -155,20 +156,20 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def read_json(path: Path, mend: str) -> dict[str, Any]:
-    """A JSON object from a file. mend: ends the DamagedError that a missing or damaged one raises."""
+def read_json(path: Path, mend: str, problem: type[UserError] = UserError) -> dict[str, Any]:
+    """A JSON object from a file. mend: ends the `problem` that a missing or damaged one raises."""
     try:
         fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
-        raise DamagedError(f"{path} is missing; {mend}") from None
+        raise problem(f"{path} is missing; {mend}") from None
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror}); {mend}") from None
+        raise problem(f"{path} cannot be read ({error.strerror}); {mend}") from None
     except (ValueError, RecursionError) as error:
         if is_pointer(path):
-            raise DamagedError(f"{path} {IS_A_POINTER}") from None
-        raise DamagedError(f"{path} is not valid JSON ({error}); {mend}") from None
+            raise problem(f"{path} {IS_A_POINTER}") from None
+        raise problem(f"{path} is not valid JSON ({error}); {mend}") from None
     if not isinstance(fields, dict):
-        raise DamagedError(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
+        raise problem(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
     return fields
 
 

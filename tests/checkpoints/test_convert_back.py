@@ -205,7 +205,7 @@ DAMAGE = {
     "missing": lambda tensors: tensors.pop(NORM),
     "extra": lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}),
     "shape": lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}),
-    "type": lambda tensors: tensors.update({NORM: tensors[NORM].double()}),
+    "type": lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}),
 }
 
 

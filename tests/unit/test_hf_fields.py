@@ -138,3 +138,18 @@ def test_within_a_multimodal_model(name):
     whole = config_class(text_config=inner, vision_config=vision, **more)
     config = json.loads(whole.to_json_string()) | {"architectures": [architecture]}
     assert check(name, config_class, config) >= 5
+
+
+@pytest.mark.parametrize(
+    ("name", "heads", "kv_heads"),
+    (("mistral", 16, 8), ("mixtral", 24, 8), ("ministral-3", 32, 8), ("llama", 4, 4), ("deepseek-v3", 128, 128),
+     ("mistral-4", 32, 32), ("glm-4.7-flash", 20, 20)),
+)  # fmt: skip
+def test_key_value_heads_that_are_left_out(name, heads, kv_heads):
+    """Where the class's own number fits the query heads: of the tiny models it does not."""
+    config_class, _ = families.MODELS[name]
+    found = families.config(name, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    config = json.loads(found.to_json_string(use_diff=False))
+    config = changed(config | {"architectures": families.published(name)["architectures"]}, ("num_key_value_heads",))
+    arch = ours(config)
+    assert arch is not None and arch == ours(theirs(config_class, config) or {}) and arch.num_kv_heads == kv_heads
