@@ -32,6 +32,8 @@ def test_what_it_names(fields, stops, tmp_path):
         ('{"eos_token_id": true}', "and True is none"), ('{"eos_token_id": 3.0}', "and 3.0 is none"),
         ('{"eos_token_id": {"a": 1}}', "and {'a': 1} is none"),
     ),
+    ids=("bad", "empty", "deep", "twice", "binary", "list", "null", "lfs", "text", "nested", "null inside", "negative",
+         "true", "fraction", "object"),
 )  # fmt: skip
 def test_what_is_no_token_is_refused(text, says, tmp_path):
     (tmp_path / GENERATION).write_bytes(text.encode("latin-1"))
