@@ -25,6 +25,8 @@ RUN := $(ONE_THREAD) $(BIN)/torchrun --nproc_per_node $(NPROC)
 PYTEST := $(ONE_THREAD) $(BIN)/pytest
 # Installs what follows into the environment of that name: $(call INSTALL,.venv) torch
 INSTALL = $(1)/bin/python tools/dev/install.py
+# Its chat templates, which tests render; nothing imports it.
+TEMPLATES := trl==1.16.0
 PARALLEL := -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 # The model that `make grpo` and `make dapo` start from: fine-tuned on careless demonstrations, once for both.
@@ -60,6 +62,7 @@ install: .venv/.ready
 	$(BIN)/python -c 'import sys; sys.exit(sys.version_info < (3, 11) and "isoloss needs Python 3.11 or newer: make PYTHON=python3.11")'
 	$(call INSTALL,.venv) $(TORCH) -c constraints.txt
 	$(call INSTALL,.venv) -e '.[dev]' -c constraints.txt
+	$(call INSTALL,.venv) --no-deps $(TEMPLATES)
 	touch $@
 
 # All that .ci/run uses.
@@ -100,6 +103,7 @@ newer: .venv312/.ready
 	sed 's/^megatron-core==.*/$(NEWER)/' constraints.txt > .venv312/constraints.txt
 	$(call INSTALL,.venv312) $(TORCH) -c .venv312/constraints.txt
 	$(call INSTALL,.venv312) -e '.[dev]' -c .venv312/constraints.txt
+	$(call INSTALL,.venv312) --no-deps $(TEMPLATES)
 	touch $@
 
 # Branches of what trains, ranks and subprocesses included.

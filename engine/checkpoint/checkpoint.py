@@ -50,6 +50,7 @@ class Staged:
     folder: Path
     share: Share
     huggingface: Path
+    stop_token_ids: tuple[int, ...]
     arch: Architecture
     dtype: torch.dtype
 
@@ -77,7 +78,7 @@ class Staged:
     ) -> None:
         """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""
         self.share.complete([written for written, _ in told])
-        hf_checkpoint.copy_sidecars(self.huggingface, partial / HUGGINGFACE, self.arch)
+        hf_checkpoint.copy_sidecars(self.huggingface, partial / HUGGINGFACE, self.arch, self.stop_token_ids)
         records = {name: record for _, of_rank in told for name, record in of_rank.items()} | _small_files(partial)
         (partial / manifest.NAME).write_text(self._describe(partial, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
@@ -104,6 +105,7 @@ def stage(
     huggingface: Path,
     extra: Mapping[str, object],
     copies: HostCopies | None = None,
+    stop_token_ids: Sequence[int] = (),
 ) -> Staged:
     """Take a checkpoint to host memory. With `copies` training may go on before it is written.
 
@@ -116,7 +118,7 @@ def stage(
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
     state = _state(model, optimizer, extra, is_loading=False)
     share = Share(partial, state, model.mesh.dp_context, copies)
-    return Staged(folder, share, huggingface, model.arch, model.dtype)
+    return Staged(folder, share, huggingface, tuple(stop_token_ids), model.arch, model.dtype)
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:

@@ -9,11 +9,11 @@ from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from isoloss.engine.data.messages import Messages, as_named_by, with_arguments_as_text
 from isoloss.engine.data.rows import one_line, parse_json, shown
 from isoloss.parallel.runtime.errors import UserError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,30 @@ def render(messages: Messages, template: Template, prompt: bool = False) -> tupl
     return text, list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def check_template(tokenizer, place: str, otherwise: str) -> None:
-    """UserError where messages cannot be rendered. otherwise: what rows can do without a template."""
+def as_the_template_reads(messages: Messages, key: str, template: Template, otherwise: str) -> Messages:
+    """The messages with the template's names of their fields, and with arguments of tool calls as objects, or as JSON
+    text where it takes text.
+
+    otherwise: what rows can do without a template. Raises UserError where there is none, and for a role or field that
+    it would not read.
+    """
+    tokenizer, place = template.tokenizer, template.place
     if not tokenizer.chat_template:
         raise UserError(
             f"{place}: messages need a chat template and the tokenizer {tokenizer.name_or_path} has none: "
             f"add chat_template.jinja to its folder, or {otherwise}"
         )
+    messages = as_named_by(template.text, messages, key, place)
+    if any("tool_calls" in message for message in messages):
+        try:
+            template(messages, tokenize=False)
+        except UserError as refusal:
+            messages = with_arguments_as_text(messages)
+            try:
+                template(messages, tokenize=False)
+            except UserError:
+                raise refusal from None
+    return messages
 
 
 def check_templates(tokenizer, folder: str) -> None:

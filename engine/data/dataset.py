@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal
 
 import numpy as np
@@ -25,12 +26,14 @@ import torch
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects, check
-from isoloss.engine.data.chat import TokensAndMask, load_tokenizer, tokenize_row
+from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
+from isoloss.engine.data.columns import unused
 from isoloss.engine.data.rows import check_paths, place_of, unread_rows
+from isoloss.engine.data.turns import TokensAndMask, turn_ends
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 4  # of the cache folder and of the tokenization; a new number leaves old folders unread
+FORMAT = 5  # of the cache folder and of the tokenization; a new number leaves old folders unread
 ROWS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
 ARRAYS = ROWS | {"origins": np.int32}
 
@@ -55,6 +58,8 @@ class TokenDataset:
     origins: int32 [n, 2], which of the files `paths` a sequence comes from, from 0, and which line or row, from 1.
     fingerprint: the same for two data sets where tokens, mask and offsets are, whatever files they came from.
     rejects: bad rows that were left out.
+    unused: columns that no row was read from.
+    turn_ends: tokens, with their ids, that end what is learned.
     """
 
     def __init__(
@@ -67,10 +72,13 @@ class TokenDataset:
         stats: DataStats,
         fingerprint: str,
         rejects: Sequence[Reject] = (),
+        unused: Sequence[str] = (),
+        turn_ends: Mapping[str, int] = MappingProxyType({}),
     ):
         self.tokens, self.mask, self.offsets, self.stats = tokens, mask, offsets, stats
         self.origins, self.paths = origins, tuple(paths)
         self.fingerprint, self.rejects = fingerprint, tuple(rejects)
+        self.unused, self.turn_ends = tuple(unused), dict(turn_ends)
         self.lengths: np.ndarray = np.diff(offsets).astype(np.int64)
 
     def __len__(self) -> int:
@@ -145,10 +153,13 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     check_template_kwargs(data.template_kwargs, tokenizer)
     tokens, mask, lengths, origins = [], [], [0], []
     dropped = truncated = 0
+    ignored: dict[str, None] = {}  # columns, in the order of their appearance
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
     for row in unread_rows(paths, f"data.{split}"):
         with rejects.instead_of_error(row):
-            tokens_T, mask_T = tokenize_row(row.read(), tokenizer, data.template_kwargs)
+            read = row.read()
+            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_kwargs)
+            ignored |= dict.fromkeys(unused(read.values))
             if len(tokens_T) > max_length:
                 if data.overlong == "drop":
                     dropped += 1
@@ -165,6 +176,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
     of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
+    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_kwargs)}
     return TokenDataset(**arrays, **of_rows, fingerprint=fingerprint(arrays))
 
 
@@ -215,7 +227,7 @@ def cache_key(paths: Sequence[str], tokenizer_dir: str, **options) -> str:
         "versions": [version("transformers"), version("tokenizers")],
         # A row's kind of file matters, and so does the order of the files.
         "data": [[Path(path).suffix.lower(), file_hash(Path(path))] for path in paths],
-        "tokenizer": {path.name: file_hash(path) for path in tokenizer_files},
+        "tokenizer": {str(path.relative_to(tokenizer_dir)): file_hash(path) for path in tokenizer_files},
         "options": options,
     }
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
@@ -226,7 +238,8 @@ def tokenizer_configuration(folder: Path) -> list[Path]:
     suffixes = (".json", ".jinja", ".model", ".txt", ".tiktoken")
     if not folder.is_dir():
         return []
-    return sorted(p for p in folder.iterdir() if p.name.endswith(suffixes) and not p.name.endswith(".index.json"))
+    files = [*folder.iterdir(), *folder.glob("additional_chat_templates/*.jinja")]
+    return sorted(p for p in files if p.name.endswith(suffixes) and not p.name.endswith(".index.json"))
 
 
 def file_hash(path: Path) -> str:
@@ -264,6 +277,7 @@ def _fill(folder: Path, dataset: TokenDataset) -> None:
     stats = asdict(dataset.stats)
     meta = {"format": FORMAT, "stats": stats, "fingerprint": dataset.fingerprint, "crc32": checksums}
     meta["rejects"] = [asdict(reject) for reject in dataset.rejects]
+    meta |= {"unused": dataset.unused, "turn_ends": dataset.turn_ends}
     (folder / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
 
 
@@ -280,7 +294,8 @@ def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         rejects = [Reject(**reject) for reject in meta["rejects"]]
         stats = DataStats(**meta["stats"])
-        return TokenDataset(**arrays, paths=paths, stats=stats, fingerprint=meta["fingerprint"], rejects=rejects)
+        kept = {name: meta[name] for name in ("fingerprint", "unused", "turn_ends")}
+        return TokenDataset(**arrays, paths=paths, stats=stats, rejects=rejects, **kept)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -19,6 +19,8 @@ Parse = Callable[[str], dict[str, Any]]
 # Of objects and lists in a row. Fixed, so that no row is refused for the depth of the call that reads it, and far from
 # the depth at which reading, copying or rendering one ends in a RecursionError.
 MAX_DEPTH = 100
+# Columns of Parquet whose objects differ in their fields, within a file.
+NESTED = ("messages", "prompt", "completion", "tools")
 MAX_DIGITS = 500  # of an integer, for the same reason: Python's own limit depends on the environment
 
 _PICTURE = reprlib.Repr()
@@ -193,11 +195,38 @@ def parquet_rows(path: str, key: str) -> Iterator[tuple[int, Parse]]:
 
 
 def parquet_values(batch: Any, index: int, place: str) -> dict[str, Any]:
-    try:
-        (values,) = batch.slice(index, 1).to_pylist()
-    except (ValueError, OverflowError, RecursionError) as error:  # text that is not UTF-8, a date out of range
-        raise UserError(f"{place}: a value cannot be read ({one_line(error)}): write the row anew") from None
+    values = {}
+    for name, column in zip(batch.schema.names, batch.columns):
+        try:
+            value = column[index].as_py()
+        except (ValueError, OverflowError, RecursionError) as error:  # text that is not UTF-8, a date out of range
+            value = as_text(column[index])
+            if value is None:
+                raise UserError(
+                    f"{place}: `{name}` cannot be read ({one_line(error)}): write the row anew, or take the column out"
+                ) from None
+        values[name] = without_nulls(value) if name in NESTED else value
     return values
+
+
+def as_text(scalar: Any) -> str | None:
+    """Of a time that is finer than Python's; None of what Arrow cannot write as text either."""
+    import pyarrow as pa
+
+    for kind in (pa.string(), pa.int64()):
+        try:
+            return str(scalar.cast(kind).as_py())
+        except (pa.ArrowException, ValueError):
+            continue
+    return None
+
+
+def without_nulls(value: Any) -> Any:
+    """Objects without the fields that are null, at every depth: Arrow gives every object the fields of all objects of
+    its column, and a chat template would write them."""
+    if isinstance(value, dict):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
 
 
 def shown(value: Any, length: int = 60) -> str:

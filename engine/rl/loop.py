@@ -39,6 +39,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     with contextlib.ExitStack() as stack:
         rewarder = stack.enter_context(open_rewarder(config, data))
         policy = Engine(config, source)
+        policy.stop_token_ids = data.stop_token_ids
         reference = None
         if config.algorithm.uses_reference:
             fingerprints.append(fingerprint(source))

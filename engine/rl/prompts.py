@@ -14,16 +14,18 @@ from typing import Any, Literal
 
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects
-from isoloss.engine.data.chat import check_messages, encode
+from isoloss.engine.data.chat import encode
 from isoloss.engine.data.chat_template import (
     Template,
-    check_template,
+    as_the_template_reads,
     check_template_kwargs,
     check_tools,
     refuse_tools,
     render,
 )
+from isoloss.engine.data.columns import check_columns
 from isoloss.engine.data.dataset import nothing_left
+from isoloss.engine.data.messages import check_messages
 from isoloss.engine.data.rows import Row, listed, shown, unread_rows
 from isoloss.engine.rl.trajectory import Prompt
 from isoloss.parallel.runtime.errors import UserError
@@ -118,6 +120,7 @@ def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     extra: all columns but the prompt, `answer` and `data_source`, as they are named in the file.
     """
     values, place = row.values, row.place
+    check_columns(values, place)
     key = next((key for key in PROMPT_KEYS if key in values), None)
     if key is None:
         keys = listed(sorted(values)) or "none"
@@ -126,7 +129,7 @@ def to_prompt(row: Row, template: Template, id: str, source: str) -> Prompt:
     if isinstance(value, str) and key == "prompt":
         tokens, prompt = encode_text(value, template), value
     else:
-        messages = check_messages(value, key, place)
+        messages = check_messages(value, key, place).messages
         tokens, prompt = encode_messages(messages, key, template), tuple(messages)
     if not tokens:
         raise UserError(f"{place}: `{key}` has no tokens ({shown(value)}): fill it in or drop the row")
@@ -152,7 +155,7 @@ def encode_messages(messages: list[dict[str, Any]], key: str, template: Template
         raise UserError(
             f"{place}: `{key}` ends with the assistant's turn, which is what is to be generated: take that turn out"
         )
-    check_template(template.tokenizer, place, "give `prompt` as plain text")
+    messages = as_the_template_reads(messages, key, template, "give `prompt` as plain text")
     return render(messages, template, prompt=True)[1]
 
 

@@ -3,7 +3,7 @@
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,9 @@ from isoloss.engine.config import rules
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
+from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
+from isoloss.engine.data.turns import turn_ends
 from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
@@ -30,7 +32,7 @@ from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.generation_config import generation_stops
+from isoloss.models.weights.hf_checkpoint import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
@@ -92,19 +94,20 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
         train,
         evaluation,
         tokenizer,
-        stop_tokens(folder, tokenizer),
+        stop_tokens(folder, tokenizer, config.data.template_kwargs),
         config.train.steps or batches * config.steps_per_batch,
     )
 
 
-def stop_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end token and those of generation_config.json."""
-    declared = generation_stops(folder, max(tokenizer.get_vocab().values()))
-    stop = tuple(sorted({token for token in (tokenizer.eos_token_id, *declared) if token is not None}))
+def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
+    """The tokens that end a completion: the tokenizer's end token, those that the folder declares, and those that end
+    the assistant's turns in the chat template."""
+    declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
+    stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
     if not stop:
         raise UserError(
-            f"neither the tokenizer nor generation_config.json of {folder} names a token that ends a completion: set "
-            "eos_token in tokenizer_config.json"
+            f"neither the tokenizer and its chat template nor generation_config.json of {folder} names a token that "
+            "ends a completion: set eos_token in tokenizer_config.json"
         )
     return stop
 

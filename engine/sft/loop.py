@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +17,7 @@ from isoloss.engine.data.dataset import (
     steps_for_epochs,
     unigram_nats,
 )
+from isoloss.engine.data.rows import listed
 from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
@@ -23,6 +25,7 @@ from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelih
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
+from isoloss.models.weights.hf_checkpoint import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device
@@ -68,6 +71,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
     engine = Engine(config, source)
+    engine.stop_token_ids = tuple(data.train.turn_ends.values())
     with (
         open_folder(config, run_name) as output_dir,
         Run(engine, config, output_dir, data.total_steps, fingerprints) as run,
@@ -118,9 +122,28 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
     work = f"steps of {config.batch.global_size} sequences"
     return run.banner(
         random or ", its weights",
-        [rows, *data.rejects(config.data).told(run.output_dir), *over_budget(config, data)],
+        [
+            rows,
+            *data.rejects(config.data).told(run.output_dir),
+            *unused_columns(data),
+            *other_ends(data, hf_folder(config.model.path)),
+            *over_budget(config, data),
+        ],
         work,
     )
+
+
+def unused_columns(data: RunData) -> Sequence[str]:
+    """A line where rows have columns that nothing is read from."""
+    names = dict.fromkeys(name for rows in (data.train, data.eval) if rows is not None for name in rows.unused)
+    return (f"data: not read: {listed(names)}",) if names else ()
+
+
+def other_ends(data: RunData, folder: Path) -> Sequence[str]:
+    """A line where turns end with tokens that the model's folder does not declare: the export does."""
+    declared = declared_stops(folder)
+    others = [name for name, number in data.train.turn_ends.items() if number not in declared]
+    return (f"data: turns end with {listed(others)}: hf/generation_config.json will say so",) if others else ()
 
 
 def over_budget(config: Config, data: RunData) -> Sequence[str]:

@@ -94,6 +94,8 @@ class Engine:
     def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
         self.source = source or resolve(config)
+        # Tokens that end what this model learns to say, which an export declares besides those of `source`.
+        self.stop_token_ids: Sequence[int] = ()
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         startup.prepare(config)
         process_group.choose_kernels(deterministic=config.train.deterministic)
@@ -314,7 +316,9 @@ class Engine:
         copies: for what is in host memory already, so that the engine may go on before that.
         """
         self.return_to_device()
-        return checkpoint.stage(Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, copies)
+        return checkpoint.stage(
+            Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, copies, self.stop_token_ids
+        )
 
     def load(self, folder: str | Path) -> dict[str, object]:
         """Load a checkpoint written by `save`, in any layout; returns its `extra`. Collective over the world."""
@@ -327,7 +331,7 @@ class Engine:
         self._whole_weights()
         checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
         if dist.get_rank() == 0:
-            copy_sidecars(self.source.folder, folder, self.arch.text_only())
+            copy_sidecars(self.source.folder, folder, self.arch.text_only(), self.stop_token_ids)
         dist.barrier()
 
     # ---- memory of the device, for others ---------------------------------------------------------------------------

@@ -18,8 +18,15 @@ from isoloss.models.mcore import nvidia_apex
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
-from isoloss.models.weights.generation_config import generation_stops
-from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, WeightSource, check, has_weights
+from isoloss.models.weights.hf_checkpoint import (
+    INDEX,
+    SINGLE,
+    HFReader,
+    WeightSource,
+    check,
+    declared_stops,
+    has_weights,
+)
 from isoloss.models.weights.mmap import DTYPES
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import weight_map
@@ -56,7 +63,7 @@ def resolve(config: Config) -> ModelSource:
     device.check(config.train.device)
     path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)
-    generation_stops(folder)  # checkpoints and exports hold copies of it, which other programs read
+    declared_stops(folder)  # checkpoints and exports hold copies of its file, which other programs read
     layout = config.parallel.layout().with_world(_world_size())
     rules.check(config, arch, layout)
     if config.memory.check and (memory := device.memory_bytes()) is not None:

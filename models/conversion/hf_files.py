@@ -13,13 +13,13 @@ from pathlib import Path
 from isoloss.models.architecture import Architecture
 from isoloss.models.conversion.plan import OutputFile
 from isoloss.models.families.registry import HUGGINGFACE
-from isoloss.models.weights.generation_config import generation_stops
 from isoloss.models.weights.hf_checkpoint import (
     INDEX,
     MAX_SHARD_BYTES,
     SHARDS,
     HFReader,
     config_text,
+    declared_stops,
     is_file_name,
     shard_names,
     sidecars,
@@ -150,7 +150,7 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
 def other_files(folder: Path, arch: Architecture, prefix: str = "", *, whole: bool = False) -> list[OutputFile]:
     """What a folder holds beside its weights: config.json (as `config_text`), the tokenizer and the like. Raises
     UserError where generation_config.json is not one."""
-    generation_stops(folder)
+    declared_stops(folder)
     config = OutputFile(f"{prefix}config.json", (config_text(folder, arch, whole=whole).encode(),))
     return [config, *(OutputFile(prefix + name, (folder / name,)) for name in sidecars(folder))]
 

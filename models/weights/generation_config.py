@@ -1,22 +1,17 @@
-"""generation_config.json of a model's folder: what transformers and servers read of it, or one line that refuses it."""
+"""The stop tokens that a file of a model's folder names, as transformers and servers read them, or one line."""
 
 from pathlib import Path
 
 from isoloss.models.weights.manifest import read_json
 from isoloss.parallel.runtime.errors import UserError
 
-GENERATION = "generation_config.json"
 
-
-def generation_stops(folder: Path, largest: int | None = None) -> tuple[int, ...]:
-    """The tokens of `eos_token_id`, of which there may be none.
+def stops_of(path: Path, largest: int | None = None) -> tuple[int, ...]:
+    """The tokens of `eos_token_id` of generation_config.json or config.json, of which there may be none.
 
     largest: of the model's token ids; None: unknown.
     Raises UserError where the file is not JSON, or names something that is no token.
     """
-    path = folder / GENERATION
-    if not path.exists():
-        return ()
     declared = read_json(path, "copy it again from the model's source, or delete it").get("eos_token_id")
     tokens = declared if isinstance(declared, list) else [] if declared is None else [declared]
     for token in tokens:

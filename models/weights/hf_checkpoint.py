@@ -18,6 +18,7 @@ from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
 from isoloss.models.weights.finite import check_finite
+from isoloss.models.weights.generation_config import stops_of
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer, read_json
 from isoloss.models.weights.mmap import DTYPES, safetensors_views
 from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
@@ -261,10 +262,13 @@ def index_text(entries: Mapping[str, Entry]) -> str:
     return json.dumps(index, indent=2) + "\n"
 
 
-def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) -> None:
+def copy_sidecars(
+    source: str | Path, target: str | Path, arch: Architecture, stop_token_ids: Sequence[int] = ()
+) -> None:
     """Copy config.json (as `config_text`), tokenizer, chat template and generation defaults, so that `target` is a
     model of its own.
 
+    stop_token_ids: tokens that end what the model says, which generation_config.json names besides its own.
     Raises UserError where `source` has no config.json.
     """
     source, target = Path(source), Path(target)
@@ -274,6 +278,19 @@ def copy_sidecars(source: str | Path, target: str | Path, arch: Architecture) ->
     for name in sidecars(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
+    declared = declared_stops(source)
+    if not set(stop_token_ids) <= set(declared):
+        path = target / "generation_config.json"
+        defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        defaults["eos_token_id"] = [*declared, *sorted(set(stop_token_ids) - set(declared))]
+        path.write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
+
+
+def declared_stops(folder: str | Path, largest: int | None = None) -> tuple[int, ...]:
+    """`eos_token_id` of a model's folder as transformers reads it: of generation_config.json, or of config.json where
+    there is none. largest: see `stops_of`, which says what is refused."""
+    paths = [path for name in ("generation_config.json", "config.json") if (path := Path(folder, name)).is_file()]
+    return stops_of(paths[0], largest) if paths else ()
 
 
 def sidecars(source: str | Path) -> tuple[str, ...]:

@@ -165,7 +165,8 @@ def reach(copy: Copy, file: str, probed: Mapping[str, str]) -> Record:
 
 
 def rows_by_mutant(found: pinned.Found, mutants: Iterable[Mutant]) -> dict[str, set[str]]:
-    """The rows that run its function; of a mutant in no function, which runs at import, those of all in its file."""
+    """The rows that run its function; of a mutant in no function, which runs at import, those of all in its file, and
+    all rows where there are none."""
     by_probe: dict[str, set[str]] = defaultdict(set)
     by_file: dict[str, set[str]] = defaultdict(set)
     file_of = {mutant.name: mutant.file for mutant in mutants}
@@ -174,7 +175,8 @@ def rows_by_mutant(found: pinned.Found, mutants: Iterable[Mutant]) -> dict[str, 
             for probe in probes:
                 by_probe[probe].add(row)
                 by_file[file_of[probe]].add(row)
-    return {name: by_probe[name] or by_file[file] for name, file in file_of.items()}
+    every = set(found.seconds)
+    return {name: by_probe[name] or by_file[file] or every for name, file in file_of.items()}
 
 
 def blame(copy: Copy, mutants: Sequence[Mutant], row: str) -> Mutant | None:

@@ -89,6 +89,7 @@ SFT = (
     ("a part of a long type", {"messages": [USER | {"content": [{"type": LONG_KEY}]}, ASSISTANT]}, "of type 'k k"),
     ("a part without text", {"messages": [USER | {"content": [{"type": "text"}]}, ASSISTANT]}, "part of type 'text'"),
     ("no assistant", {"messages": [USER]}, "no assistant turn to learn from (roles: user)"),
+    ("a role that nobody knows", {"messages": [USER | {"role": "wizard"}, ASSISTANT]}, "messages[0].role` is 'wizard'"),
     ("an unknown role alone", {"messages": [{"role": "wizard", "content": "a"}]}, "(roles: wizard)"),
     ("a role of 200,000 characters", {"messages": [{"role": LONG_KEY, "content": "a"}]}, "(roles: k k k"),
     ("an empty completion", {"prompt": "a", "completion": ""}, "no token of `completion` is a target"),
@@ -139,7 +140,6 @@ ACCEPTED = (
     ("levels up to the limit", '{"text": "a b", "prompt": "a b", "x": ' + "[" * 99 + "]" * 99 + "}"),
     ("many brackets side by side", '{"text": "a b", "prompt": "a b", "x": [' + "[]," * 500 + "[{}]]}"),
     ("brackets in text", json.dumps({"text": "a b", "prompt": "a b", "x": "[{" * 5000})),
-    ("a role that the template knows", json.dumps({"messages": [USER | {"role": "wizard"}, ASSISTANT], "prompt": "a"})),
     ("a column of another type", '{"text": "a b", "prompt": "a b", "id": [1], "answer": {"a": [null]}}'),
 )  # fmt: skip
 
@@ -331,10 +331,23 @@ def test_parquet(kind, load, tmp_path):
     table = pa.table({"text": texts, "prompt": texts, "day": days})
     path = tmp_path / "rows.parquet"
     pq.write_table(table, path)
-    with pytest.raises(UserError, match=rf"^{path}: row 2: a value cannot be read \(UnicodeDecodeError"):
+    with pytest.raises(UserError, match=rf"^{path}: row 2: `text` cannot be read \(UnicodeDecodeError"):
         load(kind, path)
     found = load(kind, path, max_rejects=1)
     assert [each.place([str(path)]) for each in found.rejects] == [f"{path}: row 2"] and len(tokens(found)) == 2
+
+
+@pytest.mark.parametrize("kind", ("sft", "rl"))
+def test_times_that_python_has_not_are_text_in_columns_that_nobody_asked_for(kind, load, tmp_path):
+    """Nanoseconds, of a moment and of a duration."""
+    columns = {"text": ["One two"], "prompt": ["One two"], "made": pa.array([1], pa.timestamp("ns")),
+               "took": pa.array([5], pa.duration("ns"))}  # fmt: skip
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(columns), path)
+    found = load(kind, path)
+    assert len(tokens(found)) == 1 and found.rejects == ()
+    if kind == "rl":
+        assert found.prompts[0].extra["made"].endswith("00:00:00.000000001") and found.prompts[0].extra["took"] == "5"
 
 
 def test_what_a_run_writes(load, write, tmp_path):

@@ -6,9 +6,10 @@ from importlib.resources import files
 
 import pytest
 
-from isoloss.engine.data.chat import load_tokenizer, maps_characters, tokenize_row
+from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
 from isoloss.engine.data.rows import Row
+from isoloss.engine.data.turns import maps_characters
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -175,16 +176,26 @@ def test_content_in_parts_of_text(tokenizer):
     assert tokenize_row(split, tokenizer) == tokenize_row(whole, tokenizer)
 
 
-def test_what_the_variables_add_merges_with_the_turn(tokenizer):
-    tokenizer.chat_template = PLAIN_TOOLS.replace("</think>", "</think>\\n\\n")
-    row = Row("rows.jsonl:7", {"messages": CHAT[1:3]})
-    with pytest.raises(UserError, match=r"rows.jsonl:7: messages\[1\] merges with the generation prompt"):
-        tokenize_row(row, tokenizer, {"thoughts": False})
+@pytest.mark.parametrize(
+    ("template", "content", "expected", "kwargs"),
+    [
+        (PLAIN_TOOLS.replace("</think>", "</think>\\n\\n"), "Four.", "Four.<|im_end|>", {"thoughts": False}),
+        (CHATML, "\n\nFour.", "\n\n\nFour.<|im_end|>", {}),
+    ],
+    ids=("by the template", "by the message"),
+)
+def test_a_token_of_prompt_and_turn_is_a_target(tokenizer, template, content, expected, kwargs):
+    """The prompt ends within a token of the conversation: the model is to say what it has of it."""
+    tokenizer.chat_template = template
+    chat = [CHAT[1], {"role": "assistant", "content": content}]
+    assert targets(tokenizer, {"messages": chat}, **kwargs) == [expected]
 
 
 def test_template_without_end_token(tokenizer):
     tokenizer.chat_template = NO_END_TOKEN
-    assert targets(tokenizer, {"messages": CHAT[1:3]}) == [" Four.\n"]
+    check_refused(
+        tokenizer, {"messages": CHAT[1:3]}, ["with no special token", "teach the model to stop", "<|im_end|>"]
+    )
 
 
 def test_tokenizer_that_trims_offsets(tokenizer, tmp_path):
@@ -195,24 +206,31 @@ def test_tokenizer_that_trims_offsets(tokenizer, tmp_path):
     spec["post_processor"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     trimming = load_tokenizer(str(tmp_path), 2048)
-    assert maps_characters(tokenizer) and not maps_characters(trimming)
+    assert maps_characters(tokenizer) and maps_characters(trimming)
+    assert trimming("a  b\n c")["input_ids"] == tokenizer("a  b\n c")["input_ids"]
     chat = [CHAT[1], {"role": "assistant", "content": " Four."}, CHAT[3], CHAT[4]]
     assert targets(trimming, {"messages": chat}) == [" Four.<|im_end|>", "Six,\nit is.\n<|im_end|>"]
 
 
-def test_a_beginning_of_sequence_is_not_added_to_what_a_template_renders(tokenizer, tmp_path):
-    """Llama's tokenizer puts one before every text, and its template writes one: a conversation has one, not two."""
+def with_front(tmp_path, token: str) -> str:
+    """The folder of a tokenizer that puts the token before every text."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(f"{TINY}/{name}", tmp_path)
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
-    first = {"SpecialToken": {"id": "<|im_start|>", "type_id": 0}}
+    first = {"SpecialToken": {"id": token, "type_id": 0}}
     text = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
-    number = tokenizer.convert_tokens_to_ids("<|im_start|>")
-    known = {"<|im_start|>": {"id": "<|im_start|>", "ids": [number], "tokens": ["<|im_start|>"]}}
+    (number,) = (added["id"] for added in spec["added_tokens"] if added["content"] == token)
+    known = {token: {"id": token, "ids": [number], "tokens": [token]}}
     template = {"single": [first, text[0]], "pair": [first, *text], "special_tokens": known}
     spec["post_processor"] = {"type": "TemplateProcessing", **template}
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
-    adding = load_tokenizer(str(tmp_path), 2048)
+    return str(tmp_path)
+
+
+def test_a_beginning_of_sequence_is_not_added_to_what_a_template_renders(tokenizer, tmp_path):
+    """Llama's tokenizer puts one before every text, and its template writes one: a conversation has one, not two."""
+    adding = load_tokenizer(with_front(tmp_path, "<|im_start|>"), 2048)
+    number = adding.convert_tokens_to_ids("<|im_start|>")
     assert adding("One")["input_ids"][0] == number
     adding.chat_template = tokenizer.chat_template = CHATML
     row = Row("r:1", {"messages": CHAT})
@@ -231,7 +249,9 @@ def test_prompt_and_completion_texts(tokenizer):
 
 def test_no_end_is_added_where_the_tokenizer_has_none(tokenizer):
     tokenizer.eos_token = None
-    assert targets(tokenizer, {"prompt": "One,", "completion": " two"}) == [" two"]
+    check_refused(
+        tokenizer, {"prompt": "One,", "completion": " two"}, ["a completion needs a token that ends it", TINY]
+    )
     assert targets(tokenizer, {"text": "One two"})[0].endswith(" two")
 
 
@@ -298,7 +318,6 @@ def test_bad_rows(tokenizer, values, said):
         (None, CHAT, ["chat template", "chat_template.jinja", TINY]),
         (COUNTING, CHAT, ["not prefix-stable", "messages[2]", "{% generation %}"]),
         (END_TOKEN_LAST, CHAT, ["not prefix-stable", "messages[2]"]),
-        (CHATML, [CHAT[1], {"role": "assistant", "content": "\n\nFour"}], ["messages[1] merges", "white space"]),
         (REFUSES_SYSTEM, CHAT, ["no system role"]),
     ],
 )
@@ -369,6 +388,76 @@ def test_a_vocabulary_without_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.PreTrainedTokenizerFast.get_vocab", lambda self: {})
     with pytest.raises(UserError, match=r"^tokenizer: .* has no token"):
         load_tokenizer(TINY, 2048)
+
+
+MARKS_WITHOUT_END = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
+    "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [None, CHATML, MARKS_WITHOUT_END], ids=("marks", "no marks", "marks without end"))
+def test_turns_that_are_not_learned(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    wrong = CHAT[2] | {"weight": 0}
+    assert targets(tokenizer, {"messages": [*CHAT[:2], wrong, *CHAT[3:]]}) == ["Six,\nit is.\n<|im_end|>"]
+    empty = {"role": "assistant", "content": ""}
+    assert targets(tokenizer, {"messages": [*CHAT[:2], empty, *CHAT[3:]]}) == ["Six,\nit is.\n<|im_end|>"]
+    assert targets(tokenizer, {"messages": [*CHAT[:4], CHAT[4] | {"train": False}]}) == ["Four.<|im_end|>"]
+    row = {"prompt": CHAT[:2], "completion": [wrong, *CHAT[3:]]}
+    assert targets(tokenizer, row) == ["Six,\nit is.\n<|im_end|>"]
+    for last in (wrong, empty):
+        check_refused(tokenizer, {"messages": [*CHAT[:2], last]}, ["no token of `messages` is a target"])
+
+
+def test_marks_that_leave_the_end_out(tokenizer):
+    tokenizer.chat_template = MARKS_WITHOUT_END
+    assert targets(tokenizer, {"messages": CHAT}) == ["Four.<|im_end|>", "Six,\nit is.\n<|im_end|>"]
+    tokenizer.chat_template = MARKS_WITHOUT_END.replace("{% endgeneration %}", "{% endgeneration %}{{ ' ' }}")
+    check_refused(tokenizer, {"messages": CHAT}, ["out of its {% generation %} marks"])
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=("marks", "no marks"))
+def test_the_assistant_speaks_first(tokenizer, template):
+    tokenizer.chat_template = template or tokenizer.chat_template
+    chat = [{"role": "assistant", "content": "Who is there?"}, *CHAT[1:3]]
+    assert targets(tokenizer, {"messages": chat}) == ["Who is there?<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_what_stands_in_a_message_is_no_border(tokenizer):
+    """Content that looks like the template's own, and words that the search for its end could take for others."""
+    tokenizer.chat_template = CHATML
+    inner = "a<|im_end|>\n<|im_start|>assistant\nb Quartz0q1z"
+    chat = [{"role": "user", "content": inner}, {"role": "assistant", "content": inner}, *CHAT[1:3]]
+    assert targets(tokenizer, {"messages": chat}) == [inner + "<|im_end|>", "Four.<|im_end|>"]
+
+
+def test_a_long_conversation_takes_as_many_renderings_as_a_short_one(tokenizer, monkeypatch):
+    tokenizer.chat_template = THINKING
+    rendered = []
+    render = type(tokenizer).apply_chat_template
+    monkeypatch.setattr(
+        type(tokenizer), "apply_chat_template", lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs)
+    )
+    counts = []
+    for pairs in (2, 3, 50):  # the first finds out how the template ends turns
+        rendered.clear()
+        found = targets(tokenizer, {"messages": CHAT[1:3] * pairs})
+        assert found == ["Four.<|im_end|>"] * (pairs - 1) + ["<think>\n\n</think>\n\nFour.<|im_end|>"]
+        counts.append(len(rendered))
+    assert counts[1] == counts[2] <= 6
+
+
+def test_a_text_that_was_rendered_beforehand_begins_once(tokenizer, tmp_path):
+    """Llama's tokenizer puts a token before every text."""
+    adding = load_tokenizer(with_front(tmp_path, "<|im_start|>"), 2048)
+    text = "<|im_start|>user\nOne"
+    front = adding.convert_tokens_to_ids("<|im_start|>")
+    for row in ({"text": text}, {"prompt": text, "completion": " two"}):
+        tokens_T, _ = tokenize_row(Row("r:1", row), adding)
+        assert tokens_T[:2].count(front) == 1 and adding.decode(tokens_T).startswith(text)
+    assert tokenize_row(Row("r:1", {"text": "<|im_start|>" + text}), adding)[0][:3].count(front) == 2, "the text's own"
 
 
 def test_tokenizer_folders(tmp_path):

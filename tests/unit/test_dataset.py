@@ -225,6 +225,28 @@ def test_cache_follows_the_tokenizer_files(load, write, tmp_path):
     assert after.stats.tokens > before.stats.tokens
 
 
+def test_cache_follows_the_template_of_rows_with_tools(load, write, tmp_path):
+    """transformers takes it from a folder of its own."""
+    folder = tmp_path / "tokenizer"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("*.jsonl"))
+    tool_use = folder / "additional_chat_templates" / "tool_use.jinja"
+    tool_use.parent.mkdir()
+    template = (folder / "chat_template.jinja").read_text()
+    path = write(ROWS[1] | {"tools": [{"type": "function", "function": {"name": "add"}}]})
+    counts = []
+    for text in (template, "Tools:\n" + template):
+        tool_use.write_text(text)
+        counts.append(load(path, tokenizer=str(folder)).stats.tokens)
+    assert counts[1] > counts[0]
+
+
+def test_columns_that_are_not_read_and_what_ends_turns_are_kept(load, write):
+    path = write(ROWS[0] | {"id": 1}, ROWS[1] | {"source": "a", "id": 2}, ROWS[2])
+    for _ in range(2):  # made, and read from the cache
+        found = load(path)
+        assert found.unused == ("id", "source") and list(found.turn_ends) == ["<|im_end|>"]
+
+
 @pytest.mark.parametrize("name", ["tokens.npy", "mask.npy", "offsets.npy", "meta.json"])
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "gone"])
 def test_damaged_cache_is_rebuilt(load, write, tmp_path, name, damage):

@@ -4,8 +4,10 @@ import json
 
 import pytest
 
-from isoloss.models.weights.generation_config import GENERATION, generation_stops
+from isoloss.models.weights.generation_config import stops_of
 from isoloss.parallel.runtime.errors import UserError
+
+GENERATION = "generation_config.json"
 
 
 @pytest.mark.parametrize(
@@ -14,9 +16,8 @@ from isoloss.parallel.runtime.errors import UserError
      ({"eos_token_id": [7, 3, 9]}, (7, 3, 9)), ({"eos_token_id": 9, "temperature": 0.6}, (9,))),
 )  # fmt: skip
 def test_what_it_names(fields, stops, tmp_path):
-    assert generation_stops(tmp_path) == ()
     (tmp_path / GENERATION).write_text(json.dumps(fields))
-    assert generation_stops(tmp_path, 9) == stops
+    assert stops_of(tmp_path / GENERATION, 9) == stops
 
 
 @pytest.mark.parametrize(
@@ -38,12 +39,12 @@ def test_what_it_names(fields, stops, tmp_path):
 def test_what_is_no_token_is_refused(text, says, tmp_path):
     (tmp_path / GENERATION).write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=rf"^{tmp_path}/{GENERATION}.* ?{says}") as error:
-        generation_stops(tmp_path)
+        stops_of(tmp_path / GENERATION)
     assert "\n" not in str(error.value)
 
 
 def test_a_token_of_another_vocabulary(tmp_path):
     (tmp_path / GENERATION).write_text('{"eos_token_id": [3, 10]}')
-    assert generation_stops(tmp_path, 10) == generation_stops(tmp_path) == (3, 10)
+    assert stops_of(tmp_path / GENERATION, 10) == stops_of(tmp_path / GENERATION) == (3, 10)
     with pytest.raises(UserError, match=r"and 10 is none of 0 to 9; correct it"):
-        generation_stops(tmp_path, 9)
+        stops_of(tmp_path / GENERATION, 9)

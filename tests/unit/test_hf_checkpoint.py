@@ -15,7 +15,15 @@ from transformers import AutoModelForCausalLM
 from isoloss.engine.step.model_source import open_weights
 from isoloss.models.families import gpt_oss
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.hf_checkpoint import HFReader, check, config_text, copy_sidecars, finish, write_shards
+from isoloss.models.weights.hf_checkpoint import (
+    HFReader,
+    check,
+    config_text,
+    copy_sidecars,
+    declared_stops,
+    finish,
+    write_shards,
+)
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import Part, weight_map
 from isoloss.parallel.runtime.errors import UserError
@@ -133,6 +141,33 @@ def test_sidecars(tmp_path):
     assert read_architecture(target) == arch
     with pytest.raises(UserError, match=r"has no config.json to copy"):
         copy_sidecars(tmp_path, target, arch)
+
+
+@pytest.mark.parametrize(
+    ("declared", "defaults", "asked", "found"),
+    [
+        (7, None, [7], 7),  # as it was
+        (7, {"eos_token_id": [7, 8], "top_p": 0.9}, [8], {"eos_token_id": [7, 8], "top_p": 0.9}),
+        (7, {"eos_token_id": 8, "top_p": 0.9}, [9, 8], {"eos_token_id": [8, 9], "top_p": 0.9}),
+        ([7, 8], None, [9], {"eos_token_id": [7, 8, 9]}),
+        (None, None, [9], {"eos_token_id": [9]}),
+    ],
+)
+def test_what_ends_a_turn_is_declared(declared, defaults, asked, found, tmp_path):
+    source, target = tmp_path / "in", tmp_path / "out"
+    tiny_folder(source)
+    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": declared}
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "generation_config.json").unlink(missing_ok=True)
+    if defaults is not None:
+        (source / "generation_config.json").write_text(json.dumps(defaults))
+    copy_sidecars(source, target, read_architecture(source), asked)
+    written = target / "generation_config.json"
+    if isinstance(found, dict):
+        assert json.loads(written.read_text()) == found
+        assert declared_stops(target) == tuple(found["eos_token_id"])
+    else:
+        assert not written.exists() and declared_stops(target) == (found,)
 
 
 def test_reader_names_what_is_wrong(tmp_path):
