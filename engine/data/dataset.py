@@ -30,7 +30,8 @@ from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
 from isoloss.engine.data.columns import unused
 from isoloss.engine.data.rows import check_paths, place_of, unread_rows
-from isoloss.engine.data.turns import TokensAndMask, turn_ends
+from isoloss.engine.data.turn_ends import turn_ends
+from isoloss.engine.data.turns import TokensAndMask
 from isoloss.parallel.runtime.errors import UserError
 
 FORMAT = 5  # of the cache folder and of the tokenization; a new number leaves old folders unread

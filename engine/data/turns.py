@@ -5,16 +5,16 @@ ends in the first. What the template adds before the assistant speaks says where
 every role that a turn can follow. So a row takes as many renderings whatever the number of its turns.
 """
 
-import json
 import re
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from isoloss.engine.data.chat_template import NOTHING, Template, as_the_template_reads
+from isoloss.engine.data.chat_template import Template
 from isoloss.engine.data.messages import Conversation, Messages
+from isoloss.engine.data.turn_ends import TurnEnds, ends_of_turns, generation_prompt, in_common, special_ids
 from isoloss.parallel.runtime.errors import UserError
 
 TokensAndMask = tuple[list[int], list[bool]]
@@ -172,11 +172,11 @@ class Rendered:
         start = text.find(opening[0]) if opening and opening[0] else -1
         if start >= 0:
             return start + whole_tokens(prompt, in_common(prompt, text[start:]), self.template.tokenizer)
-        if end is None or not text[:end].endswith(content):
+        if end is None or not text.endswith(content, 0, end):
             raise not_prefix_stable(self.template.place, 0)
         return end - len(content)
 
-    def ends(self, turn: int) -> "TurnEnds":
+    def ends(self, turn: int) -> TurnEnds:
         calls = "tool_calls" in self.messages[turn]
         return (calls and ends_of_turns(self.template, calls=True)) or ends_of_turns(self.template, calls=False)
 
@@ -219,101 +219,7 @@ class Rendered:
         """Where what the next message says begins, or at most ends."""
         content = self.messages[turn + 1].get("content", "").strip()
         end = self._content_ends.get(turn + 1, len(self.text.text))
-        return end - len(content) if self.text.text[:end].endswith(content) else end
-
-
-# ---- what ends a turn -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class TurnEnds:
-    """Token ids that end the assistant's turns, of a chat template.
-
-    amid: turns that another message follows. last: the last turn of a conversation, which is what a model generates.
-    follows: whether the token is the next role's, so that the last turn of a rendering lacks it (GLM-4.5).
-    """
-
-    amid: frozenset[int] = frozenset()
-    last: frozenset[int] = frozenset()
-    follows: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.last)
-
-
-WORD = "Quartz"
-ASKED, ANSWER = {"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Yes"}
-ANSWERED = {"role": "assistant", "content": WORD}
-CALL = {"type": "function", "id": "call00001", "function": {"name": "look", "arguments": {"at": WORD}}}
-CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
-FOUND = {"role": "tool", "name": "look", "tool_call_id": "call00001", "content": "Hello"}
-PARAMETERS = {"type": "object", "properties": {"at": {"type": "string", "description": "where"}}, "required": ["at"]}
-LOOK = {"type": "function", "function": {"name": "look", "description": "looks", "parameters": PARAMETERS}}
-
-
-def ends_of_turns(template: Template, calls: bool) -> TurnEnds:
-    """What ends turns that answer, or turns that call tools; nothing where the template has no token for it, or refuses
-    such turns."""
-    return _ends_of_turns(
-        template.tokenizer,
-        template.text,
-        json.dumps(dict(template.kwargs), sort_keys=True),
-        bool(template.tools),
-        calls,
-    )
-
-
-@lru_cache(maxsize=64)
-def _ends_of_turns(tokenizer: Any, text: str, kwargs: str, tools: bool, calls: bool) -> TurnEnds:
-    template = Template(tokenizer, "the chat template", [LOOK] if tools else None, json.loads(kwargs))
-    talk = [ASKED, CALLED, FOUND, ANSWER] if calls else [ASKED, ANSWERED, ASKED, ANSWER]
-    try:
-        talk = as_the_template_reads(talk, "messages", template, "")
-        alone, whole = template(talk[:2], tokenize=False), template(talk, tokenize=False)
-        opening = generation_prompt(template)
-    except UserError:
-        return TurnEnds()
-    if WORD not in alone or WORD not in whole:
-        return TurnEnds()
-    special = special_ids(tokenizer) | {tokenizer.eos_token_id}
-    encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-    after = encode(alone[alone.rindex(WORD) + len(WORD) :])
-    between = whole[whole.rindex(WORD) + len(WORD) :]
-    between = encode(between[: between.index("Hello")] if "Hello" in between else between)
-    shared = in_common(after, between)
-    ends = [token for token in after[:shared] if token in special]
-    if ends:
-        return TurnEnds(frozenset(ends[-1:]), frozenset(ends[-1:]))
-    opener = encode(opening)[:1]
-    last = [token for token in after if token in special]
-    amid = [token for token in between if token in special]
-    if last:
-        # Another token may end turns amid a conversation than the last (gpt-oss), in its very place.
-        in_place = between[shared : shared + 1] == amid[:1] != opener and after[shared : shared + 1] == last[:1]
-        return TurnEnds(frozenset(amid[:1] if in_place else ()), frozenset(last[:1]))
-    return TurnEnds(frozenset(amid[:1]), frozenset(amid[:1]), True) if amid and amid[:1] != opener else TurnEnds()
-
-
-def turn_ends(tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> dict[str, int]:
-    """Tokens, with their ids, that end what a model says that learned from such turns."""
-    ends = {tokenizer.eos_token_id} - {None}
-    if tokenizer.chat_template:
-        template = Template(tokenizer, "the chat template", None, template_kwargs)
-        ends |= ends_of_turns(template, calls=False).last | ends_of_turns(template, calls=True).last
-    return {tokenizer.convert_ids_to_tokens(end): end for end in sorted(ends)}
-
-
-def generation_prompt(template: Template) -> str:
-    """What the template adds where the assistant is to speak."""
-    return _generation_prompt(template.tokenizer, template.text, json.dumps(dict(template.kwargs), sort_keys=True))
-
-
-@lru_cache(maxsize=64)
-def _generation_prompt(tokenizer: Any, text: str, kwargs: str) -> str:
-    template = Template(tokenizer, "the chat template", None, json.loads(kwargs))
-    without = template([ASKED], tokenize=False)
-    prompt = template([ASKED], tokenize=False, add_generation_prompt=True)
-    return prompt[in_common(without, prompt) :]
+        return end - len(content) if self.text.text.endswith(content, 0, end) else end
 
 
 def no_end(template: Template) -> UserError:
@@ -357,11 +263,6 @@ def whole_tokens(text: str, shared: int, tokenizer: Any) -> int:
     return shared if ends is None else ([0, *ends])[bisect_right(ends, shared)]
 
 
-def in_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """How long the longest beginning is that both have."""
-    return bisect_left(range(min(len(a), len(b))), True, key=lambda n: a[: n + 1] != b[: n + 1])
-
-
 @lru_cache(maxsize=4)
 def maps_characters(tokenizer) -> bool:
     """Whether every character belongs to a token. Byte-level tokenizers with `trim_offsets` give white space to none;
@@ -369,8 +270,3 @@ def maps_characters(tokenizer) -> bool:
     probe = "a  b\n\n c\n d "
     encoded = tokenizer(probe, add_special_tokens=False)
     return tokenizer.is_fast and all(encoded.char_to_token(i) is not None for i in range(len(probe)))
-
-
-@lru_cache(maxsize=4)
-def special_ids(tokenizer) -> frozenset[int]:
-    return frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)

@@ -16,7 +16,7 @@ from isoloss.engine.data.bad_rows import RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
-from isoloss.engine.data.turns import turn_ends
+from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
 from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend

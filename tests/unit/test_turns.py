@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from isoloss.engine.data.chat import tokenize_row
 from isoloss.engine.data.rows import Row, unread_rows
-from isoloss.engine.data.turns import turn_ends
+from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.parallel.runtime.errors import UserError
 
 SPEC = importlib.util.find_spec("trl")
