@@ -21,6 +21,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import HUGGINGFACE
 from isoloss.models.model import Model
 from isoloss.models.weights import hf_checkpoint, manifest, pickle_check
+from isoloss.models.weights.checkpoint_dirs import folders, newest_first, step_of
 from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.manifest import DamagedError
@@ -28,7 +29,7 @@ from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 
 STEP_FOLDER = "step_{:08d}"
-_CHECKPOINT, _LEFTOVER = re.compile(r"step_([0-9]+)"), re.compile(r"\.step_([0-9]+)\.(old|partial)")
+_LEFTOVER = re.compile(r"\.step_([0-9]+)\.(old|partial)")
 Result = TypeVar("Result")
 
 
@@ -152,14 +153,6 @@ def read_extra(folder: Path) -> dict[str, object]:
     return pickle_check.read_common(folder).get("extra", {})
 
 
-def newest_first(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a run's `checkpoints` folder, the newest first; `load` checks whether they are whole.
-
-    A checkpoint is a folder with the name of a step, and no link: everything else there belongs to the user.
-    """
-    return sorted(_folders(checkpoints, _CHECKPOINT), key=_step, reverse=True)
-
-
 def newest_whole(
     checkpoints: Path, read: Callable[[Path], dict[str, Any]]
 ) -> tuple[Path, dict[str, Any], dict[Path, DamagedError]] | None:
@@ -193,9 +186,9 @@ def set_aside(folder: Path) -> Path:
 def prune(written: Path, keep: int) -> None:
     """Delete all but the newest `keep` of the checkpoint just written and older ones, and what a killed run left
     behind. One of a later step than `written` is another run's, and stays. Rank 0 only."""
-    for leftover in _folders(written.parent, _LEFTOVER):
+    for leftover in folders(written.parent, _LEFTOVER):
         shutil.rmtree(leftover)
-    until = [path for path in newest_first(written.parent) if _step(path) <= _step(written) and path != written]
+    until = [path for path in newest_first(written.parent) if step_of(path) <= step_of(written) and path != written]
     for path in until[keep - 1 :]:
         doomed = path.with_name(f".{path.name}.old")
         path.rename(doomed)  # a half-deleted folder must not look like a checkpoint
@@ -240,16 +233,6 @@ def _state(model: Model, optimizer: ChainedOptimizer, extra: Mapping[str, object
 
 def _is_extra_state(key: str) -> bool:
     return pickle_check.EXTRA_STATE in key
-
-
-def _folders(where: Path, names: re.Pattern[str]) -> list[Path]:
-    """The folders of these names, no links."""
-    found = where.iterdir() if where.is_dir() else ()
-    return [path for path in found if names.fullmatch(path.name) and path.is_dir() and not path.is_symlink()]
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step_"))
 
 
 def _partial(folder: Path) -> Path:

@@ -23,7 +23,8 @@ class ModelConfig(Keys, group="model"):
 
     path: str = key(
         "",
-        "A Hugging Face folder (config.json, tokenizer, safetensors), or a checkpoint of isoloss or of Megatron-Core.",
+        "A Hugging Face folder (config.json, tokenizer, safetensors), a checkpoint of isoloss or of Megatron-Core, or "
+        "the folder of a run: then its newest checkpoint.",
         required=True,
         refusal="must name a Hugging Face folder or a checkpoint",
     )

@@ -20,6 +20,7 @@ from isoloss.engine.data.chat_template import (
     NOTHING,
     Template,
     as_the_template_reads,
+    check_templates,
     check_tools,
     refuse_tools,
 )
@@ -27,6 +28,8 @@ from isoloss.engine.data.columns import form_of
 from isoloss.engine.data.messages import Conversation, check_messages
 from isoloss.engine.data.rows import Row, listed, one_line, shown
 from isoloss.engine.data.turns import TokensAndMask, maps_characters, tokenize_chat
+from isoloss.models.weights.hf_checkpoint import sidecars
+from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer
 from isoloss.parallel.runtime.errors import UserError
 
 # Without one of these AutoTokenizer may still build a tokenizer, of a single token, from config.json alone.
@@ -41,6 +44,8 @@ def load_tokenizer(folder: str, vocab_size: int):
         raise UserError(f"tokenizer: no such folder: {folder}: give a folder that holds a tokenizer (tokenizer.json)")
     if not any((path / name).is_file() for name in VOCABULARY_FILES):
         raise UserError(f"tokenizer: {folder} holds none: copy tokenizer.json and tokenizer_config.json into it")
+    if pointers := [name for name in sidecars(path) if is_pointer(path / name)]:
+        raise UserError(f"tokenizer: {path / pointers[0]} {IS_A_POINTER}")
     from transformers import AutoTokenizer
 
     try:
@@ -48,7 +53,10 @@ def load_tokenizer(folder: str, vocab_size: int):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its parsers raise, it is these files that need mending
         raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): fix its tokenizer files") from error
-    largest = max(tokenizer.get_vocab().values())
+    check_templates(tokenizer, folder)
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest < 0:
+        raise UserError(f"tokenizer: {folder} has no token: copy its files again from the model's source")
     if largest >= vocab_size:
         raise UserError(
             f"tokenizer: {folder} has token ids up to {largest}, but the model's vocab_size is {vocab_size}: "

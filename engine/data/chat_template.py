@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from jinja2 import TemplateSyntaxError
+
 from isoloss.engine.data.messages import Messages, as_named_by, with_arguments_as_text
 from isoloss.engine.data.rows import one_line, parse_json, shown
 from isoloss.parallel.runtime.errors import UserError
@@ -30,12 +32,24 @@ class Template:
 
     @property
     def text(self) -> str:
-        return self.tokenizer.get_chat_template(tools=self.tools)
+        """UserError where the tokenizer has several templates, and none for rows such as this."""
+        try:
+            return self.tokenizer.get_chat_template(tools=self.tools)
+        except ValueError as error:
+            raise UserError(
+                f"{self.place}: the tokenizer {self.tokenizer.name_or_path} has no chat template for this row "
+                f"({one_line(error)}): name one of them `default` in its folder"
+            ) from error
 
     def __call__(self, messages: Messages, **options):
         """As `apply_chat_template` with these options. UserError where the template refuses the row."""
         try:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options, **self.kwargs)
+        except TemplateSyntaxError as error:
+            raise UserError(
+                f"{self.place}: the chat template of {self.tokenizer.name_or_path} is not one ({one_line(error)} in "
+                f"its line {error.lineno}): fix it there, as no row can be rendered"
+            ) from error
         except Exception as error:  # a template is somebody's program: which errors rows lead it into, nobody knows
             reason = one_line(error)
             raise UserError(
@@ -73,6 +87,14 @@ def as_the_template_reads(messages: Messages, key: str, template: Template, othe
             except UserError:
                 raise refusal from None
     return messages
+
+
+def check_templates(tokenizer, folder: str) -> None:
+    """UserError where the files of a tokenizer give something else than a text, or named texts, as its template."""
+    found = tokenizer.chat_template
+    texts = list(found.values()) if isinstance(found, dict) else [] if found is None else [found]
+    if wrong := [text for text in texts if not isinstance(text, str)]:
+        raise UserError(f"tokenizer: {folder}: a chat template must be text, not {shown(wrong[0])}: fix its files")
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:

@@ -85,7 +85,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
             f"{limits[key]}; lower the one or raise the other"
         )
-    tokenizer = load_tokenizer(config.model.tokenizer or str(folder), arch.vocab_size)
+    tokenizer = load_tokenizer(str(hf_folder(config.model.tokenizer or folder)), arch.vocab_size)
     options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
     train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
     evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None
@@ -102,7 +102,8 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
 def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
     """The tokens that end a completion: the tokenizer's end token, those that the folder declares, and those that end
     the assistant's turns in the chat template."""
-    stop = tuple(sorted({*declared_stops(folder), *turn_ends(tokenizer, template_kwargs).values()}))
+    declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
+    stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
     if not stop:
         raise UserError(
             f"neither the tokenizer and its chat template nor generation_config.json of {folder} names a token that "

@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -72,8 +73,11 @@ def check_writable(folder: Path, key: str) -> None:
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UserError(f"{key}={folder} cannot be a folder: {there} is a file; choose another path")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{key}={folder} cannot be written: no permission in {there}; choose another path")
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".isoloss-", dir=there))  # some folders, /proc among them, refuse it to all
+    except OSError as error:
+        why = f"no permission in {there}" if isinstance(error, PermissionError) else f"{there}: {error.strerror}"
+        raise UserError(f"{key}={folder} cannot be written: {why}; choose another path") from None
 
 
 def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:

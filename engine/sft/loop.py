@@ -105,7 +105,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
             f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
             f"{folder}/config.json: set it to at most {arch.max_positions}"
         )
-    tokenizer = config.model.tokenizer or str(folder)
+    tokenizer = str(hf_folder(config.model.tokenizer or folder))
     options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
     train = load_dataset(config.data, "train", tokenizer, **options)
     evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None

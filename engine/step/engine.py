@@ -46,9 +46,10 @@ from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
-from isoloss.models.weights.hf_checkpoint import copy_sidecars
-from isoloss.parallel import Layout, Mesh
+from isoloss.models.weights.hf_checkpoint import WeightSource, copy_sidecars
+from isoloss.parallel import Layout, Mesh, UserError
 from isoloss.parallel.aggregation import Aggregation
+from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.ops import flash_attention
 from isoloss.parallel.runtime import process_group
 
@@ -124,7 +125,7 @@ class Engine:
             accumulate_in_products(model.modules)
         if not on_gpu:
             accumulate_in_embedding(model.modules)
-        model.load(weights)
+        _load(model, weights)
         self.chunks = wrap_ddp(model.modules, config, self.mesh)
         self.model = dataclasses.replace(model, chunks=self.chunks)
         self.optimizer = build_optimizer(self.chunks, config, self.model.dtype)
@@ -442,3 +443,16 @@ class Engine:
             for chunk in self.chunks:
                 stack.enter_context(chunk.no_sync())
             yield
+
+
+def _load(model: Model, weights: WeightSource) -> None:
+    """Fill the model on every rank. Raises UserError on every rank where one finds a weight that is none: it would wait
+    for the others, and they for it. One all-gather over the world."""
+    problem: UserError | None = None
+    try:
+        model.load(weights)
+    except UserError as error:
+        problem = error
+    for told in gather_objects(problem):
+        if told:
+            raise told

@@ -18,11 +18,19 @@ from isoloss.models.mcore import nvidia_apex
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
-from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, check
+from isoloss.models.weights.hf_checkpoint import (
+    INDEX,
+    SINGLE,
+    HFReader,
+    WeightSource,
+    check,
+    declared_stops,
+    has_weights,
+)
 from isoloss.models.weights.mmap import DTYPES
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.weight_map import weight_map
-from isoloss.parallel import Layout
+from isoloss.parallel import Layout, UserError
 from isoloss.parallel.runtime import device, environment
 
 
@@ -55,6 +63,7 @@ def resolve(config: Config) -> ModelSource:
     device.check(config.train.device)
     path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)
+    declared_stops(folder)  # checkpoints and exports hold copies of its file, which other programs read
     layout = config.parallel.layout().with_world(_world_size())
     rules.check(config, arch, layout)
     if config.memory.check and (memory := device.memory_bytes()) is not None:
@@ -68,6 +77,11 @@ def open_weights(path: str | Path, arch: Architecture) -> WeightSource:
     """The weights of a Hugging Face folder or of a checkpoint. Raises UserError where they are not of this model."""
     if is_checkpoint(path):
         return CheckpointWeights(path, arch)
+    if not has_weights(Path(path)):
+        raise UserError(
+            f"{path} has no {SINGLE} and no {INDEX}: give a folder with safetensors weights, or set "
+            "model.from_scratch=true for random ones"
+        )
     source = HFReader(path)
     check(source, arch)
     return source
@@ -81,10 +95,8 @@ def _own_dtypes(weights: WeightSource, arch: Architecture) -> dict[str, torch.dt
             if isinstance(weights, CheckpointWeights):
                 dtypes[name] = weights.dtype(stored)
             # A tensor may hold all experts of a layer: its file is asked once.
-            elif (
-                name not in dtypes and isinstance(weights, HFReader) and (kind := weights.dtype(part.tensor)) in DTYPES
-            ):
-                dtypes[name] = DTYPES[kind]
+            elif name not in dtypes and isinstance(weights, HFReader):
+                dtypes[name] = DTYPES[weights.dtype(part.tensor)]
             if name in dtypes:
                 numbers[dtypes[name]] += prod(part.shape)
     usual = [dtype for dtype, _ in numbers.most_common(1)]

@@ -19,6 +19,7 @@ from isoloss.models.weights.hf_checkpoint import (
     SHARDS,
     HFReader,
     config_text,
+    declared_stops,
     is_file_name,
     shard_names,
     sidecars,
@@ -147,7 +148,9 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
 
 
 def other_files(folder: Path, arch: Architecture, prefix: str = "", *, whole: bool = False) -> list[OutputFile]:
-    """What a folder holds beside its weights: config.json (as `config_text`), the tokenizer and the like."""
+    """What a folder holds beside its weights: config.json (as `config_text`), the tokenizer and the like. Raises
+    UserError where generation_config.json is not one."""
+    declared_stops(folder)
     config = OutputFile(f"{prefix}config.json", (config_text(folder, arch, whole=whole).encode(),))
     return [config, *(OutputFile(prefix + name, (folder / name,)) for name in sidecars(folder))]
 

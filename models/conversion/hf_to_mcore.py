@@ -22,8 +22,10 @@ from isoloss.models.conversion.distcp_write import Chunk, check_tiling, plan_fil
 from isoloss.models.conversion.hf_files import SHARDS, ShardLayout, other_files
 from isoloss.models.conversion.plan import FilePlan, OutputFile, Source, published_checksum
 from isoloss.models.conversion.tensors import MergedRows, parts_of
-from isoloss.models.families.registry import HUGGINGFACE, hf_folder, read_architecture
+from isoloss.models.families.registry import HUGGINGFACE, read_architecture
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
+from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
 from isoloss.models.weights.mappings import GatedMLP, Vocabulary, padded_vocab_size
@@ -68,7 +70,7 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
     Raises UserError where the folder is damaged or is not a model that isoloss knows.
     """
     folder = Path(os.path.abspath(folder))
-    if hf_folder(folder) != folder:
+    if is_checkpoint(checkpoint_folder(folder)):
         raise UserError(f"{folder} is a checkpoint already; give a Hugging Face folder with safetensors weights")
     arch = read_architecture(folder)
     reader = HFReader(folder)
@@ -101,15 +103,7 @@ def plan(folder: str | Path, dtype: str | None = None, file_bytes: int | None = 
 
 def _dtype(weight: Weight, reader: HFReader, asked: str | None) -> torch.dtype:
     """What the weight becomes. asked: name of the one that was asked for."""
-    kinds = {}
-    for part in weight.parts:
-        kind = reader.dtype(part.tensor)
-        if kind not in DTYPES:
-            raise UserError(
-                f"{part.tensor} in {reader.folder / reader.file_of[part.tensor]} has the type {kind}; only "
-                f"{', '.join(DTYPES)} can be converted: take the unquantized model"
-            )
-        kinds[part.tensor] = DTYPES[kind]
+    kinds = {part.tensor: DTYPES[reader.dtype(part.tensor)] for part in weight.parts}
     if not weight.trained:
         return torch.float32
     if asked:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
+from isoloss.models.weights.finite import check_finite, is_finite
 from isoloss.models.weights.mappings import InterleavedGatedMLP, TransposedRowParallel
 from isoloss.models.weights.mmap import fetch
 from isoloss.models.weights.weight_map import Weight
@@ -142,8 +143,9 @@ def _runs(numbers: Tensor, row_bytes: int) -> Iterator[tuple[int, int]]:
 
 
 def _cast(block: Tensor, dtype: torch.dtype, tensor: str, path: Path) -> Tensor:
+    check_finite(block, tensor, path)
     cast = block.to(dtype)
-    if cast is not block and cast.isinf().sum() != block.isinf().sum():
+    if cast is not block and not is_finite(cast):
         kind = str(dtype).removeprefix("torch.")
         raise UserError(f"{tensor} in {path} holds numbers too large for {kind}; choose another --dtype")
     return cast

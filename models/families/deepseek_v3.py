@@ -8,10 +8,10 @@ files append are not part of what the model computes.
 from collections.abc import Mapping, Set
 from typing import Any
 
-from isoloss.models.architecture import Architecture, Experts, Latent
+from isoloss.models.architecture import MTP_LAYERS, Architecture, Experts, Latent
 from isoloss.models.families.hf_config import read
 from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
-from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse, with_absent
 
 PINNED = {
     **MOE_PINNED,
@@ -28,12 +28,14 @@ IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
 FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
 
 
+ABSENT = {"first_k_dense_replace": 3, "num_key_value_heads": 128, "num_nextn_predict_layers": 1}
 KIMI_K2 = "kimi_k2"  # what the hub files of Kimi-K2 give as their model_type, beside code that is DeepSeek-V3's
 
 
 def architecture(config: ConfigJson) -> Architecture:
     if config.get("model_type") == KIMI_K2:
         config = {**config, "model_type": "deepseek_v3"}
+    config = with_absent(config, ABSENT, spellings=MTP_LAYERS)
     return latent_architecture(config, "deepseek_v3", grouped_experts(config))
 
 
@@ -66,7 +68,6 @@ def latent_architecture(
         irrelevant=IRRELEVANT,
         fields=fields,
         rope_irrelevant=rope_irrelevant,
-        kv_heads_default=True,
         latent=latent,
         qkv_bias=False,
         qk_norm=False,

@@ -12,7 +12,7 @@ from typing import Any
 
 from isoloss.models.architecture import Architecture, Windowed
 from isoloss.models.families.hf_config import FULL, SLIDING, TEXT_MODEL, layer_kinds, read, text_config
-from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse, with_absent
 from isoloss.models.families.hf_rope import rope
 from isoloss.models.rope import Proportional, Rope
 
@@ -40,9 +40,9 @@ AROUND_TEXT = frozenset({
     "vision_soft_tokens_per_image",
 })  # fmt: skip
 LEFT_OUT = tuple(f"model.{name}." for name in ("vision_tower", "embed_vision", "audio_tower", "embed_audio"))
-# What absent fields, and those that are null, mean.
+# What absent fields mean.
 DEFAULTS: Mapping[str, Any] = {
-    "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 512, "tie_word_embeddings": True, "rope_parameters": {
+    "head_dim": 256, "rms_norm_eps": 1e-6, "sliding_window": 512, "rope_parameters": {
         SLIDING: {"rope_type": "default", "rope_theta": 1e4},
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
     },
@@ -56,7 +56,8 @@ def architecture(config: ConfigJson) -> Architecture:
         return replace(text, tensor_prefix=TEXT_MODEL, text_class="Gemma4ForCausalLM")
     _refuse_what_is_not_built(config)
     layers, heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
-    config = {**config, **{k: value for k, value in DEFAULTS.items() if config.get(k) is None}}
+    config = with_absent(config, DEFAULTS, null=("rope_parameters",))
+    config = {**config, "tie_word_embeddings": flag(config, "tie_word_embeddings", True)}
     kinds = layer_kinds(config, layers, lambda n: SLIDING if (n + 1) % 6 and n + 1 < layers else FULL)
     if kinds[-1] != FULL:
         refuse("layer_types", kinds[-1], f"is the last layer's kind, which transformers takes for {FULL}")

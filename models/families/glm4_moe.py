@@ -5,15 +5,17 @@ Source: transformers, models/glm4_moe/modeling_glm4_moe.py. The layers for multi
 append are not part of what the model computes.
 """
 
-from isoloss.models.architecture import Architecture
+from isoloss.models.architecture import MTP_LAYERS, Architecture
 from isoloss.models.families.hf_config import read
 from isoloss.models.families.hf_experts import GROUPED_EXPERTS, MOE_IRRELEVANT, MOE_PINNED, grouped_experts
-from isoloss.models.families.hf_fields import ConfigJson, flag
+from isoloss.models.families.hf_fields import ConfigJson, flag, with_absent
 
 FIELDS = GROUPED_EXPERTS | {"attention_bias", "use_qk_norm"}
+ABSENT = {"first_k_dense_replace": 1, "num_nextn_predict_layers": 1}
 
 
 def architecture(config: ConfigJson) -> Architecture:
+    config = with_absent(config, ABSENT, spellings=MTP_LAYERS)
     return read(
         config,
         "glm4_moe",

@@ -20,7 +20,8 @@ READ = frozenset({
     "rope_parameters", "torch_dtype", "dtype", "layer_types", "partial_rotary_factor",
 })  # fmt: skip
 
-# Absent, null or exactly this value.
+# Absent or exactly this value; or null where the value is one that counts as false, as null does to the code that reads
+# it.
 PINNED: Mapping[str, Any] = {
     "hidden_act": "silu", "attention_dropout": 0, "quantization_config": None,
     "is_encoder_decoder": False, "add_cross_attention": False, "tie_encoder_decoder": False, "pruned_heads": {},
@@ -79,8 +80,9 @@ def read(
     fields: what the family reads itself. With `sliding_window` among them layers may have a window.
     rope_irrelevant: as `irrelevant`, within rope_parameters.
     known: fields of `Architecture` that the family sets.
-    kv_heads_default: an absent `num_key_value_heads` means as many as attention heads.
-    head_dim_default: an absent `head_dim` means this; None: hidden_size / num_attention_heads.
+    kv_heads_default: an absent `num_key_value_heads` means as many as attention heads, as null does in any case.
+    head_dim_default: an absent `head_dim` means this; None: one that is absent or null means
+        hidden_size / num_attention_heads.
     rotary_fraction: what an absent `partial_rotary_factor` means; None: the family rotates whole heads only.
     theta_default: what an absent `rope_theta` means.
     layer_types_default: what an absent `layer_types` means for each layer.
@@ -132,7 +134,7 @@ def _check_fields(
             refuse(name, value, unknown)
     for name, wanted in pinned.items():
         value = config.get(name)
-        if value is not None and value != wanted:
+        if name in config and value != wanted and (value is not None or wanted):
             quantized = "; the weights are quantized, so let transformers write a bfloat16 copy first"
             hint = quantized if name == "quantization_config" else ""
             refuse(name, value, f"is not supported for {family}; only {wanted!r} is{hint}")
@@ -197,6 +199,8 @@ def _head_dim(config: ConfigJson, num_heads: int, default: int | None) -> int:
     if config.get("head_dim") is not None:
         head_dim = positive_int(config, "head_dim")
     elif default is not None:
+        if "head_dim" in config:
+            refuse("head_dim", None, f"means nothing; state it, or leave it out for {default}")
         head_dim = default
     else:
         hidden_size = positive_int(config, "hidden_size")

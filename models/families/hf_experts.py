@@ -66,6 +66,8 @@ def grouped_experts(config: ConfigJson, dense_layers: int | None = None, *, shar
     shared: whether the family has shared experts.
     """
     shared_experts = positive_int(config, "n_shared_experts") if shared else 0
+    if dense_layers is None and config.get("first_k_dense_replace", 0) is None:
+        refuse("first_k_dense_replace", None, "must be a whole number, at least 0")
     return experts(
         config,
         count=("n_routed_experts", "num_local_experts", "num_experts"),

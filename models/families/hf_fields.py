@@ -1,6 +1,6 @@
 """Fields of a config.json: read with a type, or refused in one line that names the field, the value and the fix."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from isoloss.parallel.runtime.errors import UserError
@@ -36,12 +36,28 @@ def positive_number(config: ConfigJson, name: str, inside: str = "") -> float:
 
 
 def flag(config: ConfigJson, name: str, default: bool = False) -> bool:
-    value = config.get(name)
-    if value is None:
-        return default
+    """default: what an absent field means. null is false to the code that reads it, so it is refused where absent means
+    true."""
+    value = config.get(name, default)
+    if value is None and not default:
+        return False
     if not isinstance(value, bool):
         refuse(name, value, "must be true or false")
     return value
+
+
+def with_absent(
+    config: ConfigJson, absent: ConfigJson, *, spellings: Sequence[str] = (), null: Sequence[str] = ()
+) -> ConfigJson:
+    """`config` with what transformers' class takes for the fields that it leaves out. One that is null stays null,
+    which that class takes for something else, or refuses.
+
+    spellings: of one field of `absent`, which is there if any of them is.
+    null: fields that the class takes for absent where they are null.
+    """
+    left_out = () if config.keys().isdisjoint(spellings) else spellings
+    config = {name: value for name, value in config.items() if value is not None or name not in null}
+    return {**{name: value for name, value in absent.items() if name not in left_out}, **config}
 
 
 def number_of(config: ConfigJson, *spellings: str) -> int:

@@ -24,6 +24,8 @@ DEFAULT_THETA = 10000.0  # what transformers takes where the file says nothing (
 def rotary_dim(config: ConfigJson, head_dim: int, default: float | None) -> int:
     given = config.get("rope_parameters") or config.get("rope_scaling")
     inner = given.get("partial_rotary_factor") if isinstance(given, Mapping) else None
+    if isinstance(given, Mapping) and "partial_rotary_factor" in given and inner is None:
+        refuse("partial_rotary_factor", None, "means nothing within rope_parameters; state it, or leave it out")
     outer = config.get("partial_rotary_factor")
     if inner is not None and outer is not None and inner != outer:
         refuse("partial_rotary_factor", outer, f"contradicts rope_parameters.partial_rotary_factor={inner!r}")
@@ -130,4 +132,6 @@ def _rope_theta(config: ConfigJson, given: Mapping[str, Any], inside: str, defau
         if outer is not None and outer != theta:
             refuse("rope_theta", outer, f"contradicts {inside}rope_theta={theta}; keep one of them")
         return float(theta)
+    if "rope_theta" in given and outer is None:
+        refuse(inside + "rope_theta", None, f"means nothing; state it, or leave it out for {default}")
     return default if outer is None else float(positive_number(config, "rope_theta"))

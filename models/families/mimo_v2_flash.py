@@ -18,7 +18,7 @@ from isoloss.models.families.hf_experts import (
     grouped_experts,
     leading_dense_layers,
 )
-from isoloss.models.families.hf_fields import ConfigJson, positive_int, positive_number, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, positive_number, refuse, with_absent
 from isoloss.models.families.hf_rope import rope, rotary_dim
 
 PINNED = {
@@ -40,7 +40,7 @@ FIELDS = (GROUPED_EXPERTS - {"n_shared_experts", "first_k_dense_replace"}) | HUB
     "mlp_layer_types", "sliding_window", "sliding_window_size", "v_head_dim", "attention_value_scale",
 }  # fmt: skip
 VALUE_SCALE, ROTATED = 0.707, 0.334
-# What absent fields, and those that are null, mean.
+# What absent fields mean.
 DEFAULTS: Mapping[str, Any] = {
     "head_dim": 192, "v_head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": 129, "n_group": 1, "topk_group": 1,
     "routed_scaling_factor": 1.0, "rope_parameters": {
@@ -52,7 +52,8 @@ DEFAULTS: Mapping[str, Any] = {
 
 def architecture(config: ConfigJson) -> Architecture:
     layers, scale = positive_int(config, "num_hidden_layers"), config.get("attention_value_scale", VALUE_SCALE)
-    config = {**config, **{k: value for k, value in DEFAULTS.items() if config.get(k) is None}, **_window(config)}
+    null = ("rope_parameters", "routed_scaling_factor")
+    config = with_absent({**config, **_window(config)}, DEFAULTS, null=null)
     config["layer_types"] = layer_kinds(config, layers, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
     of_kind = {kind: _rotating_as(config, kind) for kind in (FULL, SLIDING)}
     arch = read(

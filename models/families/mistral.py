@@ -5,17 +5,17 @@ Source: transformers, models/mistral/modeling_mistral.py.
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.hf_config import SLIDING, read
-from isoloss.models.families.hf_fields import ConfigJson
+from isoloss.models.families.hf_fields import ConfigJson, with_absent
 
 FIELDS = frozenset({"sliding_window"})
+ABSENT = {"sliding_window": 4096, "num_key_value_heads": 8}
 
 
 def architecture(config: ConfigJson) -> Architecture:
     return read(
-        config,
+        with_absent(config, ABSENT),
         "mistral",
         fields=FIELDS,
-        kv_heads_default=True,
         layer_types_default=lambda layer: SLIDING,
         qkv_bias=False,
         qk_norm=False,

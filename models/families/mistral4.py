@@ -9,9 +9,10 @@ from dataclasses import replace
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families.deepseek_v3 import FIELDS, PINNED, latent_architecture
 from isoloss.models.families.hf_experts import grouped_experts
-from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse
+from isoloss.models.families.hf_fields import ConfigJson, positive_int, refuse, with_absent
 from isoloss.models.families.hf_rope import SCALED_QUERIES, scaled_queries
 
+ABSENT = {"num_key_value_heads": 32}
 SOFTMAX = {**PINNED, "scoring_func": "softmax", "topk_method": None}
 YARN = {
     "rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192,
@@ -20,11 +21,10 @@ YARN = {
 
 
 def architecture(config: ConfigJson) -> Architecture:
-    config = _of_rotated_channels(config)
+    config = _of_rotated_channels(with_absent(config, ABSENT))
     experts = replace(grouped_experts(config), score="softmax", selection_bias=False, names=ExpertNames(stacked="rows"))
-    pinned = {**PINNED, "scoring_func": "softmax", "topk_method": None}
     arch = latent_architecture(
-        config, "mistral4", experts, pinned=pinned, fields=FIELDS, rope_irrelevant=SCALED_QUERIES
+        config, "mistral4", experts, pinned=SOFTMAX, fields=FIELDS, rope_irrelevant=SCALED_QUERIES
     )
     return replace(arch, rope=scaled_queries(config, arch.rope))
 
@@ -35,7 +35,9 @@ def _of_rotated_channels(config: ConfigJson) -> ConfigJson:
     given = YARN if config.get(name) is None else config[name]
     if not isinstance(given, Mapping):
         return config  # which `read` refuses
-    rotated, fraction = positive_int(config, "qk_rope_head_dim"), given.get("partial_rotary_factor")
-    if fraction not in (None, rotated / (rotated + positive_int(config, "qk_nope_head_dim"))):
+    rotated = positive_int(config, "qk_rope_head_dim")
+    own = rotated / (rotated + positive_int(config, "qk_nope_head_dim"))
+    fraction = given.get("partial_rotary_factor", own)
+    if fraction != own:
         refuse(f"{name}.partial_rotary_factor", fraction, "is not qk_rope_head_dim's part of a head")
     return {**config, name: {field: value for field, value in given.items() if field != "partial_rotary_factor"}}

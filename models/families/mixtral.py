@@ -6,19 +6,19 @@ Source: transformers, models/mixtral/modeling_mixtral.py. The weights of the cho
 from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families.hf_config import SLIDING, read
 from isoloss.models.families.hf_experts import MOE_IRRELEVANT, MOE_PINNED, experts
-from isoloss.models.families.hf_fields import ConfigJson
+from isoloss.models.families.hf_fields import ConfigJson, with_absent
 
 FIELDS = frozenset({"sliding_window", "num_local_experts", "num_experts", "num_experts_per_tok"})
+ABSENT = {"num_key_value_heads": 8}
 
 
 def architecture(config: ConfigJson) -> Architecture:
     return read(
-        config,
+        with_absent(config, ABSENT),
         "mixtral",
         pinned=MOE_PINNED,
         irrelevant=MOE_IRRELEVANT,
         fields=FIELDS,
-        kv_heads_default=True,
         theta_default=1e6,
         layer_types_default=lambda layer: SLIDING,
         qkv_bias=False,

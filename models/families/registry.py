@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -70,14 +71,14 @@ def family_of(name: str) -> ModuleType:
 
 
 def hf_folder(path: str | Path) -> Path:
-    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint the folder inside of it,
-    or beside it where `path` is a folder of iterations.
+    """Where config.json and the tokenizer of a model are: `path` itself, or for a checkpoint, or the run whose newest
+    one it is, the folder inside of it, or beside it where `path` is a folder of iterations.
 
     Raises UserError where a checkpoint has none.
     """
     path, checkpoint = Path(path), checkpoint_folder(path)
     if not is_checkpoint(checkpoint):
-        return path
+        return checkpoint
     for place in (checkpoint, path):
         if (place / HUGGINGFACE / "config.json").is_file():
             return place / HUGGINGFACE
@@ -124,10 +125,20 @@ def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`, parsed and not interpreted."""
     path = folder / "config.json"
     if not folder.is_dir():
-        raise UserError(f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors")
+        raise UserError(
+            f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors"
+            + hub_hint(folder)
+        )
     if not path.is_file():
         raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")
     return read_json(path, "copy it again from the model's source")
+
+
+def hub_hint(path: Path) -> str:
+    """What to add where there is no folder `path`, if it looks like the name of a model on the Hugging Face hub."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", str(path)):
+        return ""
+    return f". Nothing is downloaded from the Hugging Face hub: hf download {path} --local-dir {path.name} does that"
 
 
 def _architecture_name(config: Mapping[str, Any], folder: Path) -> str:

@@ -22,6 +22,7 @@ from isoloss.models.weights.checkpoint_names import (
     checkpoint_rows,
 )
 from isoloss.models.weights.distcp import Folder, StoredTensor
+from isoloss.models.weights.finite import check_finite
 from isoloss.models.weights.mappings import Vocabulary
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel.runtime.errors import UserError
@@ -83,6 +84,7 @@ class CheckpointWeights:
             if low < high:
                 shape = (high - low, *weight.shape[1:])
                 found.append(self.folder.rows(run.stored, run.index, low - run.rows[0], shape))
+                check_finite(found[-1], run.stored.key, self.folder.path)
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def paths(self, weight: Weight) -> tuple[Path, ...]:

@@ -17,8 +17,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import MTP_LAYERS, Architecture
-from isoloss.models.weights.manifest import read_json
-from isoloss.models.weights.mmap import safetensors_views
+from isoloss.models.weights.finite import check_finite
+from isoloss.models.weights.generation_config import stops_of
+from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer, read_json
+from isoloss.models.weights.mmap import DTYPES, safetensors_views
 from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
@@ -26,6 +28,9 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_SHARD_BYTES = 5_000_000_000
 PARTIAL = ".partial"
+# How the names of tensors end that go with quantized ones.
+_SCALES = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_scale", ".weight_scale_inv", "_proj_blocks")
+QUANTIZED = "the weights are quantized; take the unquantized model, or let transformers write a bfloat16 copy first"
 # Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.
 SHARDS = "shards.json"
 
@@ -83,7 +88,10 @@ class HFReader:
         return whole if part.row is None else whole[part.row]
 
     def whole(self, weight: Weight) -> Tensor:
-        return weight.mapping.merge([self.get(part) for part in weight.parts])
+        parts = [self.get(part) for part in weight.parts]
+        for part, numbers in zip(weight.parts, parts):
+            check_finite(numbers, part.tensor, self.folder / self.file_of[part.tensor])
+        return weight.mapping.merge(parts)
 
     def _handle(self, name: str) -> safe_open:
         if name not in self.file_of:
@@ -99,6 +107,8 @@ class HFReader:
             try:
                 self._open[file] = safe_open(self.folder / file, framework="pt")
             except (SafetensorError, OSError) as error:
+                if isinstance(error, SafetensorError) and is_pointer(self.folder / file):
+                    raise UserError(f"{self.folder / file} {IS_A_POINTER}") from None
                 raise UserError(
                     f"{self.folder / file} is not a safetensors file, or cut short ({error}); copy or download it again"
                 ) from None
@@ -123,10 +133,7 @@ class HFReader:
 
     def _from_single(self) -> dict[str, str]:
         if not (self.folder / SINGLE).is_file():
-            raise UserError(
-                f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights, "
-                "or set model.from_scratch=true for random ones"
-            )
+            raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}; give a folder with safetensors weights")
         return dict.fromkeys(self.opened(SINGLE).keys(), SINGLE)
 
 
@@ -151,10 +158,11 @@ def has_weights(folder: Path) -> bool:
 
 
 def check(source: HFReader, arch: Architecture) -> None:
-    """That `source` holds every tensor of the model at its shape, and nothing whose absence would change the model.
+    """That `source` holds every tensor of the model at its shape, as numbers of a type that is trained, and nothing
+    whose absence would change the model.
 
     Reads headers only, except for a second copy of tied embeddings, which is compared.
-    Raises UserError naming the first tensor that is missing, of another shape, or left over.
+    Raises UserError naming the first tensor that is missing, of another type or shape, or left over.
     """
     wanted = hf_shapes(weight_map(arch))
     present = set(source.names)
@@ -162,7 +170,12 @@ def check(source: HFReader, arch: Architecture) -> None:
         if name not in present:
             raise UserError(
                 f"the model's weights lack {name} of shape {list(shape)}, which its config.json calls for; "
-                "the two do not belong together"
+                + (QUANTIZED if any(each.endswith(_SCALES) for each in present) else "the two do not belong together")
+            )
+        if (kind := source.dtype(name)) not in DTYPES:
+            raise UserError(
+                f"{name} in {source.folder / source.file_of[name]} has the type {kind}; only {', '.join(DTYPES)} are "
+                f"read: {QUANTIZED}"
             )
         if source.shape(name) != shape:
             raise UserError(
@@ -273,12 +286,11 @@ def copy_sidecars(
         path.write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
 
 
-def declared_stops(folder: str | Path) -> tuple[int, ...]:
+def declared_stops(folder: str | Path, largest: int | None = None) -> tuple[int, ...]:
     """`eos_token_id` of a model's folder as transformers reads it: of generation_config.json, or of config.json where
-    there is none."""
+    there is none. largest: see `stops_of`, which says what is refused."""
     paths = [path for name in ("generation_config.json", "config.json") if (path := Path(folder, name)).is_file()]
-    declared = json.loads(paths[0].read_text(encoding="utf-8")).get("eos_token_id") if paths else None
-    return () if declared is None else tuple(declared) if isinstance(declared, list) else (declared,)
+    return stops_of(paths[0], largest) if paths else ()
 
 
 def sidecars(source: str | Path) -> tuple[str, ...]:

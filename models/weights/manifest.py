@@ -8,6 +8,7 @@ more of a processor than everything else that is done to the bytes of a checkpoi
 import json
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
@@ -20,6 +21,9 @@ NAME = "isoloss.json"
 VERSION = 1
 KINDS = ("converted", "trained")
 _BLOCK_BYTES = 4 << 20
+# How a file begins that stands for one which Git has left on its server.
+_GIT_LFS = b"version https://git-lfs.github.com/spec/"
+IS_A_POINTER = "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder"
 
 
 class DamagedError(UserError):
@@ -67,7 +71,8 @@ def read(folder: str | Path) -> Manifest:
     """The manifest of a checkpoint folder. Raises DamagedError where it is missing or damaged, UserError where it is
     of a later format."""
     path = Path(folder) / NAME
-    fields = read_json(path, "the checkpoint is not complete, or isoloss did not write it; convert or save it again")
+    mend = "the checkpoint is not complete, or isoloss did not write it; convert or save it again"
+    fields = read_json(path, mend, DamagedError)
     if fields.get("format") != VERSION:
         raise UserError(f"{path}: format={fields.get('format')!r} is not {VERSION}; use the isoloss that wrote it")
     own = fields.pop("crc32", None)  # earlier manifests have none
@@ -151,18 +156,35 @@ def sync(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def read_json(path: Path, mend: str) -> dict[str, Any]:
-    """A JSON object from a file. mend: ends the DamagedError that a missing or damaged one raises."""
+def read_json(path: Path, mend: str, problem: type[UserError] = UserError) -> dict[str, Any]:
+    """A JSON object from a file. mend: ends the `problem` that a missing or damaged one raises."""
     try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
-        raise DamagedError(f"{path} is missing; {mend}") from None
+        raise problem(f"{path} is missing; {mend}") from None
     except OSError as error:
-        raise DamagedError(f"{path} cannot be read ({error.strerror}); {mend}") from None
-    except ValueError as error:
-        raise DamagedError(f"{path} is not valid JSON ({error}); {mend}") from None
+        raise problem(f"{path} cannot be read ({error.strerror}); {mend}") from None
+    except (ValueError, RecursionError) as error:
+        if is_pointer(path):
+            raise problem(f"{path} {IS_A_POINTER}") from None
+        raise problem(f"{path} is not valid JSON ({error}); {mend}") from None
     if not isinstance(fields, dict):
-        raise DamagedError(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
+        raise problem(f"{path} must hold a JSON object, not {type(fields).__name__}; {mend}")
+    return fields
+
+
+def is_pointer(path: Path) -> bool:
+    """Whether a file is a pointer of Git LFS."""
+    with path.open("rb") as file:
+        return file.read(len(_GIT_LFS)) == _GIT_LFS
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError where a key stands twice: readers differ in which one they take."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {name[:40]!r} stands twice in an object")
     return fields
 
 

@@ -2,15 +2,17 @@
 
 import itertools
 import json
+import math
 import pickle
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.models.families import MODELS, SPARSE, VOCAB, write_folder
 from support.models.transformers_parity import make_samples
-from support.runs.checkpoints import load_and_train, logits, train_and_save
+from support.runs.checkpoints import load_and_train, logits, refusal, train_and_save
 from support.runs.saves import both_ways, operations
 
 from isoloss.models.families.registry import read_architecture
@@ -161,3 +163,13 @@ def test_a_flipped_bit_of_a_checkpoint_to_start_from_is_named_on_every_rank(chec
     path.write_bytes(content)
     with pytest.raises(UserError, match=f"{path.name} is damaged"):
         pool.run(2, logits, checkpoint, make_samples(LENGTHS, VOCAB, seed=5), {"ep": 2})
+
+
+def test_weights_that_are_no_numbers_end_every_rank(pool, tmp_path):
+    """One stage reads them. The other would wait for it in the first collective."""
+    folder = write_folder("llama", tmp_path / "in")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.gate_proj.weight"][1, 2] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    one, other = pool.run(2, refusal, folder, {"pp": 2})
+    assert one == other and one.startswith("model.layers.1.mlp.gate_proj.weight in ") and "infinite or NaN" in one

@@ -25,6 +25,7 @@ from isoloss.models.weights.hf_checkpoint import INDEX
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.tools.convert import __main__ as convert
 
+POINTER = "version https://git-lfs.github.com/spec/v1"
 COMMAND = (sys.executable, "-m", "isoloss.tools.convert", "hf-to-mcore")
 
 
@@ -111,6 +112,14 @@ def nothing(folder: Path) -> None:
 MISTAKES = {
     "no folder": (shutil.rmtree, (), ("--hf", "is not a folder")),
     "no config.json": (lambda f: (f / "config.json").unlink(), (), ("--hf", "has no config.json")),
+    "no weights": (
+        lambda f: [path.unlink() for path in f.glob("model*")], (), ("has neither", "give a folder with safetensors")),
+    "a checkpoint": (
+        lambda f: [(f / "config.json").unlink(), (f / ".metadata").touch()], (), ("mcore-to-hf converts it",)),
+    "broken generation_config.json": (
+        lambda f: (f / "generation_config.json").write_text("[]"), (), ("generation_config.json", "must hold a JSON")),
+    "a pointer of Git LFS": (
+        lambda f: first_shard(f).write_text(f"{POINTER}\noid sha256:0\n"), (), ("model-00001-of", "run git lfs pull")),
     "broken config.json": (lambda f: (f / "config.json").write_text("{"), (), ("config.json", "not valid JSON")),
     "binary config.json": (lambda f: (f / "config.json").write_bytes(b"\xff\xfe"), (), ("config.json", "not valid")),
     "another architecture": (

@@ -205,7 +205,7 @@ DAMAGE = {
     "missing": lambda tensors: tensors.pop(NORM),
     "extra": lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)}),
     "shape": lambda tensors: tensors.update({NORM: tensors[NORM][:-1].clone()}),
-    "type": lambda tensors: tensors.update({NORM: tensors[NORM].double()}),
+    "type": lambda tensors: tensors.update({NORM: tensors[NORM].bfloat16()}),
 }
 
 
@@ -247,7 +247,10 @@ def test_mistakes(pairs, tmp_path, capsys):
         assert out == tmp_path or not out.exists()
 
     mistaken("is not a folder", tmp_path / "nowhere")
-    mistaken("has no .metadata", hf)
+    mistaken("hf download Qwen/Qwen3-8B --local-dir Qwen3-8B", Path("Qwen/Qwen3-8B"))
+    mistaken("is a Hugging Face folder already: hf-to-mcore makes checkpoints of it", hf)
+    mistaken("has no .metadata; give a checkpoint, or the folder of a run", tmp_path)
+    mistaken("is no Hugging Face folder, but the checkpoint", checkpoint, "--hf", str(checkpoint))
     mistaken("exists already", out=tmp_path)
     mistaken("has no config.json", checkpoint, "--hf", str(tmp_path))
     other, _ = pairs(MOE)

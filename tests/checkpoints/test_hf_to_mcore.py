@@ -25,6 +25,7 @@ from isoloss.models.conversion import hf_to_mcore, tensors, transfer
 from isoloss.models.conversion.distcp_write import envelope
 from isoloss.models.conversion.hf_files import ShardLayout
 from isoloss.models.conversion.hf_to_mcore import plan
+from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.plan import FilePlan
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
@@ -285,7 +286,9 @@ def test_types_that_do_not_fit_are_named(llama):
     tensors = load_file(llama / SINGLE)
     k = "model.layers.0.self_attn.k_proj.weight"
     save_file({**tensors, k: tensors[k].to(torch.float8_e4m3fn)}, llama / SINGLE)
-    refused(llama, rf"{k} in .*model\.safetensors has the type F8_E4M3; only F32, BF16, F16 can be converted")
+    refused(
+        llama, rf"{k} in .*model\.safetensors has the type F8_E4M3; only F32, BF16, F16 are read: the weights are q"
+    )
     save_file({**tensors, k: tensors[k].bfloat16()}, llama / SINGLE)
     refused(llama, rf"{k} \(bfloat16\).* become one tensor and have different types; choose one for all with --dtype")
     norm = "model.layers.1.input_layernorm.weight"
@@ -295,6 +298,26 @@ def test_types_that_do_not_fit_are_named(llama):
     check_weights(llama.parent / "cast", llama, torch.bfloat16)
     save_file({**tensors, norm: tensors[norm] * 1e30}, llama / SINGLE)
     refused(llama, rf"{norm} in .*model\.safetensors holds numbers too large for float16", dtype="float16")
+
+
+@pytest.mark.parametrize("name", ("model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"))
+@pytest.mark.parametrize("value", (math.nan, -math.inf))
+def test_weights_that_are_no_numbers_are_named(value, name, llama):
+    """On the way there, and from a checkpoint that holds them already."""
+    stored = load_file(llama / SINGLE)
+    stored[name].view(-1)[-3] = value
+    save_file(stored, llama / SINGLE)
+    out = llama.parent / "checkpoint"
+    with pytest.raises(
+        UserError, match=rf"^{name} in .*model\.safetensors holds numbers that are infinite or NaN \(1 of "
+    ):
+        transfer.run(plan(llama).transfer, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensors, "check_finite", lambda *_: None)
+        transfer.run(plan(llama).transfer, out)
+    with pytest.raises(UserError, match=rf" in {out} holds numbers that are infinite or NaN \(1 of "):
+        transfer.run(plan_export(out).plan, llama.parent / "back")
+    assert not (llama.parent / "back").exists()
 
 
 def test_a_tensor_in_two_shards_is_named(tmp_path):

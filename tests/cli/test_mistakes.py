@@ -107,6 +107,10 @@ LAYOUT = (
 
 MODEL_AND_FILES = (
     told("missing model folder", "model.path=nowhere", "model.path=nowhere", "config.json"),
+    told("name of a model on the hub", "model.path=Qwen/Qwen3-8B", "=Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B"),
+    told("output where nothing can be", "output_dir=/proc/x/y", "output_dir=/proc/x/y cannot be written", "choose"),
+    told("cache where nothing can be", "data.cache_dir=/proc/x", "data.cache_dir=/proc/x cannot be written"),
+    told("profile where nothing can be", "train.profile=1:/proc/x", "train.profile=/proc/x cannot be written"),
     told("missing config.json", "model.path={inputs}", "model.path={inputs}", "no config.json"),
     told("missing weights", "model.from_scratch=false", "{inputs}/model", "safetensors"),
     told("missing tokenizer folder", "model.tokenizer=nowhere", "tokenizer", "nowhere"),

@@ -148,6 +148,26 @@ def test_no_token_ends_a_completion(inputs, tmp_path, arguments, capsys):
     assert str(model) in line and "eos_token" in line
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    (
+        ("generation_config.json", "{bad", "is not valid JSON"),
+        ("generation_config.json", "[]", "must hold a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "3"}', "eos_token_id='3'"),
+        ("generation_config.json", '{"eos_token_id": [2, 99999999]}', "99999999 is none of 0 to "),
+        ("tokenizer_config.json", "[]", "does not load"),
+        ("chat_template.jinja", "{% for m in messages %}{{ m.role }", "is not one"),
+    ),
+)
+def test_broken_files_of_the_model(name, text, says, inputs, tmp_path, arguments, capsys):
+    model = tmp_path / "model"
+    shutil.copytree(inputs / "model", model)
+    (model / name).write_text(text)
+    (tmp_path / "chat.jsonl").write_text('{"prompt": [{"role": "user", "content": "1 + 1 ="}], "answer": 2}\n')
+    line = complain(capsys, [*arguments, f"model.path={model}", f"data.train={tmp_path}/chat.jsonl"])
+    assert str(model) in line and says in line
+
+
 def test_bad_prompts_can_be_left_out(inputs, tmp_path, arguments, capsys):
     train = tmp_path / "prompts.jsonl"
     train.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": 3}\n')

@@ -19,6 +19,7 @@ from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss
 from isoloss.parallel.runtime import device
 from isoloss.recipes import launch, sft
+from isoloss.tools.convert import __main__ as convert
 from isoloss.tools.prove.parity import freeze
 
 METRICS = {"step", "loss", "grad_norm", "lr", "valid_tokens", "total_tokens", "computed_tokens", "sequences",
@@ -70,6 +71,23 @@ def test_resolved_configuration_can_be_asked_for(arguments, capsys):
     assert launch.main("sft", Config, sft.run, [*arguments, "--cfg"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 2
     assert list(Path.cwd().iterdir()) == []
+
+
+def test_a_run_is_a_model_and_a_checkpoint(arguments, capsys):
+    """Wherever one is asked for: its newest checkpoint, or what it wrote for transformers, with the same weights."""
+    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.every=1"]) == 0
+    newest, losses = "out/checkpoints/step_00000002", {}
+    for path, means in (("out", newest), ("out/checkpoints", newest), ("out/hf", "out/hf")):
+        capsys.readouterr()
+        again = [f"model.path={path}", f"model.tokenizer={path}", "model.from_scratch=false", "train.steps=1"]
+        again += [f"output_dir={path}/again", "checkpoint.export_hf=false"]
+        assert launch.main("sft", Config, sft.run, [*arguments, *again]) == 0
+        assert f"model: {means}, " in capsys.readouterr().out
+        losses[path] = rows_of(f"{path}/again/metrics.jsonl")[0]["loss"]
+    assert len({*losses.values()}) == 1 and losses["out"] != rows_of("out/metrics.jsonl")[0]["loss"]  # the same batch
+    for command, option, means in (("mcore-to-hf", "--checkpoint", newest), ("hf-to-mcore", "--hf", "out/hf")):
+        assert convert.main([command, option, "out", "--out", "converted", "--dry-run"]) == 0
+        assert capsys.readouterr().out.startswith(f"{means}: ")
 
 
 def test_planned_and_measured_memory_are_told_after_the_first_step(arguments, monkeypatch, capsys):

@@ -335,6 +335,61 @@ def check_refused(tokenizer, values, said):
         assert part in message
 
 
+@pytest.mark.parametrize(
+    ("template", "said"),
+    (
+        (
+            [{"name": "tool_use", "template": CHATML}],
+            "^rows:1: the tokenizer .* has no chat template for this row .*default",
+        ),
+        ({"tool_use": CHATML}, r"^rows:1: the tokenizer .* has no chat template for this row"),
+        (5, "a chat template must be text, not int 5"),
+        ([{"name": "default", "template": None}], "a chat template must be text, not NoneType"),
+        ([7], "does not load"),
+        (
+            "{% for m in messages %}{{ m.role }",
+            r"^rows:1: the chat template of .* is not one .* in its line 1.: fix",
+        ),
+        ("{{ messages }}\n{% endif %}", r"^rows:1: the chat template of .* is not one \(.* in its line 2\): fix it"),
+    ),
+)
+def test_templates_of_a_folder_that_are_none(template, said, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": template}))
+    values = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(UserError, match=said) as error:
+        tokenize_row(Row("rows:1", values), load_tokenizer(str(folder), 2048))
+    assert "\n" not in str(error.value)
+
+
+def test_only_the_template_that_a_row_needs_has_to_be_there(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    templates = [{"name": "tool_use", "template": PLAIN_TOOLS}]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": templates}))
+    tokenizer = load_tokenizer(str(folder), 2048)
+    assert targets(tokenizer, {"messages": CALLING, "tools": [ADD]})
+
+
+@pytest.mark.parametrize("name", ("tokenizer.json", "chat_template.jinja", "additional_chat_templates/tool_use.jinja"))
+def test_a_pointer_of_git_lfs_is_no_template_and_no_vocabulary(name, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n")
+    with pytest.raises(UserError, match=rf"^tokenizer: {folder}/{name} is a pointer of Git LFS.*; run git lfs pull"):
+        load_tokenizer(str(folder), 2048)
+
+
+def test_a_vocabulary_without_tokens(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.PreTrainedTokenizerFast.get_vocab", lambda self: {})
+    with pytest.raises(UserError, match=r"^tokenizer: .* has no token"):
+        load_tokenizer(TINY, 2048)
+
+
 MARKS_WITHOUT_END = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}{% if m['role'] == 'assistant' %}{% generation %}"
     "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"

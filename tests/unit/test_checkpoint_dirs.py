@@ -1,11 +1,12 @@
-"""Which checkpoint a folder of Megatron-LM or Megatron-Bridge means, and what is refused."""
+"""Which checkpoint the folder of a run of isoloss, Megatron-LM or Megatron-Bridge means, and what is refused."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
-from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder, export_of
 from isoloss.parallel.runtime.errors import UserError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -90,3 +91,53 @@ def test_the_legacy_format_is_refused_with_the_way_out(rank, tmp_path):
         says = refused(path)
         assert says.startswith(f"{tmp_path}/iter_0000100 is in Megatron-LM's legacy format (mp_rank_00/...)")
         assert "--ckpt-convert-format torch_dist --ckpt-convert-save DIR" in says
+
+
+# ---- runs of isoloss -------------------------------------------------------------------------------------------------
+
+
+def save(checkpoint: Path) -> Path:
+    checkpoint.mkdir(parents=True)
+    for name in (".metadata", "isoloss.json"):
+        (checkpoint / name).touch()
+    return checkpoint
+
+
+@pytest.fixture
+def own(tmp_path) -> Path:
+    """A run with checkpoints of steps 9, 90 and 100,000,000, and what belongs to a user beside them."""
+    checkpoints = tmp_path / "run" / "checkpoints"
+    for name in ("step_00000009", "step_00000090", "step_100000000", "step_best", "damaged_step_200000000"):
+        save(checkpoints / name)
+    (checkpoints / "step_300000000").symlink_to(checkpoints / "step_00000009")
+    (checkpoints / "step_400000000").touch()
+    return tmp_path / "run"
+
+
+def test_a_run_means_its_newest_checkpoint(own, tmp_path):
+    newest = own / "checkpoints" / "step_100000000"
+    assert checkpoint_folder(own) == checkpoint_folder(str(own / "checkpoints")) == checkpoint_folder(newest) == newest
+    (own / "hf").mkdir()
+    (own / "hf" / "config.json").touch()
+    assert checkpoint_folder(own) == newest  # the same weights as in hf, once it is done
+    assert checkpoint_folder(own / "hf") == own / "hf"
+    assert export_of(own) == export_of(own / "hf") == own / "hf"
+    shutil.rmtree(own / "checkpoints")
+    assert checkpoint_folder(own) == own / "hf"
+    assert export_of(tmp_path) == tmp_path
+
+
+def test_a_hugging_face_folder_is_no_run(own):
+    (own / "config.json").touch()
+    assert checkpoint_folder(own) == export_of(own) == own
+
+
+@pytest.mark.parametrize("lost", (".metadata", "isoloss.json"))
+def test_no_older_checkpoint_is_taken_for_the_newest(lost, own):
+    newest, before = (own / "checkpoints" / name for name in ("step_100000000", "step_00000090"))
+    (newest / lost).unlink()
+    says = f"{newest} is the newest checkpoint of its run, and is not complete; give {before}, which is"
+    assert refused(own) == refused(own / "checkpoints") == says
+    for name in ("step_00000009", "step_00000090"):
+        (own / "checkpoints" / name / lost).unlink()
+    assert refused(own).endswith("and is not complete; copy it again")

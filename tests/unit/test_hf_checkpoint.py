@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 from support.models import families
 from transformers import AutoModelForCausalLM
 
+from isoloss.engine.step.model_source import open_weights
 from isoloss.models.families import gpt_oss
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import (
@@ -214,6 +216,75 @@ def test_check_names_the_tensor(tmp_path, tie):
     else:
         with pytest.raises(UserError, match=r"lack lm_head.weight"):
             checked(**{"lm_head.weight": None})
+
+
+@pytest.mark.parametrize(
+    ("kind", "called"),
+    (
+        (torch.float8_e4m3fn, "F8_E4M3"), (torch.int8, "I8"), (torch.float8_e5m2, "F8_E5M2"), (torch.uint8, "U8"),
+        (torch.float64, "F64"), (torch.int32, "I32"),
+    ),
+)  # fmt: skip
+@pytest.mark.parametrize("one", ("model.layers.1.self_attn.o_proj.weight", "model.norm.weight"))
+def test_numbers_of_other_types_are_not_taken_for_weights(one, kind, called, tmp_path):
+    """For the trainer as for the converter; also where they are packed into another shape, as bitsandbytes does."""
+    tensors = {name: tensor.clone() for name, tensor in tiny_folder(tmp_path).state_dict().items()}
+    arch = read_architecture(tmp_path)
+    assert isinstance(open_weights(tmp_path, arch), HFReader)
+    for shape in (tensors[one].shape, (tensors[one].numel(), 1)):
+        save_file({**tensors, one: tensors[one].to(kind).view(shape)}, tmp_path / "model.safetensors")
+        with pytest.raises(
+            UserError, match=rf"^{one} in .*model.safetensors has the type {called}; only F32, BF16, F16"
+        ):
+            open_weights(tmp_path, arch)
+
+
+@pytest.mark.parametrize("ending", ("qweight", "weight_packed", "weight_scale_inv"))
+def test_quantized_tensors_under_other_names(ending, tmp_path):
+    tensors = {name: tensor.clone() for name, tensor in tiny_folder(tmp_path).state_dict().items()}
+    arch = read_architecture(tmp_path)
+    up = tensors.pop("model.layers.0.mlp.up_proj.weight")
+    save_file({**tensors, f"model.layers.0.mlp.up_proj.{ending}": up}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lack model.layers.0.mlp.up_proj.weight .*; the weights are quantized; take"):
+        open_weights(tmp_path, arch)
+
+
+@pytest.mark.parametrize("value", (math.nan, math.inf, -math.inf))
+def test_weights_that_are_no_numbers_are_refused_where_they_are_read(value, tmp_path):
+    tensors = {name: tensor.clone() for name, tensor in tiny_folder(tmp_path).state_dict().items()}
+    arch = read_architecture(tmp_path)
+    tensors["model.layers.1.self_attn.v_proj.weight"][2, 3] = value
+    save_file(tensors, tmp_path / "model.safetensors")
+    source = open_weights(tmp_path, arch)
+    weights = {weight.name: weight for weight in weight_map(arch)}
+    source.whole(weights["decoder.layers.0.self_attention.linear_qkv.weight"])
+    with pytest.raises(
+        UserError, match=r"^model.layers.1.self_attn.v_proj.weight in .*model.safetensors holds numbers"
+    ):
+        source.whole(weights["decoder.layers.1.self_attention.linear_qkv.weight"])
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "config.json"))
+def test_a_pointer_of_git_lfs_is_told_as_such(name, tmp_path):
+    tiny_folder(tmp_path)
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 134\n")
+    with pytest.raises(UserError, match=rf"{name} is a pointer of Git LFS, not the file itself; run git lfs pull"):
+        open_weights(tmp_path, read_architecture(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    (
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"a": {"b": 1, "b": 2}}', "key 'b' stands twice"),
+        ("[]", "a JSON object"),
+    ),
+    ids=("deep", "twice", "list"),
+)
+def test_a_config_that_readers_take_in_different_ways(text, says, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"^{tmp_path}/config.json .*{says}"):
+        read_architecture(tmp_path)
 
 
 def test_random_weights_depend_on_seed_and_name_alone(tmp_path):

@@ -64,7 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Convert a torch_dist checkpoint, of isoloss or of plain Megatron-Core, saved at any layout, into "
         "a Hugging Face folder. The optimizer's state is passed over, the rows that pad the vocabulary are left out.",
     )
-    which = "the checkpoint, or the folder of a run of Megatron-LM or Megatron-Bridge: then its newest one"
+    which = "the checkpoint, or the folder of a run of isoloss, Megatron-LM or Megatron-Bridge: then its newest one"
     command.add_argument("--checkpoint", required=True, type=Path, metavar="DIR", help=which)
     command.add_argument("--out", required=True, type=Path, metavar="DIR", help="the new folder; must not exist yet")
     config = "folder to take config.json, tokenizer and names of files from; default: huggingface/ in the checkpoint"

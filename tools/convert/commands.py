@@ -9,9 +9,10 @@ from isoloss.models.conversion import certificate, transfer
 from isoloss.models.conversion.hf_to_mcore import plan as plan_import
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.plan import FilePlan
+from isoloss.models.families.registry import hub_hint
 from isoloss.models.weights import manifest
-from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
-from isoloss.models.weights.distcp import METADATA
+from isoloss.models.weights.checkpoint_dirs import checkpoint_folder, export_of
+from isoloss.models.weights.distcp import METADATA, is_checkpoint
 from isoloss.parallel import UserError
 from isoloss.tools.convert.verify import verify_export, verify_import
 from isoloss.tools.convert.verify_logits import LogitsEvidence
@@ -20,7 +21,7 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def hf_to_mcore(arguments: argparse.Namespace) -> None:
-    _check_folder("--hf", arguments.hf, "config.json")
+    arguments.hf = _hf_folder(arguments.hf, "mcore-to-hf converts it")
     _check_target(arguments, manifest.NAME)
     plan = plan_import(arguments.hf, DTYPES.get(arguments.dtype))
     print(
@@ -40,9 +41,9 @@ def hf_to_mcore(arguments: argparse.Namespace) -> None:
 
 
 def mcore_to_hf(arguments: argparse.Namespace) -> None:
-    _check_folder("--checkpoint", checkpoint_folder(arguments.checkpoint), METADATA)
+    _check_checkpoint(arguments.checkpoint)
     if arguments.hf:
-        _check_folder("--hf", arguments.hf, "config.json")
+        arguments.hf = _hf_folder(arguments.hf, "leave --hf out to take what it holds, or name a Hugging Face folder")
     _check_target(arguments, certificate.NAME)
     dtype, keep_unused = DTYPES.get(arguments.dtype), arguments.keep_unused
     export = plan_export(arguments.checkpoint, arguments.hf, dtype, keep_unused=keep_unused)
@@ -69,11 +70,34 @@ def _check_target(arguments: argparse.Namespace, last_file: str) -> None:
         transfer.check_target(arguments.out)
 
 
-def _check_folder(option: str, folder: Path, file: str) -> None:
+def _hf_folder(given: Path, of_checkpoint: str) -> Path:
+    """The Hugging Face folder that --hf names: itself, or what a run of isoloss wrote for transformers.
+
+    of_checkpoint: what to do where it is a checkpoint.
+    """
+    _check_folder("--hf", given)
+    folder = export_of(given)
+    if not (folder / "config.json").is_file():
+        if is_checkpoint(checkpoint := checkpoint_folder(given)):
+            raise UserError(f"--hf {given} is no Hugging Face folder, but the checkpoint {checkpoint}: {of_checkpoint}")
+        raise UserError(f"--hf {given} has no config.json; give the folder that holds the model")
+    return folder
+
+
+def _check_checkpoint(given: Path) -> None:
+    _check_folder("--checkpoint", given)
+    folder = checkpoint_folder(given)
+    if not is_checkpoint(folder):
+        if (folder / "config.json").is_file():
+            raise UserError(
+                f"--checkpoint {folder} is a Hugging Face folder already: hf-to-mcore makes checkpoints of it"
+            )
+        raise UserError(f"--checkpoint {given} has no {METADATA}; give a checkpoint, or the folder of a run")
+
+
+def _check_folder(option: str, folder: Path) -> None:
     if not folder.is_dir():
-        raise UserError(f"{option} {folder} is not a folder; give one that exists")
-    if not (folder / file).is_file():
-        raise UserError(f"{option} {folder} has no {file}; give the folder that holds the model")
+        raise UserError(f"{option} {folder} is not a folder; give one that exists{hub_hint(folder)}")
 
 
 def _print_files(plan: FilePlan) -> None:

