@@ -30,6 +30,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
 from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import PREEMPTED
+from isoloss.recipes import interrupts
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -51,8 +52,15 @@ def main(
     """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
 
     Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (told once on standard error); 75
-    told to end by a signal, and saved. Anything else is a crash, which keeps its traceback.
+    told to end by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
     """
+    with interrupts.watched():
+        return _main(recipe, config_class, run, argv)
+
+
+def _main(
+    recipe: str, config_class: type[ConfigT], run: Callable[[ConfigT, str], None], argv: Sequence[str] | None
+) -> int:
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
@@ -90,7 +98,7 @@ def main(
         return 2
     except PreemptedError as end:
         end_torchrun(end.told)
-        return PREEMPTED
+        return interrupts.STATUS if end.told == signal.SIGINT else PREEMPTED
     finally:
         dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
@@ -149,10 +157,11 @@ def compose_config(
 def end_torchrun(told: signal.Signals) -> None:
     """End the agent that started this rank, if one did: it would take this for a crash, and start the ranks again.
 
-    After SIGTERM it has nothing to be told: it got one itself, or has sent it to start the ranks anew with other nodes.
+    After SIGTERM or SIGINT it has nothing to be told: it got one itself, or has sent SIGTERM to start the ranks anew
+    with other nodes.
     """
     agent = environment.torchrun_agent()
-    if agent is None or told == signal.SIGTERM:
+    if agent is None or told in (signal.SIGTERM, signal.SIGINT):
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which it sends to its ranks
     if environment.local_rank() == 0:
