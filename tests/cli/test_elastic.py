@@ -96,7 +96,10 @@ def test_a_job_that_is_told_to_end_is_not_started_again(told, jobs, arguments, t
     last = steps_of(out)[-1]
     saved = f"told to end by {told.name}: saved {out}/checkpoints/step_{last:08d}; go on with checkpoint.resume=true"
     assert jobs.said().count(saved) == 1 and jobs.said().count("run: ") == 1, jobs.said()
-    assert jobs.said().count("isoloss: interrupted: ") == (told == signal.SIGINT) and "recipes/launch.py" not in jobs.said()
+    assert (
+        jobs.said().count("isoloss: interrupted: ") == (told == signal.SIGINT)
+        and "recipes/launch.py" not in jobs.said()
+    )
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 
