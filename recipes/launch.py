@@ -30,6 +30,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import PreemptedError, UserError
 from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import PREEMPTED
+from isoloss.recipes import command_line, interrupts
 
 CONF = Path(__file__).parent / "conf"
 ASSETS = Path(__file__).parent / "assets"
@@ -50,14 +51,24 @@ def main(
 ) -> int:
     """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
 
+    argv: None: of this process, on which a key may stand once. In a list that a program gives, the last one counts.
+
     Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (told once on standard error); 75
-    told to end by a signal, and saved. Anything else is a crash, which keeps its traceback.
+    told to end by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
     """
+    with interrupts.watched():
+        return _main(recipe, config_class, run, argv)
+
+
+def _main(
+    recipe: str, config_class: type[ConfigT], run: Callable[[ConfigT, str], None], argv: Sequence[str] | None
+) -> int:
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
         epilog=f"presets: {', '.join(presets(recipe))}",
         add_help=False,
+        allow_abbrev=False,
     )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="preset=NAME, and any key of the configuration"
@@ -66,13 +77,19 @@ def main(
         "-h", "--help", nargs="?", const="", metavar="GROUP", help="tell about every key, or those of a group, and stop"
     )
     parser.add_argument("--cfg", action="store_true", help="print the resolved configuration and stop")
-    arguments = parser.parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    arguments, options = parser.parse_known_args(words)
     try:
+        command_line.refuse_options(options, words)
+        if argv is None:
+            command_line.refuse_repeated(config_class, arguments.overrides)
+        command_line.refuse_spaces(known_keys(config_class), arguments.overrides)
         if arguments.help is not None:
             text = terminal_help(config_class, arguments.help, shutil.get_terminal_size().columns)
             print_once(text if arguments.help else f"{parser.format_help()}\n{text}")
             return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
+        command_line.refuse_unread(arguments.overrides, values)
         if arguments.cfg:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
@@ -90,7 +107,7 @@ def main(
         return 2
     except PreemptedError as end:
         end_torchrun(end.told)
-        return PREEMPTED
+        return interrupts.STATUS if end.told == signal.SIGINT else PREEMPTED
     finally:
         dist = sys.modules.get("torch.distributed")  # not imported before there is something to run
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
@@ -149,10 +166,11 @@ def compose_config(
 def end_torchrun(told: signal.Signals) -> None:
     """End the agent that started this rank, if one did: it would take this for a crash, and start the ranks again.
 
-    After SIGTERM it has nothing to be told: it got one itself, or has sent it to start the ranks anew with other nodes.
+    After SIGTERM or SIGINT it has nothing to be told: it got one itself, or has sent SIGTERM to start the ranks anew
+    with other nodes.
     """
     agent = environment.torchrun_agent()
-    if agent is None or told == signal.SIGTERM:
+    if agent is None or told in (signal.SIGTERM, signal.SIGINT):
         return
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which it sends to its ranks
     if environment.local_rank() == 0:

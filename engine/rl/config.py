@@ -333,7 +333,8 @@ class RLConfig(Config):
             self.algorithm.overlong_buffer <= self.rollout.max_new_tokens,
             "algorithm.overlong_buffer",
             self.algorithm.overlong_buffer,
-            f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}",
+            f"is more than rollout.max_new_tokens={self.rollout.max_new_tokens}: set it to at most that, such as "
+            f"{self.rollout.max_new_tokens // 5}, or raise rollout.max_new_tokens",
         )
         algorithm = self.algorithm
         from_rollout = algorithm.old_logprobs == "rollout" and loss_of(algorithm.loss).may_have_ratio

@@ -1,4 +1,5 @@
-"""A run that is told to end saves first: by SIGTERM, or by SIGUSR1, which Slurm sends before the end of the time."""
+"""A run that is told to end saves first: by SIGTERM, by SIGUSR1, which Slurm sends before the end of the time, or by
+SIGINT, which is Ctrl-C."""
 
 import signal
 import threading
@@ -8,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class Preemption:
@@ -20,9 +21,12 @@ class Preemption:
         self._before: dict[signal.Signals, Any] = {}
 
     def begin(self) -> None:
-        """From now on the signals are noted. Elsewhere than in its main thread a process cannot be told."""
+        """From now on the signals are noted. Elsewhere than in its main thread a process cannot be told. A shell has
+        what runs in the background of a script ignore SIGINT, which stays so."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {each: signal.signal(each, self._note) for each in SIGNALS}
+            ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+            noted = [each for each in SIGNALS if each != signal.SIGINT or not ignored]
+            self._before = {each: signal.signal(each, self._note) for each in noted}
 
     def end(self) -> None:
         """From now on they do what they did before."""
@@ -39,5 +43,8 @@ class Preemption:
         return signal.Signals(int(highest)) if highest else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        del frame
-        self._received = number
+        """The second Ctrl-C does what it did before: it raises KeyboardInterrupt, or what a program made of it."""
+        before = self._before[signal.Signals(number)]
+        if number == signal.SIGINT and self._received and callable(before):
+            before(number, frame)
+        self._received = max(self._received, number)

@@ -70,31 +70,36 @@ def steps_of(out: Path) -> list[int]:
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
 
-@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGUSR1], ids=lambda told: told.name)
+@pytest.mark.parametrize("told", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda told: told.name)
 def test_a_job_that_is_told_to_end_is_not_started_again(told, jobs, arguments, tmp_path):
-    """SIGTERM to torchrun, which passes it on; SIGUSR1 to every process, as Slurm sends it, of which the agent ignores
+    """SIGTERM to torchrun, which passes it on, and SIGINT, which a terminal sends to torchrun alone: its ranks are in
+    sessions of their own; SIGUSR1 to every process, as Slurm sends it, of which the agent ignores
     it as multi_node.sh has it. Two ranks save what no checkpoint was due for; nothing is left running, and torchrun
     does not use its restarts."""
     argv = [*arguments, "train.steps=100000", f"output_dir={tmp_path}/out"]
     options = ["--standalone", "--nproc_per_node", "2", "--max_restarts", "3"]
     ignore = lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    how: dict = {"popen": warm.Popen} if told == signal.SIGTERM else {"preexec_fn": ignore}
+    how: dict = {"preexec_fn": ignore} if told == signal.SIGUSR1 else {"popen": warm.Popen}
     agent = jobs.start(*options, "-m", "cli.slow_steps", "0.1", *argv, **how)
     out = tmp_path / "out"
     until(lambda: len(steps_of(out)) >= 2, "two steps were done", lambda: agent.poll() is None)
     started = psutil.Process(agent.pid).children(recursive=True)
     assert len(started) >= 2
-    if told == signal.SIGTERM:
-        agent.send_signal(told)
-    else:
+    if told == signal.SIGUSR1:
         for process in [psutil.Process(agent.pid), *started]:
             process.send_signal(told)
+    else:
+        agent.send_signal(told)
     assert agent.wait(LONG) != 0
     _, alive = psutil.wait_procs(started, LONG)
     assert alive == []
     last = steps_of(out)[-1]
     saved = f"told to end by {told.name}: saved {out}/checkpoints/step_{last:08d}; go on with checkpoint.resume=true"
     assert jobs.said().count(saved) == 1 and jobs.said().count("run: ") == 1, jobs.said()
+    assert (
+        jobs.said().count("isoloss: interrupted: ") == (told == signal.SIGINT)
+        and "recipes/launch.py" not in jobs.said()
+    )
     assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step_{last:08d}"]
 
 

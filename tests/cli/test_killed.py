@@ -8,12 +8,13 @@ import sys
 from pathlib import Path
 
 import psutil
+from support.runs.runs import typed
 from support.runs.waiting import LONG, until
 
 
 def test_the_output_of_a_job_ends_with_a_rank_that_is_killed_after_a_checkpoint(arguments):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1", "--master_port", "0"]
-    options = [*arguments, "train.steps=1000000", "checkpoint.every=1"]
+    options = typed(*arguments, "train.steps=1000000", "checkpoint.every=1")
     job = subprocess.Popen(
         [*command, "-m", "isoloss.recipes.sft", *options],
         stdout=subprocess.PIPE,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import warm
+from support.runs.runs import typed
 
 from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch, sft
@@ -314,7 +315,7 @@ def test_two_ranks_say_it_once(run, override, says, arguments, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
     done = run(
-        [*command, "-m", "isoloss.recipes.sft", *arguments, override],
+        [*command, "-m", "isoloss.recipes.sft", *typed(*arguments, override)],
         capture_output=True,
         text=True,
         env=environment,

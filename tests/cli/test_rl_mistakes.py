@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.runs import rl_runs as world
 from support.runs import warm
-from support.runs.runs import write_rows
+from support.runs.runs import typed, write_rows
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import grpo, launch
@@ -201,7 +201,7 @@ def test_overlong_prompts_can_be_dropped(arguments, capsys):
 def test_two_ranks_say_it_once(override, says, written, inputs, arguments, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     done = warm.run(
-        [*command, "-m", "isoloss.recipes.grpo", *arguments, override.replace("{inputs}", str(inputs))],
+        [*command, "-m", "isoloss.recipes.grpo", *typed(*arguments, override.replace("{inputs}", str(inputs)))],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)},

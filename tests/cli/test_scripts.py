@@ -364,7 +364,7 @@ def test_a_reinforcement_learning_job(run, tmp_path):
     assert done.line("torchrun") == (
         "torchrun --nnodes 2 --nproc_per_node 8 --rdzv_backend c10d --rdzv_endpoint n1:29500 --rdzv_id 42 "
         f"--max_restarts 0 -m isoloss.recipes.dapo model.path=a model rollout.servers=[{servers}] "
-        "rollout.timeout=1800 checkpoint.resume=true preset=8b_h100 rollout.timeout=60"  # the last word is the user's
+        "checkpoint.resume=true preset=8b_h100 rollout.timeout=60"  # the user's, which may stand only once
     )
     more = " --load-format dummy"
     assert served(done) == [  # of one of the two nodes: this srun has one

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from support.models.transformers_parity import make_engine
 from support.runs import rl_runs, warm
 from support.runs.ports import free_port
-from support.runs.runs import numbers, rows_of, write_rows
+from support.runs.runs import numbers, rows_of, typed, write_rows
 from support.runs.waiting import LONG, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(options: list[str], module: str, argv: list[str]) -> subprocess.CompletedProcess:
-    command = [*TORCHRUN, *options, "-m", module, *argv]
+    command = [*TORCHRUN, *options, "-m", module, *typed(*argv)]
     return warm.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=2 * LONG)
 
 
@@ -198,7 +198,7 @@ def test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes(inputs, tmp_p
     argv = [*rl_runs.overrides_of(inputs, out), "checkpoint.every=1", "checkpoint.keep=2"]
     with open(tmp_path / "said", "w") as said:
         job = subprocess.Popen(
-            [*TORCHRUN, *TWO_RANKS, "-m", "isoloss.recipes.grpo", *argv, "train.steps=1000000"],
+            [*TORCHRUN, *TWO_RANKS, "-m", "isoloss.recipes.grpo", *typed(*argv, "train.steps=1000000")],
             env=environment() | {"ISOLOSS_TEST_MARK": mark},
             stdout=said,
             stderr=said,

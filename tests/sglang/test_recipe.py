@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.runs import warm
+from support.runs.runs import typed
 from support.runs.waiting import until
 from support.servers.server_commands import DOUBLE, SGLANG
 
@@ -27,17 +28,19 @@ def arguments(sorter: Path, out: Path, command: str, sync: str, *more: str) -> l
     return [
         *RUN,
         "isoloss.recipes.grpo",
-        "preset=tiny",
-        f"model.path={sorter}/hf",
-        f"data.train={sorter}/rl.jsonl",
-        f"output_dir={out}",
-        "data.eval=[]",
-        "rollout.backend=sglang",
-        f"rollout.servers=[{free_url()}]",
-        f"rollout.server_command='{command}'",
-        f"rollout.weight_sync={sync}",
-        "rollout.timeout=300",
-        *more,
+        *typed(
+            "preset=tiny",
+            f"model.path={sorter}/hf",
+            f"data.train={sorter}/rl.jsonl",
+            f"output_dir={out}",
+            "data.eval=[]",
+            "rollout.backend=sglang",
+            f"rollout.servers=[{free_url()}]",
+            f"rollout.server_command='{command}'",
+            f"rollout.weight_sync={sync}",
+            "rollout.timeout=300",
+            *more,
+        ),
     ]
 
 

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from isoloss.parallel import UserError
+from isoloss.recipes.command_line import refuse_repeated
 from isoloss.recipes.launch import CONFIGS, compose_config, print_error_once
 from isoloss.tools import command_line
 from isoloss.tools.plan.hardware import GPUS
@@ -26,6 +27,10 @@ from isoloss.tools.plan.hardware import GPUS
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
     try:
+        if arguments.gpus < 1:
+            raise UserError(f"--gpus {arguments.gpus} must be at least 1")
+        if argv is None:
+            refuse_repeated(CONFIGS[arguments.recipe], arguments.overrides)
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)

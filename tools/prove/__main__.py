@@ -21,6 +21,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.algorithms import LOSSES, loss_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout, UserError
+from isoloss.recipes.command_line import refuse_repeated
 from isoloss.recipes.launch import compose_config, print_error_once
 from isoloss.tools import command_line
 
@@ -32,6 +33,11 @@ def main(argv: Sequence[str] | None = None, pool: "WorkerPool | None" = None) ->
     """pool: runs the ranks; default one of its own."""
     arguments = parser().parse_intermixed_args(argv)  # keys may stand on both sides of an option
     try:
+        for override in arguments.overrides:
+            if override.startswith("output_dir="):
+                raise UserError(f"{override} is the folder of a run; --out {override[11:]} is that of the certificate")
+        if argv is None:
+            refuse_repeated(RLConfig, arguments.overrides)
         layouts = [Layout.parse(text) for text in arguments.layouts.split(",")]
         config = configuration(arguments.loss, arguments.overrides)
         from isoloss.tools.prove import proof  # its import takes seconds: help and a mistake do not wait for it

@@ -72,3 +72,8 @@ def numbers(folder: Path | str | None) -> list[dict]:
 
 def resumed(config: AnyConfig) -> AnyConfig:
     return replace(config, checkpoint=replace(config.checkpoint, resume=True))
+
+
+def typed(*overrides: str) -> list[str]:
+    """As somebody types them: of each key the last one."""
+    return list({override.partition("=")[0]: override for override in overrides}.values())

@@ -1,0 +1,68 @@
+"""What somebody typed: mistakes that show before a configuration is composed of it."""
+
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from isoloss.engine.config.parse import ELSEWHERE, key_types
+from isoloss.parallel import UserError
+
+# Keys that only evaluations read.
+OF_EVALUATIONS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
+
+
+def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
+    """Raises UserError for a key that stands twice on a command line: only the last would count.
+
+    Not for overrides that a program puts together, its own first and its user's after them.
+    """
+    lists = {name for name, kind in key_types(cls) if typing.get_origin(kind) is tuple}
+    seen: dict[str, str] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals:
+            continue
+        if key in seen:
+            both = f"{seen[key].strip('[]')},{value.strip('[]')}"
+            hint = f"write a list as {key}=[{both}]" if key in lists else "give it once"
+            raise UserError(f"{key} is given twice, as {key}={seen[key]} and as {override}; {hint}")
+        seen[key] = value
+
+
+def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
+    """Raises UserError for an option that does not exist, such as --lr 1e-4, with the key that says it.
+
+    options: those of `words` that nobody knows.
+    """
+    if not options:
+        return
+    option = next(iter(options))
+    name, equals, value = option.partition("=")
+    following = words[words.index(option) + 1 :] if option in words else []
+    if not equals and following and not following[0].startswith("-") and "=" not in following[0]:
+        value = following[0]
+    key = name.lstrip("-").replace("-", "_")
+    if key == "config" or value.endswith((".yaml", ".yml")):
+        hint = "a configuration is preset=NAME and keys, written as key=value"
+    else:
+        hint = f"write keys as key=value, such as {ELSEWHERE.get(key, key)}={value or 'VALUE'}"
+    raise UserError(f"there is no option {name}; {hint}")
+
+
+def refuse_spaces(keys: Collection[str], words: Sequence[str]) -> None:
+    """Raises UserError for `key = value` and its like, with the line as it should be."""
+    for index, word in enumerate(words[:-1]):
+        key, _, value = word.partition("=")
+        following = words[index + 1]
+        if key not in keys or value or following.partition("=")[0] in keys:
+            continue
+        value = "".join(words[index + 1 : index + 3]) if following == "=" else following
+        raise UserError(f"write {key}={value.removeprefix('=')} in one word, without spaces around the equals sign")
+
+
+def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Raises UserError for a given key that nothing reads, as the configuration is."""
+    given = dict(override.partition("=")[::2] for override in overrides)
+    for key in OF_EVALUATIONS:
+        if given.get(key, "0") not in ("0", "null") and not values["data"]["eval"]:
+            raise UserError(f"{key}={given[key]} is of evaluations, and data.eval=[] has none: give data.eval=FILE")

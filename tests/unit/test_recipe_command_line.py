@@ -1,0 +1,89 @@
+"""What somebody typed to start a recipe or a tool, and what one line says of it."""
+
+import sys
+
+import pytest
+
+from isoloss.engine.config.schema import Config
+from isoloss.engine.rl.config import RLConfig
+from isoloss.recipes import launch
+from isoloss.tools.plan import __main__ as plan
+from isoloss.tools.prove import __main__ as prove
+
+RUN = ["model.path=m", "data.train=[a.jsonl]"]
+
+
+def never(config, run_name) -> None:
+    raise AssertionError("the run began")
+
+
+def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
+    monkeypatch.setattr(sys, "argv", [recipe, *words])
+    assert launch.main(recipe, launch.CONFIGS[recipe], never) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("isoloss: error: ")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        ("sft", ["data.train=a.jsonl", "data.train=b.jsonl"], "write a list as data.train=[a.jsonl,b.jsonl]"),
+        ("sft", ["data.eval=[a,b]", "optim.lr=1", "data.eval=c"], "write a list as data.eval=[a,b,c]"),
+        ("grpo", ["reward.function=math", "reward.function=x.py:f"], "write a list as reward.function=[math,x.py:f]"),
+        ("sft", ["optim.lr=1e-3", "optim.lr=1e-4"], "as optim.lr=1e-3 and as optim.lr=1e-4; give it once"),
+        ("dapo", ["preset=tiny", "preset=plain"], "preset is given twice"),
+        ("sft", [*RUN, "--lr", "1e-4"], "there is no option --lr; write keys as key=value, such as lr=1e-4"),
+        ("sft", [*RUN, "--learning-rate=1e-4"], "such as optim.lr=1e-4"),
+        ("grpo", ["--max_steps", "7", *RUN], "such as train.steps=7"),
+        ("sft", ["--config", "f.yaml"], "there is no option --config; a configuration is preset=NAME"),
+        ("sft", ["--cf", *RUN], "there is no option --cf; "),
+        ("sft", ["model.path", "=", "DIR"], "write model.path=DIR in one word"),
+        ("sft", ["model.path=", "DIR", *RUN[1:]], "write model.path=DIR in one word"),
+        ("sft", ["model.path", "=DIR"], "write model.path=DIR in one word"),
+        ("grpo", [RUN[0], "rollout.waves", "2"], "write rollout.waves=2 in one word"),
+        ("sft", [*RUN, "train.eval_every=5"], "train.eval_every=5 is of evaluations, and data.eval=[] has none"),
+        ("sft", ["preset=tiny", "data.eval=[]", "train.eval_every=5"], "data.eval=[] has none"),
+        ("grpo", [*RUN, "rollout.eval_top_p=0.9"], "rollout.eval_top_p=0.9 is of evaluations"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(monkeypatch, capsys, recipe, words, says):
+    assert says in said(monkeypatch, capsys, recipe, words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [*RUN, "train.eval_every=0"],
+        [*RUN, "data.eval=[b.jsonl]", "train.eval_every=5"],
+        ["preset=tiny", "data.eval=[]"],  # what a preset says is no contradiction of the user's
+        ["preset=tiny", "train.eval_every=5"],
+        ["output_dir=", *RUN],
+    ],
+)
+def test_what_is_no_mistake(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["sft", *words, "--cfg"])
+    assert launch.main("sft", Config, never) == 0
+    assert "max_length" in capsys.readouterr().out
+
+
+def test_of_a_programs_list_the_last_one_counts(capsys):
+    assert launch.main("grpo", RLConfig, never, [*RUN, "optim.lr=1e-3", "optim.lr=0.25", "--cfg"]) == 0
+    assert "lr: 0.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("tool", "words", "says"),
+    [
+        (prove, ["--layouts", "dp2", "output_dir=here"], "--out here is that of the certificate"),
+        (prove, ["data.train=a", "data.train=b"], "write a list as data.train=[a,b]"),
+        (prove, ["--loss", "clip", "algorithm.kl_coef=0", "algorithm.kl_coef=1"], "give it once"),
+        (plan, ["sft", *RUN, "--gpus", "0"], "--gpus 0 must be at least 1"),
+        (plan, ["sft", *RUN, "--gpus", "-8"], "--gpus -8 must be at least 1"),
+        (plan, ["sft", *RUN, "--gpus", "8", "model.path=n"], "model.path is given twice"),
+    ],
+)
+def test_the_tools_refuse_it_too(monkeypatch, capsys, tool, words, says):
+    monkeypatch.setattr(sys, "argv", ["tool", *words])
+    assert tool.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert says in line
