@@ -18,7 +18,8 @@ TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
 def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """reward_mean, reward_std: of valid rewards. pass@1: the share of them of at least 1. reward_errors: completions
-    without a valid reward. response_length_mean: tokens. truncated_fraction: those that met max_new_tokens."""
+    without a valid reward. reward_timeouts: those whose verification ran out of time, which gives 0.
+    response_length_mean: tokens. truncated_fraction: those that met max_new_tokens."""
     rewards = [t.reward for t in trajectories if t.valid]
     count, all_of = max(len(rewards), 1), max(len(trajectories), 1)
     mean = sum(rewards) / count
@@ -27,6 +28,7 @@ def completion_stats(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "reward_std": (sum((r - mean) ** 2 for r in rewards) / count) ** 0.5,
         "pass@1": sum(r >= 1 for r in rewards) / count,
         "reward_errors": len(trajectories) - len(rewards),
+        "reward_timeouts": sum(t.timed_out for t in trajectories),
         "response_length_mean": sum(len(t.completion.tokens) for t in trajectories) / all_of,
         "truncated_fraction": sum(t.completion.finish == "length" for t in trajectories) / all_of,
     }

@@ -170,6 +170,7 @@ class Trajectory:
     text: "" in an outline.
     reward: math.nan where the reward function failed, which `error` tells; the completion is then masked.
     parts: of a weighted sum, by the function's name.
+    timed_out: whether its verification ran out of time, which gives 0.
     """
 
     prompt: Prompt
@@ -178,6 +179,7 @@ class Trajectory:
     reward: float
     parts: Mapping[str, float] = field(default_factory=dict)
     error: str | None = None
+    timed_out: bool = False
 
     @property
     def valid(self) -> bool:

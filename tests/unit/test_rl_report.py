@@ -50,6 +50,7 @@ def test_statistics_by_hand():
             "reward_std": math.sqrt(8 / 7 - (3 / 7) ** 2),
             "pass@1": 2 / 7,
             "reward_errors": 3,
+            "reward_timeouts": 0,
             "response_length_mean": 4.5,
             "truncated_fraction": 0.3,
         }

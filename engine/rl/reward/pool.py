@@ -23,6 +23,10 @@ START_SECONDS = 300.0  # for importing the functions, whatever they import
 Described = list[tuple[str, str, bool]] | str
 
 
+class OutOfTime(str):
+    """Why a call has no result: it took longer than reward.timeout."""
+
+
 @dataclass(frozen=True)
 class Call:
     """function: its number; batched: its result is a list."""
@@ -131,7 +135,7 @@ class RewardPool:
                     result = self._replace(worker, None)
             elif now >= worker.deadline:
                 limit = f"{START_SECONDS:g}" if worker.starting else f"reward.timeout={self._timeout:g}"
-                result = self._replace(worker, f"took longer than {limit} seconds")
+                result = OutOfTime(self._replace(worker, f"took longer than {limit} seconds"))
             else:
                 continue
             if worker.call is not None:

@@ -2,7 +2,7 @@
 
 A function that fails on a completion, by an exception, a result that is not a finite number, a time-out or a crash,
 costs that completion its reward, which is then math.nan, and the run nothing: failures are masked and counted, and
-never taken for 0.
+never taken for 0. The built-in `math` alone gives 0 where it runs out of time.
 """
 
 import difflib
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.engine.rl.config import RewardConfig
-from isoloss.engine.rl.reward.pool import RewardPool
+from isoloss.engine.rl.reward import answer
+from isoloss.engine.rl.reward.pool import OutOfTime, RewardPool
 from isoloss.engine.rl.reward.signatures import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.trajectory import Completion, Prompt, Trajectory
 from isoloss.parallel.runtime.errors import UserError
@@ -31,12 +32,14 @@ class Scored:
         (does not apply).
     error: the first failure, None without.
     text: of the completion, without special tokens.
+    timed_out: whether its verification by `math` ran out of time, which gives 0.
     """
 
     reward: float
     parts: dict[str, float]
     error: str | None
     text: str
+    timed_out: bool = False
 
 
 class Rewarder:
@@ -79,8 +82,10 @@ class Rewarder:
 
         UserError where a batched function gives another number of rewards than it got completions.
         """
-        texts = decode(completions, self._tokenizer)
-        attempts = [Attempt(*each) for each in zip(prompts, completions, texts, strict=True)]
+        attempts = [
+            Attempt(prompt, completion, answer.read(prompt, completion, self._tokenizer))
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         if not attempts:
             return []
         calls = [function.calls(attempts) for function in self._functions]
@@ -91,7 +96,9 @@ class Rewarder:
             outcomes.append(
                 spread(self._names[function.index], answers[0], len(attempts)) if function.batched else answers
             )
-        return [total(self._functions, outcomes_of_one, text) for outcomes_of_one, text in zip(zip(*outcomes), texts)]
+        return [
+            total(self._functions, of_one, attempt.texts.plain) for of_one, attempt in zip(zip(*outcomes), attempts)
+        ]
 
 
 def check_rewarded(trajectories: Sequence[Trajectory], config: RewardConfig) -> None:
@@ -133,15 +140,7 @@ def described(
     if isinstance(answer, str):
         raise UserError(f"reward.function={name} {answer}")
     parameters = tuple(Parameter(*each) for each in answer)
-    return RewardFunction(index, label, weight, recognise(name, parameters, prompts), parameters)
-
-
-def decode(completions: Sequence[Completion], tokenizer) -> list[str]:
-    """Texts without special tokens, and without the stop token, which need not be a special one."""
-    tokens = [each.tokens[:-1] if each.finish == "stop" else each.tokens for each in completions]
-    return [
-        tokenizer.decode(list(each), skip_special_tokens=True, clean_up_tokenization_spaces=False) for each in tokens
-    ]
+    return RewardFunction(index, name, label, weight, recognise(name, parameters, prompts), parameters)
 
 
 def spread(name: str, result: Any, count: int) -> list[Any]:
@@ -158,6 +157,9 @@ def spread(name: str, result: Any, count: int) -> list[Any]:
 
 def total(functions: Sequence[RewardFunction], outcomes: Sequence[float | str | None], text: str) -> Scored:
     """outcomes: of one completion, one for each function: a number, None (does not apply), or what went wrong."""
+    # A policy that finds what stops its verification must lose by it. Of a user's function time may say something else.
+    stopped = [isinstance(each, OutOfTime) and function.name == "math" for function, each in zip(functions, outcomes)]
+    outcomes = [0.0 if out else outcome for out, outcome in zip(stopped, outcomes)]
     parts = {
         function.label: math.nan if isinstance(outcome, str) else outcome
         for function, outcome in zip(functions, outcomes)
@@ -168,4 +170,4 @@ def total(functions: Sequence[RewardFunction], outcomes: Sequence[float | str | 
     if not parts:
         error = "no reward function applies to it: all returned None"
     weighted = sum(function.weight * parts[function.label] for function in functions if function.label in parts)
-    return Scored(math.nan if error else float(weighted), parts, error, text)
+    return Scored(math.nan if error else float(weighted), parts, error, text, any(stopped))

@@ -9,22 +9,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from isoloss.engine.rl.reward.answer import Texts
 from isoloss.engine.rl.reward.pool import Call
 from isoloss.engine.rl.trajectory import Completion, Prompt
 from isoloss.parallel.runtime.errors import UserError
 
 Convention = Literal["isoloss", "verl", "trl"]
-NAMES = ("prompt", "completion", "answer", "source", "finish", "id", "completion_tokens")
+TEXTS = ("completion_raw", "completion_marked", "completion_final")
+NAMES = ("prompt", "completion", "answer", "source", "finish", "id", "completion_tokens", *TEXTS)
 VERL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
-TRL_NAMES = ("prompts", "completions", "completion_ids")
+TRL_TEXTS = ("completions_raw", "completions_marked", "completions_final")
+TRL_NAMES = ("prompts", "completions", "completion_ids", *TRL_TEXTS)
 
 
 class Attempt(NamedTuple):
-    """A completion that wants a reward, and its text."""
+    """A completion that wants a reward, and its texts."""
 
     prompt: Prompt
     completion: Completion
-    text: str
+    texts: Texts
 
 
 class Parameter(NamedTuple):
@@ -37,9 +40,10 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True)
 class RewardFunction:
-    """index: its number among the functions of the workers. label: what metrics call it."""
+    """index: its number among the functions of the workers. name: in reward.function. label: what metrics call it."""
 
     index: int
+    name: str
     label: str
     weight: float
     convention: Convention
@@ -77,7 +81,7 @@ def recognise(function: str, parameters: Sequence[Parameter], prompts: Sequence[
         convention, answers = "trl", ("answer",)
         provided = {*TRL_NAMES, "trainer_state", "data_source", "answer", *columns}
     elif "solution_str" in names:
-        convention, answers, provided = "verl", ("ground_truth",), set(VERL_NAMES)
+        convention, answers, provided = "verl", ("ground_truth",), {*VERL_NAMES, *TEXTS}
     else:
         convention, answers = "isoloss", ("answer",)
         provided = {*NAMES, *columns}
@@ -100,12 +104,13 @@ def own_values(attempt: Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
     extra = {name: value for name, value in prompt.extra.items() if name not in NAMES}
     named = {
         "prompt": as_stored(prompt),
-        "completion": attempt.text,
+        "completion": attempt.texts.plain,
         "answer": prompt.answer,
         "source": prompt.source,
         "finish": completion.finish,
         "id": completion.id,
         "completion_tokens": list(completion.tokens),
+        **texts(attempt, TEXTS),
     }
     return {**extra, **named}, extra
 
@@ -114,9 +119,10 @@ def verl_values(attempt: Attempt) -> tuple[dict[str, Any], dict[str, Any]]:
     prompt = attempt.prompt
     named = {
         "data_source": prompt.source,
-        "solution_str": attempt.text,
+        "solution_str": attempt.texts.plain,
         "ground_truth": prompt.answer,
         "extra_info": prompt.extra.get("extra_info", {}),
+        **texts(attempt, TEXTS),
     }
     return named, {}
 
@@ -131,12 +137,20 @@ def trl_values(attempts: Sequence[Attempt]) -> tuple[dict[str, Any], dict[str, A
         "data_source": [prompt.source for prompt in prompts],
         "prompts": [as_stored(prompt) for prompt in prompts],
         "completions": [
-            attempt.text if isinstance(attempt.prompt.prompt, str) else [{"role": "assistant", "content": attempt.text}]
-            for attempt in attempts
+            each.texts.plain
+            if isinstance(each.prompt.prompt, str)
+            else [{"role": "assistant", "content": each.texts.plain}]
+            for each in attempts
         ],
         "completion_ids": [list(attempt.completion.tokens) for attempt in attempts],
     }
+    found = [texts(attempt, TRL_TEXTS) for attempt in attempts]
+    named |= {name: [each[name] for each in found] for name in TRL_TEXTS}
     return {**named, "trainer_state": None}, named
+
+
+def texts(attempt: Attempt, names: Sequence[str]) -> dict[str, str]:
+    return dict(zip(names, (attempt.texts.raw, attempt.texts.marked, attempt.texts.final), strict=True))
 
 
 def as_stored(prompt: Prompt) -> str | list[Mapping[str, Any]]:
