@@ -14,6 +14,7 @@ from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_th
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.rank_agreement import check_ranks_agree, of_functions
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
@@ -38,6 +39,8 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     check_fingerprints(config, run_name, fingerprints)
     with contextlib.ExitStack() as stack:
         rewarder = stack.enter_context(open_rewarder(config, data))
+        same = [*fingerprints, *data.of_evaluation(), *of_functions(config.functions)]
+        check_ranks_agree(config, run_name, source, same)
         policy = Engine(config, source)
         policy.stop_token_ids = data.stop_token_ids
         reference = None

@@ -64,6 +64,12 @@ class RLData:
             Fingerprint("the vocabulary", hashlib.sha256(vocabulary).hexdigest()[:16], "the tokenizer"),
         ]
 
+    def of_evaluation(self) -> list[Fingerprint]:
+        """Of what may change when a run goes on, and not from rank to rank."""
+        if self.eval is None:
+            return []
+        return [Fingerprint("the content of data.eval", self.eval.fingerprint(), "a file of data.eval")]
+
 
 def load_data(config: RLConfig, arch: Architecture) -> RLData:
     """Read and tokenize the prompts. Enters no collective.

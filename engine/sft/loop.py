@@ -19,6 +19,7 @@ from isoloss.engine.data.dataset import (
 )
 from isoloss.engine.data.rows import listed
 from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.rank_agreement import check_ranks_agree
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
@@ -51,6 +52,12 @@ class RunData:
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
 
+    def of_evaluation(self) -> list[Fingerprint]:
+        """Of what may change when a run goes on, and not from rank to rank."""
+        if self.eval is None:
+            return []
+        return [Fingerprint("the content of data.eval", self.eval.fingerprint, "a file of data.eval")]
+
     def rejects(self, data: DataConfig) -> RejectsOfRun:
         return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
@@ -70,6 +77,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
+    check_ranks_agree(config, run_name, source, [*fingerprints, *data.of_evaluation()])
     engine = Engine(config, source)
     engine.stop_token_ids = tuple(data.train.turn_ends.values())
     with (
