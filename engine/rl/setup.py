@@ -32,7 +32,7 @@ from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.hf_checkpoint import declared_stops
+from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 

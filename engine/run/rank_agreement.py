@@ -12,7 +12,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.run.folder import Fingerprint, run_folder
 from isoloss.engine.step.model_source import ModelSource
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.hf_checkpoint import sidecars
+from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.runtime import process_group

@@ -26,7 +26,7 @@ from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelih
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.hf_checkpoint import declared_stops
+from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device

@@ -26,7 +26,8 @@ from isoloss.engine.rl import user_functions
 from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.hf_checkpoint import HFReader, copy_sidecars
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.parallel import UserError
 from isoloss.recipes import launch
 from isoloss.tools.migrate import reading
@@ -71,7 +72,7 @@ def test_pickled_weights_are_not_read(name, model, mark):
         HFReader(model)
     save_file({"a": torch.ones(2)}, model / "model.safetensors")
     assert HFReader(model).names == ("a",)
-    copy_sidecars(model, model / "copy", read_architecture(model))
+    SideFiles.of(model).write(model / "copy", read_architecture(model))
     assert not (model / "copy" / name).exists() and not mark.exists()
 
 
