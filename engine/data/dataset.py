@@ -110,7 +110,7 @@ def load_dataset(
     paths: tuple[str, ...] = getattr(data, split)
     check_paths(paths, f"data.{split}")
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
-    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_kwargs))
+    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_variables))
     folder = cache_dir / name
     dataset = load_cached(folder, paths)
     if dataset is None:
@@ -159,7 +159,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     for row in unread_rows(paths, f"data.{split}"):
         with rejects.instead_of_error(row):
             read = row.read()
-            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_kwargs)
+            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
             ignored |= dict.fromkeys(unused(read.values))
             if len(tokens_T) > max_length:
                 if data.overlong == "drop":
@@ -177,7 +177,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
     of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
-    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_kwargs)}
+    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_variables)}
     return TokenDataset(**arrays, **of_rows, fingerprint=fingerprint(arrays))
 
 

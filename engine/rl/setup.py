@@ -55,7 +55,7 @@ class RLData:
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
             "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
-            "the tokenizer or its chat template"
+            "data.date, the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
@@ -100,7 +100,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
         train,
         evaluation,
         tokenizer,
-        stop_tokens(folder, tokenizer, config.data.template_kwargs),
+        stop_tokens(folder, tokenizer, config.data.template_variables),
         config.train.steps or batches * config.steps_per_batch,
     )
 

@@ -18,7 +18,14 @@ from isoloss.engine.data.dataset import (
     unigram_nats,
 )
 from isoloss.engine.data.rows import listed
-from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.folder import (
+    Fingerprint,
+    cache_folder,
+    check_fingerprints,
+    check_folder,
+    open_folder,
+    with_date,
+)
 from isoloss.engine.run.rank_agreement import check_ranks_agree
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
@@ -47,8 +54,8 @@ class RunData:
     def fingerprints(self) -> list[Fingerprint]:
         """What decides which tokens a step sees and learns."""
         decided_by = (
-            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, the tokenizer or its chat "
-            "template"
+            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, data.date, the tokenizer or "
+            "its chat template"
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
 
@@ -73,6 +80,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     device.check_fallback(config.train.device)
     source = resolve(config)
     check_folder(config, run_name, source.arch)
+    config = with_date(config, run_name)
     data = load_data(config, source.arch)
     config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
