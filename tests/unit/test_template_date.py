@@ -103,7 +103,9 @@ def test_a_template_without_a_date_is_given_none(inputs, arguments, tmp_path):
     assert render(CHAT, template) == render(CHAT, dated_one)
 
 
-@pytest.mark.parametrize("template", ("\n  {% if true %}x{% endif %}\n", "  {%- if true %} y{% endif %}", "z\n", "{# a #}\n\n w"))
+@pytest.mark.parametrize(
+    "template", ("\n  {% if true %}x{% endif %}\n", "  {%- if true %} y{% endif %}", "z\n", "{# a #}\n\n w")
+)
 def test_the_rest_of_a_template_is_rendered_as_ever(template, tmp_path, today):
     """Its white space, too: against the clock that transformers gives, at every directive."""
     today("2026-02-01")
