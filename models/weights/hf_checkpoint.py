@@ -107,8 +107,9 @@ class HFReader:
 
     def _from_index(self) -> dict[str, str]:
         path = self.folder / INDEX
+        fields = read_json(path, "copy it again")
         try:
-            file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+            file_of = dict(fields["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a safetensors index ({error!r}); copy it again") from None
         if outside := [file for file in file_of.values() if not is_file_name(file)]:
