@@ -128,7 +128,7 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
         yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
-    with Rewarder(config.reward, data.tokenizer, prompts) as rewarder:
+    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env) as rewarder:
         yield rewarder
 
 

@@ -36,13 +36,9 @@ class Client:
     """Calls to `url`, from any thread. headers: of every request."""
 
     def __init__(self, url: str, headers: dict[str, str]):
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)  # the caller has its own
         self._limit = _Limit()
-        transport = httpx2.HTTPTransport(trust_env=False, limits=limits)
-        pool = transport._pool
-        pool._network_backend = _Backend(pool._network_backend, self._limit)  # pyright: ignore[reportAttributeAccessIssue]
         # Proxies of the environment are for the internet.
-        self._http = httpx2.Client(base_url=url, headers=headers, trust_env=False, transport=transport)
+        self._http = httpx2.Client(base_url=url, headers=headers, trust_env=False, transport=_Transport(self._limit))
 
     def call(self, method: str, path: str, body: Any, timeout: float, connect: float) -> Answer:
         """timeout: seconds for the request to be sent, and again for the whole answer to arrive. connect: to connect.
@@ -85,6 +81,20 @@ class _Limit(threading.local):
             self.receiving, self.deadline = True, time.monotonic() + self.seconds
         left = self.deadline - time.monotonic()
         return left if timeout is None else min(left, timeout)
+
+
+class _Transport(httpx2.HTTPTransport):
+    """The library's own, over connections that know the limit of a call."""
+
+    def __init__(self, limit: _Limit):
+        super().__init__(trust_env=False)
+        self._pool = httpcore2.ConnectionPool(
+            ssl_context=httpx2.create_ssl_context(trust_env=False),
+            max_connections=None,  # the caller has a limit of its own
+            max_keepalive_connections=64,
+            keepalive_expiry=5.0,
+            network_backend=_Backend(httpcore2.SyncBackend(), limit),
+        )
 
 
 class _Stream(httpcore2.NetworkStream):
