@@ -14,6 +14,7 @@ from jinja2 import TemplateSyntaxError
 from isoloss.engine.config.schema import DATE
 from isoloss.engine.data.messages import Messages, as_named_by, with_arguments_as_text
 from isoloss.engine.data.rows import one_line, parse_json, shown
+from isoloss.engine.data.template_trial import try_templates
 from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel.runtime.errors import UserError
 
@@ -109,11 +110,13 @@ def as_the_template_reads(messages: Messages, key: str, template: Template, othe
 
 
 def check_templates(tokenizer, folder: str) -> None:
-    """UserError where the files of a tokenizer give something else than a text, or named texts, as its template."""
+    """UserError where the files of a tokenizer give something else than a text, or named texts, as its template, or one
+    that takes all time or memory: it is tried in a process with limits."""
     found = tokenizer.chat_template
     texts = list(found.values()) if isinstance(found, dict) else [] if found is None else [found]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise UserError(f"tokenizer: {folder}: a chat template must be text, not {shown(wrong[0])}: fix its files")
+    try_templates(texts, folder)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:
