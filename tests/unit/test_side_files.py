@@ -19,8 +19,7 @@ from isoloss.recipes import launch, sft
 
 
 def tiny_folder(path: Path) -> None:
-    sizes = {"num_hidden_layers": 3, "hidden_size": 16, "head_dim": 4, "intermediate_size": 20, "vocab_size": 67}
-    families.make("llama", **sizes).save_pretrained(path)
+    families.make("llama", num_hidden_layers=3, hidden_size=16, vocab_size=67).save_pretrained(path)
 
 
 @pytest.mark.parametrize("spelling", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
