@@ -25,6 +25,7 @@ from isoloss.models.weights.checkpoint_dirs import folders, newest_first, step_o
 from isoloss.models.weights.checkpoint_names import native_style
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.manifest import DamagedError
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 
@@ -42,14 +43,14 @@ class Staged:
     """A checkpoint that this rank holds its share of, and that is not on the disk yet.
 
     It has the form that the converter writes: weights under Megatron-Core's names, a manifest with checksums, and
-    config.json and tokenizer from the folder `huggingface`. Nothing in training reads a global random state (dropout is
-    0, the data order is a function of seed and step), so weights, optimizer state and `extra` are all that a run needs
-    to go on exactly.
+    config.json, tokenizer and the like in the folder HUGGINGFACE. Nothing in training reads a global random state
+    (dropout is 0, the data order is a function of seed and step), so weights, optimizer state and `extra` are all that
+    a run needs to go on exactly.
     """
 
     folder: Path
     share: Share
-    huggingface: Path
+    side_files: SideFiles
     stop_token_ids: tuple[int, ...]
     arch: Architecture
     dtype: torch.dtype
@@ -78,7 +79,7 @@ class Staged:
     ) -> None:
         """What rank 0 adds. told: by every rank, what it wrote where, with size and checksum of the files."""
         self.share.complete([written for written, _ in told])
-        hf_checkpoint.copy_sidecars(self.huggingface, partial / HUGGINGFACE, self.arch, self.stop_token_ids)
+        self.side_files.write(partial / HUGGINGFACE, self.arch, self.stop_token_ids)
         records = {name: record for _, of_rank in told for name, record in of_rank.items()} | _small_files(partial)
         (partial / manifest.NAME).write_text(self._describe(partial, records).to_json(), encoding="utf-8")
         for path in (*partial.rglob("*"), partial):
@@ -102,7 +103,7 @@ def stage(
     folder: Path,
     model: Model,
     optimizer: ChainedOptimizer,
-    huggingface: Path,
+    side_files: SideFiles,
     extra: Mapping[str, object],
     copies: HostCopies | None = None,
     stop_token_ids: Sequence[int] = (),
@@ -118,7 +119,7 @@ def stage(
     _together(folder, lambda: _make_anew(partial) if dist.get_rank() == 0 else None, None)
     state = _state(model, optimizer, extra, is_loading=False)
     share = Share(partial, state, model.mesh.dp_context, copies)
-    return Staged(folder, share, huggingface, tuple(stop_token_ids), model.arch, model.dtype)
+    return Staged(folder, share, side_files, tuple(stop_token_ids), model.arch, model.dtype)
 
 
 def load(folder: Path, model: Model, optimizer: ChainedOptimizer) -> dict[str, object]:

@@ -7,6 +7,7 @@ between keys that need no model are in `__post_init__`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from isoloss.models.mcore.kernels import Kernels
 from isoloss.parallel.aggregation import MODES, Aggregation
 from isoloss.parallel.layout import MODEL_AXES, Degrees, Layout
 from isoloss.parallel.runtime.config_key import Keys, key, require
+
+DATE = "strftime_now"  # what transformers calls the clock that it gives to chat templates
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,27 @@ class DataConfig(Keys, group="data"):
     template_kwargs: Mapping[str, Any] = key(
         {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )
+    date: str | None = key(
+        None,
+        "The day that a chat template is told that asks for it (strftime_now), as YYYY-MM-DD. null: that of the run's "
+        "first start, which goes into its checkpoints.",
+    )
     cache_dir: str | None = key(
         None, "Folder that keeps tokenized rows for the next run; null: .cache beside output_dir."
     )
+
+    def __post_init__(self):
+        super().__post_init__()
+        try:
+            valid = self.date is None or str(date.fromisoformat(self.date)) == self.date
+        except ValueError:
+            valid = False
+        require(valid, "data.date", self.date, "must be a day such as 2026-11-28")
+
+    @property
+    def template_variables(self) -> Mapping[str, Any]:
+        """What a chat template is given: data.template_kwargs, and under DATE the day for `strftime_now`."""
+        return self.template_kwargs if self.date is None else {**self.template_kwargs, DATE: self.date}
 
 
 @dataclass(frozen=True)

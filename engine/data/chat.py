@@ -28,8 +28,8 @@ from isoloss.engine.data.columns import form_of
 from isoloss.engine.data.messages import Conversation, check_messages
 from isoloss.engine.data.rows import Row, listed, one_line, shown
 from isoloss.engine.data.turns import TokensAndMask, maps_characters, tokenize_chat
-from isoloss.models.weights.hf_checkpoint import sidecars
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer
+from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel.runtime.errors import UserError
 
 # Without one of these AutoTokenizer may still build a tokenizer, of a single token, from config.json alone.

@@ -4,16 +4,29 @@ import inspect
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from jinja2 import TemplateSyntaxError
 
+from isoloss.engine.config.schema import DATE
 from isoloss.engine.data.messages import Messages, as_named_by, with_arguments_as_text
 from isoloss.engine.data.rows import one_line, parse_json, shown
+from isoloss.engine.data.template_trial import try_templates
+from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel.runtime.errors import UserError
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
+# In place of the clock that transformers gives templates, which takes only plain values from others. One line, whose
+# end is cut off: the template itself is rendered as if it stood alone.
+CLOCK = (
+    "{%- macro strftime_now(format) -%}{%- set told = namespace(text=format) -%}"
+    "{%- for directive, value in of_the_day.items() -%}"
+    "{%- set told.text = told.text | replace(directive, value) -%}{%- endfor -%}{{ told.text }}{%- endmacro %}\n"
+)
+DIRECTIVES = (*"aAwdbBmyYHIpMSfjUWcxXGuV", "-d", "-m", "-H", "-I", "-M", "-S", "-j", "e", "D", "F", "T", "%")
 
 
 @dataclass(frozen=True)
@@ -22,7 +35,7 @@ class Template:
 
     place: of the row, for messages to the user.
     tools: the row's, None where it has none.
-    kwargs: data.template_kwargs.
+    kwargs: DataConfig.template_variables.
     """
 
     tokenizer: Any
@@ -43,12 +56,19 @@ class Template:
 
     def __call__(self, messages: Messages, **options):
         """As `apply_chat_template` with these options. UserError where the template refuses the row."""
+        variables = {**self.kwargs, **options}
+        if DATE in variables:
+            day = datetime.fromisoformat(variables.pop(DATE))
+            variables |= {
+                "chat_template": CLOCK + self.text,
+                "of_the_day": {f"%{one}": day.strftime(f"%{one}") for one in DIRECTIVES},
+            }
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **options, **self.kwargs)
+            return self.tokenizer.apply_chat_template(messages, tools=self.tools, **variables)
         except TemplateSyntaxError as error:
             raise UserError(
                 f"{self.place}: the chat template of {self.tokenizer.name_or_path} is not one ({one_line(error)} in "
-                f"its line {error.lineno}): fix it there, as no row can be rendered"
+                f"its line {error.lineno - (DATE in self.kwargs)}): fix it there, as no row can be rendered"
             ) from error
         except Exception as error:  # a template is somebody's program: which errors rows lead it into, nobody knows
             reason = one_line(error)
@@ -90,11 +110,13 @@ def as_the_template_reads(messages: Messages, key: str, template: Template, othe
 
 
 def check_templates(tokenizer, folder: str) -> None:
-    """UserError where the files of a tokenizer give something else than a text, or named texts, as its template."""
+    """UserError where the files of a tokenizer give something else than a text, or named texts, as its template, or one
+    that takes all time or memory: it is tried in a process with limits."""
     found = tokenizer.chat_template
     texts = list(found.values()) if isinstance(found, dict) else [] if found is None else [found]
     if wrong := [text for text in texts if not isinstance(text, str)]:
         raise UserError(f"tokenizer: {folder}: a chat template must be text, not {shown(wrong[0])}: fix its files")
+    try_templates(texts, folder)
 
 
 def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:
@@ -103,6 +125,8 @@ def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:
     templates = tokenizer.chat_template or ""
     text = templates if isinstance(templates, str) else "\n".join(templates.values())
     for key in kwargs:
+        if key == DATE:
+            raise UserError(f"data.template_kwargs.{key} is the clock of chat templates: set data.date instead")
         if key in own | {"messages"}:
             raise UserError(f"data.template_kwargs.{key} is not for the user to choose: take it out")
         if not re.search(rf"\b{re.escape(key)}\b", text):
@@ -110,6 +134,12 @@ def check_template_kwargs(kwargs: Mapping[str, Any], tokenizer) -> None:
                 f"data.template_kwargs.{key} is not read by the chat template of {tokenizer.name_or_path}: correct the "
                 "name, or take it out"
             )
+
+
+def asks_for_the_date(folder: Path) -> bool:
+    """Whether a chat template in a tokenizer's folder does."""
+    files = [folder / name for name in sidecars(folder) if "template" in name or name == "tokenizer_config.json"]
+    return any(DATE.encode() in path.read_bytes() for path in files)
 
 
 def check_tools(value: Any, place: str) -> list[dict[str, Any]] | None:

@@ -11,6 +11,7 @@ import json
 import os
 import platform
 import shutil
+import stat
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -110,16 +111,17 @@ def load_dataset(
     paths: tuple[str, ...] = getattr(data, split)
     check_paths(paths, f"data.{split}")
     options = {"max_length": data.max_length, "overlong": data.overlong, "vocab_size": vocab_size}
-    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_kwargs))
+    name = cache_key(paths, tokenizer_dir, **options, template_kwargs=dict(data.template_variables))
     folder = cache_dir / name
     dataset = load_cached(folder, paths)
     if dataset is None:
         with exclusively(folder):
             dataset = load_cached(folder, paths)
             if dataset is None:
-                write_cache(folder, tokenize(data, split, tokenizer_dir, vocab_size))
-                dataset = load_cached(folder, paths)
-    assert dataset is not None, f"{folder} cannot be read back"
+                made = tokenize(data, split, tokenizer_dir, vocab_size)
+                write_cache(folder, made)
+                # None where another machine is about to put its own there: what is in memory is as good.
+                dataset = load_cached(folder, paths) or made
     # The limit is not part of the folder's name: whatever it was, the rows that are left are the same.
     check(f"data.{split}", paths, dataset.rejects, data.max_rejects)
     return dataset
@@ -138,12 +140,42 @@ def exclusively(folder: Path) -> Iterator[None]:
     """One process of this machine at a time, for one cache folder.
 
     The lock lies in the system's temporary folder: a process that is killed while it waits (torchrun does that to the
-    others when one rank fails) leaves nothing where the run writes.
+    others when one rank fails) leaves nothing where the run writes. Everybody may write there: the lock has a folder of
+    this user alone, no link is followed, and it is deleted again.
     """
     digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
-    with open(Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}-{digest}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
-        yield
+    path = own_temporary_folder() / f"{digest}.lock"
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # let go when the file closes, or the process dies
+            if not is_of(lock, path):
+                continue  # whoever held it has deleted it
+            try:
+                yield
+            finally:
+                path.unlink()
+            return
+        finally:
+            os.close(lock)
+
+
+def is_of(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.lstat())
+    except FileNotFoundError:
+        return False
+
+
+def own_temporary_folder() -> Path:
+    """A folder in the system's temporary one that nobody else may enter. Raises UserError where its name is taken."""
+    folder = Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise UserError(f"{folder} is not a folder of yours alone: delete it, or set TMPDIR to another folder")
+    return folder
 
 
 def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: str, vocab_size: int) -> TokenDataset:
@@ -159,7 +191,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     for row in unread_rows(paths, f"data.{split}"):
         with rejects.instead_of_error(row):
             read = row.read()
-            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_kwargs)
+            tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
             ignored |= dict.fromkeys(unused(read.values))
             if len(tokens_T) > max_length:
                 if data.overlong == "drop":
@@ -177,7 +209,7 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
     of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
-    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_kwargs)}
+    of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_variables)}
     return TokenDataset(**arrays, **of_rows, fingerprint=fingerprint(arrays))
 
 
@@ -261,11 +293,18 @@ def write_cache(folder: Path, dataset: TokenDataset) -> None:
             f"tokenized rows could not be written into data.cache_dir={folder.parent} ({problem}): make room there, or "
             "set data.cache_dir to another place"
         ) from None
-    shutil.rmtree(folder, ignore_errors=True)  # damaged, or it would have been loaded
-    try:
-        os.rename(temporary, folder)
-    except OSError:  # another machine that shares this file system was faster, with the same contents
-        shutil.rmtree(temporary)
+    if load_cached(folder, dataset.paths) is None:
+        aside = temporary.with_suffix(".damaged")
+        with contextlib.suppress(OSError):  # nothing is there
+            os.rename(folder, aside)
+        with contextlib.suppress(OSError):
+            # Put there since by another machine that shares this file system, which reads it now.
+            if load_cached(aside, dataset.paths) is not None:
+                os.rename(aside, folder)
+        with contextlib.suppress(OSError):  # another machine was faster, with the same contents
+            os.rename(temporary, folder)
+        shutil.rmtree(aside, ignore_errors=True)
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _fill(folder: Path, dataset: TokenDataset) -> None:

@@ -13,10 +13,15 @@ MOST_KEPT = 2**30  # bytes that may wait in memory for the disk
 
 
 def replace_text(path: Path, text: str) -> None:
-    """At once: whenever the run dies, or the disk refuses, the file holds what it held, or all of `text`."""
+    """As `replace_bytes`."""
+    replace_bytes(path, text.encode(errors="backslashreplace"))  # a name of a file need not be UTF-8
+
+
+def replace_bytes(path: Path, data: bytes) -> None:
+    """At once: whenever the run dies, or the disk refuses, the file holds what it held, or all of `data`."""
     whole = path.with_name(f"{path.name}.new")
     try:
-        whole.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name of a file need not be UTF-8
+        whole.write_bytes(data)
     except OSError:
         whole.unlink(missing_ok=True)
         raise
@@ -79,21 +84,49 @@ class AppendOnlyFile:
 class JsonLines(AppendOnlyFile):
     """A JSON object per line, each with the step that it tells of.
 
-    last_step: what an earlier run wrote about later ones is taken out, and a last line that a crash cut short.
+    last_step: what an earlier run wrote about later ones is taken out, and a last line that a crash cut short. A whole
+        line that is no row, as a loss of power leaves, is taken out too, and the file from there on is kept aside.
     """
 
     def __init__(self, path: Path, last_step: int):
         super().__init__(path)
-        if path.exists():
-            with path.open(encoding="utf-8", newline="\n") as rows:  # a text may hold other ends of line (U+2028)
-                left = [row for row in rows if row.endswith("\n") and json.loads(row)["step"] <= last_step]
-            replace_text(path, "".join(left))
+        if not path.exists():
+            return
+        left, damaged, start = list[bytes](), list[int](), 0
+        whole = path.read_bytes()
+        for row in whole.split(b"\n")[:-1]:
+            if (step := _step_of(row)) is None:
+                damaged.append(start)
+            elif step <= last_step:
+                left.append(row)
+            start += len(row) + 1
+        if damaged:
+            aside = _free(path.with_name(f"{path.name}.damaged"))
+            aside.write_bytes(whole[damaged[0] :])
+            told = f"{path} has {len(damaged)} damaged line(s), which are left out"
+            say(f"isoloss: {told}; the file from the first one on is kept as {aside}", error=True)
+        replace_bytes(path, b"".join(row + b"\n" for row in left))
 
     def write(self, rows: Iterable[Mapping[str, object]]) -> None:
         """Raises ValueError for nan and infinities, which JSON does not have. What is neither a number nor a text, such
         as a date of a Parquet file, is told as text."""
         lines = [json.dumps(row, ensure_ascii=False, allow_nan=False, default=str) + "\n" for row in rows]
         self.append("".join(lines).encode(errors="backslashreplace"))
+
+
+def _step_of(row: bytes) -> int | None:
+    """None where it is no row."""
+    try:
+        step = json.loads(row)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _free(path: Path) -> Path:
+    """`path`, or the first of path-2 and so on that is not there."""
+    names = (path, *(path.with_name(f"{path.name}-{number}") for number in range(2, 1000)))
+    return next(name for name in names if not name.exists())
 
 
 def _why(problem: OSError) -> str:

@@ -400,6 +400,12 @@ class RLConfig(Config):
         refuses across containers, and whose handles differ between versions of torch."""
         return self.rollout.backend == "sglang" and self.rollout.weight_sync == "tensor"
 
+    @property
+    def functions(self) -> dict[str, str]:
+        """What may be functions of the user's, by key."""
+        rewards = {f"reward.function[{index}]": name for index, name in enumerate(self.reward.function)}
+        return {"algorithm.loss": self.algorithm.loss, "algorithm.advantage": self.algorithm.advantage, **rewards}
+
     def resume_fingerprint(self) -> dict[str, object]:
         """As `Config.resume_fingerprint`: also what decides the completions and rewards of a batch, its optimizer
         steps, and what is stored with its samples. Knobs of the loss alone, such as clip_low, may change as optim.lr

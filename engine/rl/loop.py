@@ -13,7 +13,8 @@ from isoloss.engine.rl.reference import Reference, fingerprint
 from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
-from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder, with_date
+from isoloss.engine.run.rank_agreement import check_ranks_agree, of_functions
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
@@ -32,12 +33,15 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     check_functions(config.algorithm.advantage, config.algorithm.loss)
     source = resolve(config)
     check_folder(config, run_name, source.arch)
+    config = with_date(config, run_name)
     data = load_data(config, source.arch)
     config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
     with contextlib.ExitStack() as stack:
         rewarder = stack.enter_context(open_rewarder(config, data))
+        same = [*fingerprints, *data.of_evaluation(), *of_functions(config.functions)]
+        check_ranks_agree(config, run_name, source, same)
         policy = Engine(config, source)
         policy.stop_token_ids = data.stop_token_ids
         reference = None

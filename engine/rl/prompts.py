@@ -88,7 +88,7 @@ def load_prompts(
             name = os.path.basename(unread.path)
             id = f"{name if names[name] == 1 else unread.path}:{unread.number}"
             tools = check_tools(row.values.get("tools"), row.place)
-            template = Template(tokenizer, row.place, tools, data.template_kwargs)
+            template = Template(tokenizer, row.place, tools, data.template_variables)
             prompt = to_prompt(row, template, id, os.path.splitext(name)[0])
             if duplicates == "drop":  # not before: a bad row is not the one to keep
                 known.add(question)

@@ -32,7 +32,7 @@ from isoloss.engine.run.folder import Fingerprint
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.hf_checkpoint import declared_stops
+from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import environment
 
@@ -55,7 +55,7 @@ class RLData:
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
             "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
-            "the tokenizer or its chat template"
+            "data.date, the tokenizer or its chat template"
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
@@ -63,6 +63,12 @@ class RLData:
             Fingerprint("the list of tokens that end a completion", str(list(self.stop_token_ids)), stops),
             Fingerprint("the vocabulary", hashlib.sha256(vocabulary).hexdigest()[:16], "the tokenizer"),
         ]
+
+    def of_evaluation(self) -> list[Fingerprint]:
+        """Of what may change when a run goes on, and not from rank to rank."""
+        if self.eval is None:
+            return []
+        return [Fingerprint("the content of data.eval", self.eval.fingerprint(), "a file of data.eval")]
 
 
 def load_data(config: RLConfig, arch: Architecture) -> RLData:
@@ -94,7 +100,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
         train,
         evaluation,
         tokenizer,
-        stop_tokens(folder, tokenizer, config.data.template_kwargs),
+        stop_tokens(folder, tokenizer, config.data.template_variables),
         config.train.steps or batches * config.steps_per_batch,
     )
 
@@ -122,7 +128,7 @@ def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
         yield None
         return
     prompts = data.train.prompts + (data.eval.prompts if data.eval else ())
-    with Rewarder(config.reward, data.tokenizer, prompts) as rewarder:
+    with Rewarder(config.reward, data.tokenizer, prompts, config.rollout.api_key_env) as rewarder:
         yield rewarder
 
 

@@ -12,22 +12,29 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import date
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 import yaml
 
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.config.schema import Config
+from isoloss.engine.data.chat_template import asks_for_the_date
 from isoloss.engine.instruments.files import replace_text
 from isoloss.engine.step.optimizer import OPTIMIZER
 from isoloss.models.architecture import Architecture
+from isoloss.models.families.registry import hf_folder
 from isoloss.models.mcore import transformer_engine
 from isoloss.parallel import UserError
 from isoloss.parallel.ops import flash_attention
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device, environment
 from isoloss.parallel.runtime.versions import version_of
+
+DATE_KEY = "data.date"  # in a checkpoint
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +115,18 @@ def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fin
                 f"{now.of} is not what {newest} was trained with (fingerprint {now.value}, then {before}), so this "
                 f"would be another run: {now.decided_by} differs; set it back, or start a new run in another output_dir"
             )
+
+
+def with_date(config: AnyConfig, run_name: str) -> AnyConfig:
+    """The configuration with a data.date, where a chat template asks for one: that of the checkpoint which the run goes
+    on from, or today's. Enters no collective."""
+    tokenizer = Path(hf_folder(config.model.tokenizer or config.model.path))
+    if config.data.date is not None or not asks_for_the_date(tokenizer):
+        return config
+    folder = run_folder(config, run_name) / "checkpoints"
+    found = checkpoint.newest_whole(folder, checkpoint.read_extra) if config.checkpoint.resume else None
+    day = found[1].get(DATE_KEY) if found else None
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day or str(date.today())))
 
 
 def recorded(extra: Mapping[str, object], key: str, newest: Path) -> object:

@@ -23,7 +23,7 @@ from isoloss.engine.instruments.garbage import Garbage
 from isoloss.engine.instruments.profiling import StepProfile
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
-from isoloss.engine.run.folder import Fingerprint, resume_fingerprint
+from isoloss.engine.run.folder import DATE_KEY, Fingerprint, resume_fingerprint
 from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.run.preemption import Preemption
 from isoloss.engine.run.spikes import NAME as BAD_STEPS
@@ -197,7 +197,14 @@ class Run:
         self.metrics.retry()
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
-        extra = {"step": self.done, "guard": self._guard.state(), **fingerprint, **of_data, **state}
+        extra = {
+            "step": self.done,
+            "guard": self._guard.state(),
+            DATE_KEY: self._config.data.date,
+            **fingerprint,
+            **of_data,
+            **state,
+        }
         own = partial(self._engine.stage, folder, extra)
         self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
 

@@ -18,14 +18,22 @@ from isoloss.engine.data.dataset import (
     unigram_nats,
 )
 from isoloss.engine.data.rows import listed
-from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.folder import (
+    Fingerprint,
+    cache_folder,
+    check_fingerprints,
+    check_folder,
+    open_folder,
+    with_date,
+)
+from isoloss.engine.run.rank_agreement import check_ranks_agree
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
-from isoloss.models.weights.hf_checkpoint import declared_stops
+from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import is_main
 from isoloss.parallel.runtime import device
@@ -46,10 +54,16 @@ class RunData:
     def fingerprints(self) -> list[Fingerprint]:
         """What decides which tokens a step sees and learns."""
         decided_by = (
-            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, the tokenizer or its chat "
-            "template"
+            "a file of data.train, data.max_length, data.overlong, data.template_kwargs, data.date, the tokenizer or "
+            "its chat template"
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
+
+    def of_evaluation(self) -> list[Fingerprint]:
+        """Of what may change when a run goes on, and not from rank to rank."""
+        if self.eval is None:
+            return []
+        return [Fingerprint("the content of data.eval", self.eval.fingerprint, "a file of data.eval")]
 
     def rejects(self, data: DataConfig) -> RejectsOfRun:
         return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
@@ -66,10 +80,12 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     device.check_fallback(config.train.device)
     source = resolve(config)
     check_folder(config, run_name, source.arch)
+    config = with_date(config, run_name)
     data = load_data(config, source.arch)
     config.train.profiled(data.total_steps)
     fingerprints = data.fingerprints()
     check_fingerprints(config, run_name, fingerprints)
+    check_ranks_agree(config, run_name, source, [*fingerprints, *data.of_evaluation()])
     engine = Engine(config, source)
     engine.stop_token_ids = tuple(data.train.turn_ends.values())
     with (

@@ -46,7 +46,7 @@ from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
-from isoloss.models.weights.hf_checkpoint import WeightSource, copy_sidecars
+from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.parallel import Layout, Mesh, UserError
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.collectives import gather_objects
@@ -317,7 +317,7 @@ class Engine:
         """
         self.return_to_device()
         return checkpoint.stage(
-            Path(folder), self.model, self.optimizer, self.source.folder, extra or {}, copies, self.stop_token_ids
+            Path(folder), self.model, self.optimizer, self.source.side_files, extra or {}, copies, self.stop_token_ids
         )
 
     def load(self, folder: str | Path) -> dict[str, object]:
@@ -331,7 +331,7 @@ class Engine:
         self._whole_weights()
         checkpoint.export_hf(Path(folder), self.model, self.source.own_dtypes)
         if dist.get_rank() == 0:
-            copy_sidecars(self.source.folder, folder, self.arch.text_only(), self.stop_token_ids)
+            self.source.side_files.write(folder, self.arch.text_only(), self.stop_token_ids)
         dist.barrier()
 
     # ---- memory of the device, for others ---------------------------------------------------------------------------

@@ -24,11 +24,11 @@ from isoloss.models.weights.hf_checkpoint import (
     HFReader,
     WeightSource,
     check,
-    declared_stops,
     has_weights,
 )
 from isoloss.models.weights.mmap import DTYPES
 from isoloss.models.weights.random_weights import RandomWeights
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, UserError
 from isoloss.parallel.runtime import device, environment
@@ -41,7 +41,7 @@ class ModelSource:
     path: of the Hugging Face folder or the checkpoint, where model.path names a folder of checkpoints.
     layout: in this world.
     weights: where they are read from.
-    folder: of config.json and tokenizer.
+    side_files: config.json, tokenizer and the like, of which checkpoints and exports hold copies.
     own_dtypes: of the tensors that are stored in another type than most of the model, such as a few in fp32 beside
         bf16, by their names in an exported folder.
     """
@@ -50,7 +50,7 @@ class ModelSource:
     arch: Architecture
     layout: Layout
     weights: WeightSource
-    folder: Path
+    side_files: SideFiles
     own_dtypes: Mapping[str, torch.dtype]
 
 
@@ -63,14 +63,14 @@ def resolve(config: Config) -> ModelSource:
     device.check(config.train.device)
     path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)
-    declared_stops(folder)  # checkpoints and exports hold copies of its file, which other programs read
+    side_files = SideFiles.of(folder)
     layout = config.parallel.layout().with_world(_world_size())
     rules.check(config, arch, layout)
     if config.memory.check and (memory := device.memory_bytes()) is not None:
         preflight.check(config, arch, layout, memory)
     from_scratch = config.model.from_scratch
     weights = RandomWeights(arch, config.train.seed) if from_scratch else open_weights(path, arch)
-    return ModelSource(path, arch, layout, weights, folder, _own_dtypes(weights, arch))
+    return ModelSource(path, arch, layout, weights, side_files, _own_dtypes(weights, arch))
 
 
 def open_weights(path: str | Path, arch: Architecture) -> WeightSource:

@@ -18,14 +18,12 @@ from isoloss.models.weights.hf_checkpoint import (
     MAX_SHARD_BYTES,
     SHARDS,
     HFReader,
-    config_text,
-    declared_stops,
     is_file_name,
     shard_names,
-    sidecars,
 )  # fmt: skip
 from isoloss.models.weights.manifest import read_json
 from isoloss.models.weights.mmap import DTYPES
+from isoloss.models.weights.side_files import as_written, declared_stops, read_config, sidecars
 from isoloss.parallel.runtime.errors import UserError
 
 _HEADER_MULTIPLE = 8
@@ -148,10 +146,10 @@ def arrange_as(layout: ShardLayout, tensors: Sequence[HFTensor]) -> tuple[HFFile
 
 
 def other_files(folder: Path, arch: Architecture, prefix: str = "", *, whole: bool = False) -> list[OutputFile]:
-    """What a folder holds beside its weights: config.json (as `config_text`), the tokenizer and the like. Raises
+    """What a folder holds beside its weights: config.json (as `as_written`), the tokenizer and the like. Raises
     UserError where generation_config.json is not one."""
     declared_stops(folder)
-    config = OutputFile(f"{prefix}config.json", (config_text(folder, arch, whole=whole).encode(),))
+    config = OutputFile(f"{prefix}config.json", (as_written(read_config(folder), arch, whole=whole).encode(),))
     return [config, *(OutputFile(prefix + name, (folder / name,)) for name in sidecars(folder))]
 
 

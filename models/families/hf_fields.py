@@ -3,9 +3,17 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
+from isoloss.models.architecture import MTP_LAYERS
 from isoloss.parallel.runtime.errors import UserError
 
 ConfigJson = Mapping[str, Any]  # parsed
+# The most that a field counts: what is made of a model takes time and memory by its layers and experts, which a file of
+# a few bytes can name at will. No published model has a fourth of either.
+MOST = {
+    **dict.fromkeys(("num_hidden_layers", *MTP_LAYERS), 1024),
+    **dict.fromkeys(("n_routed_experts", "num_local_experts", "num_experts", "n_shared_experts"), 8192),
+}
+MOST_OF_OTHERS = 2**31 - 1  # a width, a vocabulary or a number of positions
 
 
 def refuse(name: str, value: object, why: str) -> NoReturn:
@@ -23,6 +31,7 @@ def positive_int(config: ConfigJson, name: str, inside: str = "") -> int:
         missing(inside + name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         refuse(inside + name, value, "must be a positive integer")
+    _check_most(name, value, inside)
     return value
 
 
@@ -67,5 +76,11 @@ def number_of(config: ConfigJson, *spellings: str) -> int:
         if value is not None:
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 refuse(name, value, "must be a whole number, at least 0")
+            _check_most(name, value)
             return value
     return 0
+
+
+def _check_most(name: str, value: int, inside: str = "") -> None:
+    if value > (most := MOST.get(name, MOST_OF_OTHERS)):
+        refuse(inside + name, value, f"must be at most {most}, more than any model has; copy the file again")

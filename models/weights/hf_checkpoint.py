@@ -5,20 +5,18 @@ most one shard in memory.
 """
 
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isoloss.models.architecture import MTP_LAYERS, Architecture
+from isoloss.models.architecture import Architecture
 from isoloss.models.weights.finite import check_finite
-from isoloss.models.weights.generation_config import stops_of
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer, read_json
 from isoloss.models.weights.mmap import DTYPES, safetensors_views
 from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
@@ -33,13 +31,6 @@ _SCALES = (".qweight", ".qzeros", ".scales", ".weight_packed", ".weight_scale", 
 QUANTIZED = "the weights are quantized; take the unquantized model, or let transformers write a bfloat16 copy first"
 # Of a converted checkpoint: which tensor was in which file, for the way back to make every file what it was.
 SHARDS = "shards.json"
-
-# What a model folder holds besides its weights; missing ones are skipped.
-SIDECARS = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates",
-)  # fmt: skip
 
 
 class WeightSource(Protocol):
@@ -116,8 +107,9 @@ class HFReader:
 
     def _from_index(self) -> dict[str, str]:
         path = self.folder / INDEX
+        fields = read_json(path, "copy it again")
         try:
-            file_of = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+            file_of = dict(fields["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} is not a safetensors index ({error!r}); copy it again") from None
         if outside := [file for file in file_of.values() if not is_file_name(file)]:
@@ -260,78 +252,6 @@ def index_text(entries: Mapping[str, Entry]) -> str:
         "weight_map": {name: entry.file for name, entry in sorted(entries.items())},
     }
     return json.dumps(index, indent=2) + "\n"
-
-
-def copy_sidecars(
-    source: str | Path, target: str | Path, arch: Architecture, stop_token_ids: Sequence[int] = ()
-) -> None:
-    """Copy config.json (as `config_text`), tokenizer, chat template and generation defaults, so that `target` is a
-    model of its own.
-
-    stop_token_ids: tokens that end what the model says, which generation_config.json names besides its own.
-    Raises UserError where `source` has no config.json.
-    """
-    source, target = Path(source), Path(target)
-    text = config_text(source, arch)
-    target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(text, encoding="utf-8")
-    for name in sidecars(source):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-    declared = declared_stops(source)
-    if not set(stop_token_ids) <= set(declared):
-        path = target / "generation_config.json"
-        defaults = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        defaults["eos_token_id"] = [*declared, *sorted(set(stop_token_ids) - set(declared))]
-        path.write_text(json.dumps(defaults, indent=2) + "\n", encoding="utf-8")
-
-
-def declared_stops(folder: str | Path, largest: int | None = None) -> tuple[int, ...]:
-    """`eos_token_id` of a model's folder as transformers reads it: of generation_config.json, or of config.json where
-    there is none. largest: see `stops_of`, which says what is refused."""
-    paths = [path for name in ("generation_config.json", "config.json") if (path := Path(folder, name)).is_file()]
-    return stops_of(paths[0], largest) if paths else ()
-
-
-def sidecars(source: str | Path) -> tuple[str, ...]:
-    """Relative names of the files that belong to a model besides its weights and its config.json."""
-    source = Path(source)
-    found = [path for name in SIDECARS for path in (source / name, *sorted((source / name).rglob("*")))]
-    return tuple(path.relative_to(source).as_posix() for path in found if path.is_file())
-
-
-def config_text(source: str | Path, arch: Architecture, *, whole: bool = False) -> str:
-    """config.json as published except for its dtype, which becomes `arch.dtype`: that of the weights written, and for
-    layers for multi-token prediction, of which there are none. Of a multimodal model of which `arch` is the text model
-    alone (`text_only`), that text model's. Raises UserError where `source` has none.
-
-    whole: the weights are written with all that stands beside the model: layers for multi-token prediction as well.
-    """
-    path = Path(source) / "config.json"
-    if not path.is_file():
-        raise UserError(f"{source} has no config.json to copy; give the Hugging Face folder that the model came from")
-    published = path.read_text(encoding="utf-8")
-    config = json.loads(published)
-    changed = dict(config)
-    if "text_config" in config and arch.tensor_prefix == "model.":
-        tied = {name: config[name] for name in ("tie_word_embeddings",) if name in config}
-        changed = {"architectures": [arch.text_class]} | tied | config["text_config"]
-    if "text_config" in changed:
-        changed["text_config"] = _of_written(changed["text_config"], arch, whole, new=not _dtype_keys(changed))
-    changed = _of_written(changed, arch, whole, new="text_config" not in changed)
-    return published if changed == config else json.dumps(changed, indent=2, ensure_ascii=False) + "\n"
-
-
-def _of_written(config: Mapping[str, Any], arch: Architecture, whole: bool, *, new: bool) -> dict[str, Any]:
-    """A model's configuration, with the dtype of what is written, and without what is not. new: also where it tells
-    none."""
-    keys = _dtype_keys(config) or (["dtype"] if new else [])
-    left_out = {} if whole else {name: 0 for name in MTP_LAYERS if config.get(name)}
-    return {**config, **dict.fromkeys(keys, arch.dtype), **left_out}
-
-
-def _dtype_keys(config: Mapping[str, Any]) -> list[str]:
-    return [key for key in ("dtype", "torch_dtype") if key in config]
 
 
 def _fill_shards(tensors: Iterable[tuple[str, Tensor]], max_shard_bytes: int) -> Iterator[dict[str, Tensor]]:

@@ -21,6 +21,9 @@ NAME = "isoloss.json"
 VERSION = 1
 KINDS = ("converted", "trained")
 _BLOCK_BYTES = 4 << 20
+MAX_JSON_BYTES = (
+    256 << 20
+)  # parsed, it takes some ten times as much memory; the largest index that is published has 10 MB
 # How a file begins that stands for one which Git has left on its server.
 _GIT_LFS = b"version https://git-lfs.github.com/spec/"
 IS_A_POINTER = "is a pointer of Git LFS, not the file itself; run git lfs pull in its folder"
@@ -159,6 +162,8 @@ def sync(path: str | Path) -> None:
 def read_json(path: Path, mend: str, problem: type[UserError] = UserError) -> dict[str, Any]:
     """A JSON object from a file. mend: ends the `problem` that a missing or damaged one raises."""
     try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise problem(f"{path} has {size:,} bytes, more than the {MAX_JSON_BYTES:,} that are read; {mend}")
         fields = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise problem(f"{path} is missing; {mend}") from None

@@ -7,13 +7,25 @@
 # reading them here. Options that matter: --enable-deterministic-inference; --enable-memory-saver with
 # rollout.colocated=true; --context-length of at least data.max_length.
 #
+# Whoever reaches a server can change its weights. It listens at ADDRESS, by default all of the node's: with the trainer on
+# the same node, ADDRESS=127.0.0.1. KEY_FILE is a file of yours alone with the line "api-key: ..." (docs/rollout.md).
+#
 # A server that ends is started again, and the trainer sends it the weights. The first pause takes PAUSE seconds, each
 # one after it twice as long. After RESTARTS of them without SETTLED seconds of life between, all servers end.
 set -euo pipefail
 model=${1:?usage: serve.sh MODEL [option ...]}
 shift
+address=${ADDRESS:-0.0.0.0} key_file=${KEY_FILE:-}
 tp=${TP:-1} gpus=${GPUS:-8} port=${PORT:-30000}
 restarts=${RESTARTS:-5} first_pause=${PAUSE:-2} settled=${SETTLED:-600}
+
+if [[ $key_file ]]; then
+    if [[ ! -f $key_file || ! -r $key_file || $(stat -Lc %a "$key_file") != *00 ]]; then
+        echo "serve.sh: KEY_FILE=$key_file must be a file that you alone can read: make it, and chmod 600 it" >&2
+        exit 2
+    fi
+    set -- --config "$key_file" "$@"
+fi
 
 keep_up() { # GPUS PORT OPTION...: one server, again and again; ends, with its status, when that is of no use
     local devices=$1 port=$2 count=0 pause=$first_pause began status
@@ -21,7 +33,7 @@ keep_up() { # GPUS PORT OPTION...: one server, again and again; ends, with its s
     while true; do
         began=$SECONDS status=0
         CUDA_VISIBLE_DEVICES=$devices python -m sglang.launch_server \
-            --model-path "$model" --tp "$tp" --host 0.0.0.0 --port "$port" "$@" || status=$?
+            --model-path "$model" --tp "$tp" --host "$address" --port "$port" "$@" || status=$?
         if ((SECONDS - began >= settled)); then count=0 pause=$first_pause; fi
         if ((count == restarts)); then
             echo "serve.sh: the server on port $port ended with status $status and was restarted $count times" \

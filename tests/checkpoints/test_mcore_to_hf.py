@@ -22,7 +22,8 @@ from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.conversion.tensors import SplitPart
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
-from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check, copy_sidecars
+from isoloss.models.weights.hf_checkpoint import INDEX, SINGLE, HFReader, check
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
@@ -140,7 +141,7 @@ def test_tied_embeddings_there_and_back_again(architecture, deep_hf, tmp_path):
 def test_without_a_record_files_are_filled_in_order(deep_hf, plain_checkpoint, tmp_path, monkeypatch):
     hf = deep_hf("glm-4.5")
     checkpoint = shutil.copytree(plain_checkpoint(hf), tmp_path / "mcore")
-    copy_sidecars(hf, checkpoint / "huggingface", read_architecture(hf))
+    SideFiles.of(hf).write(checkpoint / "huggingface", read_architecture(hf))
     record = convert(checkpoint, tmp_path / "one")
     assert sorted(record["files"]) == ["config.json", "generation_config.json", "model.safetensors"]
     assert (tmp_path / "one" / "model.safetensors").read_bytes() == (hf / "model.safetensors").read_bytes()

@@ -280,8 +280,8 @@ def served(done: Done) -> list[tuple[str, str]]:
     return sorted((call.environment["CUDA_VISIBLE_DEVICES"], " ".join(call.arguments)) for call in calls)
 
 
-def line_of_a_server(tp: int, port: int, more: str) -> str:
-    return f"-m sglang.launch_server --model-path a model --tp {tp} --host 0.0.0.0 --port {port}{more}"
+def line_of_a_server(tp: int, port: int, more: str, host: str = "0.0.0.0") -> str:
+    return f"-m sglang.launch_server --model-path a model --tp {tp} --host {host} --port {port}{more}"
 
 
 def test_servers_of_a_node(run):
@@ -305,6 +305,28 @@ def test_a_server_for_every_gpu(run):
 
 
 TWO = {"GPUS": "2", "SERVERS": "2", "DIES": "1"}
+
+
+def test_servers_at_an_address_that_ask_for_a_key(run, tmp_path):
+    """The key itself is in no command line, which every user of the machine may read."""
+    key = tmp_path / "a key.yaml"
+    key.touch(mode=0o600)
+    key.write_text("api-key: secret")
+    more = {"GPUS": "1", "SERVERS": "1", "DIES": "0", "RESTARTS": "0"}
+    done = run("serve.sh", "a model", "--x", ADDRESS="127.0.0.1", KEY_FILE=str(key), **more)
+    assert served(done) == [("0", line_of_a_server(1, 30000, f" --config {key} --x", "127.0.0.1"))]
+    assert done.status == 3 and "secret" not in done.said
+
+
+@pytest.mark.parametrize("mode", (None, 0o644, 0o640, 0o604))
+def test_a_key_file_is_of_its_owner_alone(mode, run, tmp_path):
+    key = tmp_path / "key.yaml"
+    if mode is not None:
+        key.write_text("api-key: secret")
+        key.chmod(mode)
+    done = run("serve.sh", "a model", GPUS="1", KEY_FILE=str(key))
+    assert done.status == 2 and served(done) == []
+    assert f"serve.sh: KEY_FILE={key} must be a file that you alone can read: make it, and chmod 600 it" in done.said
 
 
 def told_by(done: Done) -> list[str]:

@@ -537,3 +537,50 @@ def test_a_hundred_faults_cost_their_completions_their_rewards_and_nothing_else(
     assert found.wrong == [] and found.errors == found.expected > 50
     assert found.left == []
     assert found.slowest < 20  # seconds of a batch, for each that its faults may take: no call wedges
+
+
+# ---- code that a model wrote -----------------------------------------------------------------------------------------
+
+
+def test_functions_do_not_know_the_key_of_the_servers(write, tokenizer, completion, monkeypatch):
+    """Nor the address of our ranks; all else of the environment is theirs."""
+    for name, value in (("SERVER_KEY", "secret"), ("MASTER_ADDR", "node0"), ("JUDGE_KEY", "judge")):
+        monkeypatch.setenv(name, value)
+    path = write("""
+        import os
+        def f(completion):
+            assert "secret" not in str(dict(os.environ)) and "node0" not in str(dict(os.environ)), dict(os.environ)
+            return os.environ["JUDGE_KEY"] == "judge"
+        """)
+    with Rewarder(RewardConfig((f"{path}:f",)), tokenizer, [prompt()], hidden="SERVER_KEY") as rewarder:
+        (scored,) = rewarder.score([prompt()], [completion("x")])
+    assert scored.error is None and scored.parts["f"] == 1
+
+
+FORGED = """
+import os, pickle, sys, time
+
+class Program:
+    def __reduce__(self):
+        return open, ({mark!r}, "w")
+
+def f(completion):
+    text = {{"pickle": pickle.dumps(Program()) + b"\\n", "no json": b"\\xff\\n", "deep": b"[" * 100000 + b"\\n",
+             "nan": b"NaN\\n", "object": b'{{"a": 1}}\\n', "nested": b"[[1]]\\n", "twice": b"1\\n1\\n", "half": b"1"}}
+    if completion in text:
+        os.write(int(sys.argv[2]), text[completion])
+        time.sleep(60)
+    return 1
+"""
+
+
+@pytest.mark.parametrize("forged", ("pickle", "no json", "deep", "nan", "object", "nested", "twice", "half"))
+def test_a_forged_answer_costs_its_own_completion_only(forged, score, write, tmp_path):
+    """Nothing of it is run, and none of it holds the run: half an answer ends with the time of the call."""
+    mark = tmp_path / "mark"
+    path = write(FORGED.format(mark=str(mark)))
+    first, other = score(f"{path}:f", [forged, "fine"], timeout=2.0)
+    says = "took longer than reward.timeout=2 seconds" if forged == "half" else "answered what is no reward"
+    assert first.error is not None and says in first.error
+    assert other.error is None and other.parts["f"] == 1
+    assert not mark.exists()

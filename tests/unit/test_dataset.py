@@ -1,6 +1,10 @@
 """Data sets: files, cache and order of rows (masks are in test_chat)."""
 
+import contextlib
+import os
 import shutil
+import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.resources import files
 from pathlib import Path
@@ -303,6 +307,117 @@ def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):
         first, *others = threads.map(load, [path] * 4)
     assert all(same(first, other) for other in others)
     assert log.read_text() == "tokenized\n"
+
+
+def test_another_machine_may_be_faster(load, write, tmp_path, monkeypatch):
+    """Its lock is in a temporary folder of its own. What it has put there, and reads, stays the very files."""
+    path, faster, inodes, alone = write(*ROWS), [], [], data.tokenize
+
+    def overtaken(*arguments):
+        made = alone(*arguments)
+        with monkeypatch.context() as patch:
+            patch.setattr(data, "tokenize", alone)
+            patch.setattr(data, "exclusively", lambda folder: contextlib.nullcontext())
+            patch.setattr(data.platform, "node", lambda: "other")
+            faster.append(load(path))
+        inodes.append(os.stat(faster[0].tokens.filename).st_ino)
+        return made
+
+    monkeypatch.setattr(data, "tokenize", overtaken)
+    ours = load(path)
+    assert same(ours, faster[0])
+    (file,) = (tmp_path / "cache").glob("*/tokens.npy")
+    assert file.stat().st_ino == inodes[0] and os.path.samefile(file, ours.tokens.filename)
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_another_machine_may_mend_a_cache_at_the_same_time(load, write, tmp_path, monkeypatch):
+    """Between our look at a damaged folder and our moving it away."""
+    path = write(*ROWS)
+    load(path)
+    (folder,) = (tmp_path / "cache").iterdir()
+    whole, kept = folder / "meta.json", (folder / "meta.json").read_bytes()
+    whole.write_bytes(b"{")
+    rename, inode = os.rename, (folder / "tokens.npy").stat().st_ino
+
+    def mended_meanwhile(source, target):
+        if source == folder:
+            whole.write_bytes(kept)
+        rename(source, target)
+
+    monkeypatch.setattr(data.os, "rename", mended_meanwhile)
+    assert len(load(path)) == 3
+    assert (folder / "tokens.npy").stat().st_ino == inode and list((tmp_path / "cache").iterdir()) == [folder]
+
+
+def test_a_cache_that_another_machine_takes_away_is_not_needed(load, write, tmp_path, monkeypatch):
+    path = write(*ROWS)
+    first = load(path)
+    monkeypatch.setattr(data, "load_cached", lambda *arguments: None)
+    assert same(load(path), first)
+
+
+# ---------------------------------------------------------------------------------------------------------------- lock
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch) -> Path:
+    """The system's temporary folder."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_the_lock_is_in_a_folder_of_its_own_and_goes_away(temporary, tmp_path):
+    with data.exclusively(tmp_path / "cache"):
+        (own,) = temporary.iterdir()
+        assert own.stat().st_mode & 0o777 == 0o700 and len(list(own.iterdir())) == 1
+    assert list(own.iterdir()) == []
+
+
+def test_no_link_is_followed_to_a_lock(temporary, tmp_path):
+    """Neither in its folder's place, nor in its own: what a link names keeps its text."""
+    own, victim = temporary / f"isoloss-{os.getuid()}", tmp_path / "victim"
+    victim.mkdir(mode=0o700)
+    own.symlink_to(victim)
+    refused = pytest.raises(UserError, match=rf"{own} is not a folder of yours alone: delete it")
+    with refused, data.exclusively(tmp_path / "cache"):
+        pass
+    assert list(victim.iterdir()) == []
+    own.unlink()
+    with data.exclusively(tmp_path / "cache"):
+        (lock,) = own.iterdir()
+    (victim / "text").write_text("precious")
+    lock.symlink_to(victim / "text")
+    with pytest.raises(OSError, match="symbolic links"), data.exclusively(tmp_path / "cache"):
+        pass
+    assert (victim / "text").read_text() == "precious"
+
+
+@pytest.mark.parametrize("mode", (0o777, 0o750, 0o701))
+def test_a_folder_that_others_may_enter_holds_no_lock(mode, temporary, tmp_path):
+    own = temporary / f"isoloss-{os.getuid()}"
+    own.mkdir()
+    own.chmod(mode)
+    with pytest.raises(UserError, match=r"is not a folder of yours alone"), data.exclusively(tmp_path / "cache"):
+        pass
+
+
+def test_a_lock_that_was_deleted_holds_nobody(temporary, tmp_path):
+    """Many take turns: nobody comes in by a file that the one before has deleted."""
+    inside, most = [], []
+
+    def turn(number):
+        with data.exclusively(tmp_path / "cache"):
+            inside.append(number)
+            most.append(len(inside))
+            time.sleep(0.001)
+            inside.remove(number)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(turn, range(60)))
+    assert max(most) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- order

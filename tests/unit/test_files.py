@@ -85,13 +85,13 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "config.yaml"
     replace_text(path, "first \udc80")
     assert path.read_text() == "first \\udc80"
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def half(path, text, **options):
-        write(path, text[: len(text) // 2], **options)
+    def half(path, whole):
+        write(path, whole[: len(whole) // 2])
         raise OSError(DISK_FULL, os.strerror(DISK_FULL))
 
-    monkeypatch.setattr(Path, "write_text", half)
+    monkeypatch.setattr(Path, "write_bytes", half)
     with pytest.raises(OSError):
         replace_text(path, "second")
     assert [each.name for each in tmp_path.iterdir()] == ["config.yaml"]
@@ -152,3 +152,37 @@ def test_output_that_nobody_takes_ends_nothing(monkeypatch):
     say("one", "two")
     say("three", error=True)
     assert (sys.stdout.getvalue(), sys.stderr.getvalue()) == ("one\ntwo\n", "three\n")
+
+
+POWER_LOSS = b"\0" * 300
+
+
+@pytest.mark.parametrize(
+    "damage",
+    (POWER_LOSS, b'{"step": 2, "lo', b"\xff\xfe\x00", b"[" * 100_000, b"[2]", b'{"loss": 1}', b'{"step": "2"}'),
+    ids=("NULs", "half a row", "no text", "deep", "a list", "no step", "a step of text"),
+)
+def test_a_damaged_line_is_left_out_and_the_rest_is_kept_aside(damage, tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    first, later, beyond = b'{"step": 1}\n', b'{"step": 3, "a": "\xe2\x80\xa8"}\n', b'{"step": 4}\n{"st'
+    path.write_bytes(first + damage + b"\n" + later + beyond)
+    JsonLines(path, last_step=3)
+    assert path.read_bytes() == first + later
+    aside = tmp_path / "metrics.jsonl.damaged"
+    assert aside.read_bytes() == damage + b"\n" + later + beyond
+    assert capsys.readouterr().err == (
+        f"isoloss: {path} has 1 damaged line(s), which are left out; the file from the first one on is kept as "
+        f"{aside}\n"
+    )
+    path.write_bytes(damage + b"\n")
+    JsonLines(path, last_step=3)
+    assert path.read_bytes() == b"" and (tmp_path / "metrics.jsonl.damaged-2").read_bytes() == damage + b"\n"
+    assert aside.read_bytes().startswith(damage)
+
+
+def test_a_file_without_damage_leaves_nothing_aside(tmp_path, capsys):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n{"ste')
+    JsonLines(path, last_step=1)
+    assert path.read_bytes() == b'{"step": 1}\n' and list(tmp_path.iterdir()) == [path]
+    assert capsys.readouterr().err == ""

@@ -18,13 +18,11 @@ from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import (
     HFReader,
     check,
-    config_text,
-    copy_sidecars,
-    declared_stops,
     finish,
     write_shards,
 )
 from isoloss.models.weights.random_weights import RandomWeights
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.models.weights.weight_map import Part, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
@@ -60,7 +58,7 @@ def test_round_trip_loads_in_transformers(tmp_path, tie, stages, max_shard_bytes
     reader, weights = HFReader(tmp_path / "in"), weight_map(arch)
     check(reader, arch)
     export(reader, tmp_path / "out", weights, stages, max_shard_bytes)
-    copy_sidecars(tmp_path / "in", tmp_path / "out", arch)
+    SideFiles.of(tmp_path / "in").write(tmp_path / "out", arch)
 
     files = sorted(path.name for path in (tmp_path / "out").iterdir())
     single = stages == 1 and max_shard_bytes == 10**9
@@ -111,63 +109,6 @@ def test_an_export_never_overwrites_a_model_and_clears_what_a_broken_one_left(tm
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
     with pytest.raises(UserError, match=r"already holds model.safetensors; choose an empty folder"):
         write_shards(tmp_path, "again", [("a", torch.ones(2))])
-
-
-@pytest.mark.parametrize("spelling", [("dtype",), ("torch_dtype",), ("dtype", "torch_dtype"), ()])
-def test_an_export_tells_the_type_of_its_weights(spelling, tmp_path):
-    """Whatever the published file said, in transformers 4's spelling, in 5's, in both or not at all."""
-    tiny_folder(tmp_path)
-    published = json.loads((tmp_path / "config.json").read_text())
-    published = {k: v for k, v in published.items() if k not in ("dtype", "torch_dtype")}
-    (tmp_path / "config.json").write_text(json.dumps(published | dict.fromkeys(spelling, "float32")))
-    arch = replace(read_architecture(tmp_path), dtype="bfloat16")
-    found = json.loads(config_text(tmp_path, arch))
-    assert found == published | dict.fromkeys(spelling or ("dtype",), "bfloat16")
-
-
-def test_sidecars(tmp_path):
-    source, target = tmp_path / "in", tmp_path / "out"
-    tiny_folder(source)
-    (source / "tokenizer.json").write_text("{}")
-    (source / "chat_template.jinja").write_text("{{ messages }}")
-    (source / "additional_chat_templates").mkdir()
-    (source / "additional_chat_templates" / "tool.jinja").write_text("x")
-    (source / "optimizer.pt").write_text("not part of a model")
-    arch = replace(read_architecture(source), dtype="bfloat16")
-    copy_sidecars(source, target, arch)
-    assert sorted(path.name for path in target.iterdir()) == [
-        "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json", "tokenizer.json",
-    ]  # fmt: skip
-    assert read_architecture(target) == arch
-    with pytest.raises(UserError, match=r"has no config.json to copy"):
-        copy_sidecars(tmp_path, target, arch)
-
-
-@pytest.mark.parametrize(
-    ("declared", "defaults", "asked", "found"),
-    [
-        (7, None, [7], 7),  # as it was
-        (7, {"eos_token_id": [7, 8], "top_p": 0.9}, [8], {"eos_token_id": [7, 8], "top_p": 0.9}),
-        (7, {"eos_token_id": 8, "top_p": 0.9}, [9, 8], {"eos_token_id": [8, 9], "top_p": 0.9}),
-        ([7, 8], None, [9], {"eos_token_id": [7, 8, 9]}),
-        (None, None, [9], {"eos_token_id": [9]}),
-    ],
-)
-def test_what_ends_a_turn_is_declared(declared, defaults, asked, found, tmp_path):
-    source, target = tmp_path / "in", tmp_path / "out"
-    tiny_folder(source)
-    config = json.loads((source / "config.json").read_text()) | {"eos_token_id": declared}
-    (source / "config.json").write_text(json.dumps(config))
-    (source / "generation_config.json").unlink(missing_ok=True)
-    if defaults is not None:
-        (source / "generation_config.json").write_text(json.dumps(defaults))
-    copy_sidecars(source, target, read_architecture(source), asked)
-    written = target / "generation_config.json"
-    if isinstance(found, dict):
-        assert json.loads(written.read_text()) == found
-        assert declared_stops(target) == tuple(found["eos_token_id"])
-    else:
-        assert not written.exists() and declared_stops(target) == (found,)
 
 
 def test_reader_names_what_is_wrong(tmp_path):

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.faults.hostile import Payload, code, saved
+from support.models import families
 
 from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.chat import load_tokenizer
@@ -25,8 +26,10 @@ from isoloss.engine.data.dataset import checksum, load_dataset
 from isoloss.engine.rl import user_functions
 from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.engine.rl.prompts import load_prompts
+from isoloss.models.families import deepseek_v3
 from isoloss.models.families.registry import read_architecture
-from isoloss.models.weights.hf_checkpoint import HFReader, copy_sidecars
+from isoloss.models.weights.hf_checkpoint import HFReader
+from isoloss.models.weights.side_files import SideFiles, declared_stops
 from isoloss.parallel import UserError
 from isoloss.recipes import launch
 from isoloss.tools.migrate import reading
@@ -71,7 +74,7 @@ def test_pickled_weights_are_not_read(name, model, mark):
         HFReader(model)
     save_file({"a": torch.ones(2)}, model / "model.safetensors")
     assert HFReader(model).names == ("a",)
-    copy_sidecars(model, model / "copy", read_architecture(model))
+    SideFiles.of(model).write(model / "copy", read_architecture(model))
     assert not (model / "copy" / name).exists() and not mark.exists()
 
 
@@ -312,3 +315,51 @@ def test_a_reward_file_is_run_alone(mark, tmp_path, monkeypatch):
     with pytest.raises(user_functions.NotFoundError, match="beside"):
         user_functions.load(f"{tmp_path}/greedy.py:one")
     assert sys.path == before and not mark.exists()
+
+
+# ---- files that would take all time or memory ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    (
+        ("num_hidden_layers", 1025), ("num_hidden_layers", 10**12), ("vocab_size", 2**31),
+        ("intermediate_size", 10**40),
+    ),
+)  # fmt: skip
+def test_sizes_that_no_model_has(field, value, model):
+    change(model / "config.json", **{field: value})
+    with pytest.raises(UserError, match=rf"config.json: {field}={value} must be at most \d+, more than any model has"):
+        read_architecture(model)
+
+
+@pytest.mark.parametrize(("field", "most"), (("n_routed_experts", 8192), ("num_nextn_predict_layers", 1024)))
+def test_layers_and_experts_that_no_model_has(field, most, model):
+    config = families.published("deepseek-v3") | {field: most + 1}
+    with pytest.raises(UserError, match=rf"{field}={most + 1} must be at most {most}, more than any model has"):
+        deepseek_v3.architecture(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    (
+        ("[" * 100_000, "is not valid JSON"),
+        ('{"weight_map": {"a": "x", "a": "y"}}', "the key 'a' stands twice"),
+        ('{"weight_map": 7}', "is not a safetensors index"),
+    ),
+    ids=("deep", "twice", "no map"),
+)
+def test_an_index_that_readers_take_in_different_ways(text, says, model):
+    (model / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(UserError, match=rf"index.json .*{says}"):
+        HFReader(model)
+
+
+@pytest.mark.parametrize("name", ("config.json", "generation_config.json", "model.safetensors.index.json"))
+def test_json_of_any_size_is_not_read(name, model):
+    """A file with a hole, of which the disk holds nothing."""
+    with open(model / name, "ab") as file:
+        file.truncate((256 << 20) + 1)
+    read = {"config.json": read_architecture, "generation_config.json": declared_stops}.get(name, HFReader)
+    with pytest.raises(UserError, match=rf"{name} has 268,435,457 bytes, more than the 268,435,456 that are read"):
+        read(model)

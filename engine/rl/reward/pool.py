@@ -1,6 +1,7 @@
 """RewardWorker processes that call reward functions, and are killed where a call takes too long."""
 
 import contextlib
+import json
 import math
 import os
 import subprocess
@@ -8,19 +9,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.parallel.runtime.processes import Helper
 
 WORKER = Path(__file__).with_name("worker.py")
 START_SECONDS = 300.0  # for importing the functions, whatever they import
-# What a worker says of a function: its parameters as (name, kind, required), or why it cannot be had.
-Described = list[tuple[str, str, bool]] | str
+MOST_BYTES = 64 << 20  # of an answer: the rewards of a whole batch
+# What a worker says of a function: its parameters as [name, kind, required], or why it cannot be had.
+Described = list[list[Any]] | str
 
 
 class OutOfTime(str):
@@ -38,11 +41,14 @@ class Call:
 
 @dataclass
 class RewardWorker:
-    """call: the number of the one under way; None while the functions are imported, and when idle.
+    """answers: the descriptor that it writes them to, a line of JSON each; received: what came of the next one.
+    call: the number of the one under way; None while the functions are imported, and when idle.
     deadline: when it is killed, in seconds of time.monotonic; infinity when idle."""
 
     process: Helper
     connection: Connection
+    answers: int
+    received: bytearray = field(default_factory=bytearray)
     starting: bool = True
     call: int | None = None
     deadline: float = math.inf
@@ -55,10 +61,33 @@ class RewardWorker:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # found when its answer is read
             self.connection.send(message)
 
+    def receive(self) -> str | None:
+        """What is there of its answer, without waiting for the rest; the whole line once it is. Raises EOFError where
+        it has ended, and ValueError where it sends what is no answer."""
+        piece = os.read(self.answers, 1 << 16)
+        if not piece:
+            raise EOFError
+        self.received += piece
+        line, end, rest = self.received.partition(b"\n")
+        if rest or len(line) > MOST_BYTES:
+            raise ValueError("sent more than an answer")
+        if not end:
+            return None
+        self.received.clear()
+        return line.decode()
+
     def kill(self) -> int:
         """End it and everything that it started; returns its exit status."""
         self.connection.close()
+        os.close(self.answers)
         return self.process.kill()
+
+
+def is_answer(value: Any) -> bool:
+    """Whether it is what worker.py answers to a call: a finite number, a reason, or a list of these and None."""
+    if isinstance(value, list):
+        return all(each is None or (not isinstance(each, list) and is_answer(each)) for each in value)
+    return isinstance(value, str) or (type(value) in (int, float) and math.isfinite(value))
 
 
 class RewardPool:
@@ -66,12 +95,12 @@ class RewardPool:
 
     described: what they say of them, in that order.
 
-    timeout: seconds for a call. To be used from one thread at a time. Closing ends the processes; they also end with
-    this process, however it ends.
+    timeout: seconds for a call. hidden: a variable of the environment that they are not to know.
+    To be used from one thread at a time. Closing ends the processes; they also end with this process, however it ends.
     """
 
-    def __init__(self, functions: Sequence[str], num_workers: int, timeout: float):
-        self._functions, self._timeout = list(functions), timeout
+    def __init__(self, functions: Sequence[str], num_workers: int, timeout: float, hidden: str | None = None):
+        self._functions, self._timeout, self._hidden = list(functions), timeout, hidden
         self.described: list[Described] = []
         self._workers: list[RewardWorker] = []
         try:
@@ -100,7 +129,7 @@ class RewardPool:
         waiting, done = deque(enumerate(calls)), 0
         while done < len(calls):
             for worker in [each for each in self._workers if each.idle]:
-                if worker.connection.poll():  # nothing is due from it: it ended while it was idle
+                if wait([worker.answers], 0):  # nothing is due from it: it ended while it was idle
                     self._replace(worker, None)
                 elif waiting:
                     worker.call, call = waiting.popleft()
@@ -111,28 +140,40 @@ class RewardPool:
 
     def _start(self) -> None:
         here, there = Pipe()
+        answers, written = os.pipe()
+        variables = {key: value for key, value in environment.of_other_programs().items() if key != self._hidden}
         process = Helper(  # what functions print goes to standard error
-            [sys.executable, str(WORKER), str(there.fileno())],
-            pass_fds=[there.fileno()],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, str(WORKER), str(there.fileno()), str(written)],
+            pass_fds=[there.fileno(), written],
+            env={**variables, "OMP_NUM_THREADS": "1"},
         )
         there.close()
-        self._workers.append(RewardWorker(process, here, deadline=time.monotonic() + START_SECONDS))
+        os.close(written)
+        self._workers.append(RewardWorker(process, here, answers, deadline=time.monotonic() + START_SECONDS))
         self._workers[-1].send(([os.getcwd(), *sys.path], self._functions))
 
     def _receive(self, results: list[Any]) -> int:
         """Wait until something happens; put what came into results. Returns how many calls have ended."""
         soonest = min(worker.deadline for worker in self._workers)
-        connections: list[Any] = [worker.connection for worker in self._workers]
-        ready = wait(connections, None if soonest == math.inf else max(0.0, soonest - time.monotonic()))
+        ready = wait(
+            [worker.answers for worker in self._workers],
+            None if soonest == math.inf else max(0.0, soonest - time.monotonic()),
+        )
         done, now = 0, time.monotonic()
         for worker in list(self._workers):
-            if worker.connection in ready:
-                result: Any
+            result: Any
+            if worker.answers in ready:
                 try:
-                    result = worker.connection.recv()
+                    line = worker.receive()
+                    if line is None:
+                        continue
+                    result = json.loads(line)
+                    if not worker.starting and not is_answer(result):
+                        raise ValueError("neither numbers nor reasons")
                 except (EOFError, ConnectionResetError):
                     result = self._replace(worker, None)
+                except (ValueError, RecursionError):
+                    result = self._replace(worker, "answered what is no reward")
             elif now >= worker.deadline:
                 limit = f"{START_SECONDS:g}" if worker.starting else f"reward.timeout={self._timeout:g}"
                 result = OutOfTime(self._replace(worker, f"took longer than {limit} seconds"))

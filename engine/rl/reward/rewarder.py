@@ -46,13 +46,14 @@ class Rewarder:
     """The functions of reward.function, ready in their worker processes. One rank has it; no collectives.
 
     prompts: all that it will be asked about: they decide which columns a function can be given.
+    hidden: a variable of the environment that the functions are not to know, such as the key of servers.
     Raises UserError where a function cannot be imported, or asks for what nothing provides.
     """
 
-    def __init__(self, config: RewardConfig, tokenizer, prompts: Sequence[Prompt]):
+    def __init__(self, config: RewardConfig, tokenizer, prompts: Sequence[Prompt], hidden: str | None = None):
         self._names, self._tokenizer = config.function, tokenizer
         weights = config.weights or (1.0,) * len(config.function)
-        self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout)
+        self._pool = RewardPool([located(name) for name in config.function], config.workers, config.timeout, hidden)
         try:
             self._functions = [
                 described(index, name, label, weight, self._pool.described[index], prompts)

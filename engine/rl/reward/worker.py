@@ -1,17 +1,19 @@
-"""The script that calls reward functions, run by its path: python worker.py CONNECTION
+"""The script that calls reward functions, run by its path: python worker.py CONNECTION ANSWERS
 
 It imports the standard library alone, and what the functions import: importing `isoloss.engine` would bring torch and
 Megatron-Core with it, hundreds of megabytes and seconds for each worker.
 
-The parent sends sys.path and the functions, FILE.py:NAME or MODULE:NAME, and is told of each its parameters, or why it
-cannot be had. Then it sends calls, (number of the function, keyword arguments, batched), and each is answered by a
-number or, as text, what was wrong; a batched one by a list of those and None, or by text.
+The parent sends, over CONNECTION, sys.path and the functions, FILE.py:NAME or MODULE:NAME, and is told of each its
+parameters, or why it cannot be had. Then it sends calls, (number of the function, keyword arguments, batched), and each
+is answered by a number or, as text, what was wrong; a batched one by a list of those and None, or by text. An answer is
+a line of JSON on ANSWERS: the parent makes nothing else of what this process, which runs anybody's code, sends.
 """
 
 import asyncio
 import contextlib
 import importlib.util
 import inspect
+import json
 import math
 import os
 import sys
@@ -77,20 +79,27 @@ def shown(value: Any) -> str:
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}"
 
 
+def send(answers: int, answer: Any) -> None:
+    line = memoryview(json.dumps(answer).encode() + b"\n")
+    while line:
+        line = line[os.write(answers, line) :]
+
+
 def main() -> None:
-    descriptor, own = int(sys.argv[1]), os.getpid()
-    os.set_inheritable(descriptor, False)
+    descriptor, answers, own = int(sys.argv[1]), int(sys.argv[2]), os.getpid()
+    for each in (descriptor, answers):
+        os.set_inheritable(each, False)
     connection = Connection(descriptor)
     with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the parent may be gone
         sys.path[:], names = connection.recv()
         functions: list[Callable[..., Any]] = []
-        connection.send([describe(name, functions) for name in names])
+        send(answers, [describe(name, functions) for name in names])
         while True:
             index, arguments, batched = connection.recv()
             answer = call(functions[index], arguments, batched)
             if os.getpid() != own:  # a fork that the function made came back from it: its answer would be one too many
                 os._exit(0)
-            connection.send(answer)
+            send(answers, answer)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """What `ServerBackend` asks of an inference server over HTTP, of a way for weights to reach it, and how that fails."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import httpx2
 
 from isoloss.engine.rl.backends.protocol import Bucket, Receives
+from isoloss.engine.rl.backends.servers.answers import Answer, Client, TooLarge
 from isoloss.engine.rl.backends.servers.api_key import ApiKey
 from isoloss.engine.rl.trajectory import Completion, Request, Sampling
 from isoloss.parallel import UserError
@@ -73,13 +75,7 @@ class Server(ABC):
         self._timeout = timeout
         self.asleep: set[str] = set()  # what memory it has given back: "weights", "kv_cache"
         self.had_ours = False  # whether it has served weights of this run since it came up
-        # Proxies of the environment are for the internet. No limit on connections: the caller has its own.
-        self._http = httpx2.Client(
-            base_url=self.url,
-            headers={} if key is None else {"Authorization": f"Bearer {key.value}"},
-            trust_env=False,
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=64),
-        )
+        self._http = Client(self.url, {} if key is None else {"Authorization": f"Bearer {key.value}"})
 
     def __repr__(self) -> str:
         return self.url
@@ -175,23 +171,22 @@ class Server(ABC):
         return self._call("POST", path, body, self._timeout, answer)
 
     def _call(self, method: str, path: str, body: Any, timeout: float, answer: bool = True) -> Any:
-        limits = httpx2.Timeout(timeout, connect=min(timeout, CONNECT_SECONDS), pool=None)
         try:
-            reply = self._http.request(method, path, json=body, timeout=limits)
-        except httpx2.TransportError as error:
+            reply = self._http.call(method, path, body, timeout, CONNECT_SECONDS)
+        except (httpx2.RequestError, TooLarge) as error:
             timed_out = isinstance(error, httpx2.ReadTimeout)
-            what = f"no answer in {timeout:g} seconds" if timed_out else str(error) or type(error).__name__
+            what = f"no whole answer in {timeout:g} seconds" if timed_out else str(error) or type(error).__name__
             raise ServerLost(f"{self.url}{path}: {what}", timed_out) from None
-        if reply.status_code >= 500:
-            raise ServerLost(f"{self.url}{path}: status {reply.status_code}: {self._message(reply)}")
-        if reply.status_code in (401, 403):
+        if reply.status in (401, 403):
             raise UserError(self._unauthorized(path, reply))
-        if reply.status_code >= 400:
-            raise Refused(f"{self.url}{path}: {self._message(reply)}", reply.status_code)
+        if 400 <= reply.status < 500:
+            raise Refused(f"{self.url}{path}: {self._message(reply)}", reply.status)
+        if not 200 <= reply.status < 300:  # a redirect as well: what stands in front of the server has answered
+            raise ServerLost(f"{self.url}{path}: status {reply.status}: {self._message(reply)}")
         if not answer:
             return None
         try:
-            parsed = reply.json()
+            parsed = json.loads(reply.body)
         except (ValueError, RecursionError):
             parsed = None
         if not isinstance(parsed, dict):
@@ -199,18 +194,18 @@ class Server(ABC):
             raise ServerLost(f"{self.url}{path}: an answer that is no JSON object: {told!r}")
         return parsed
 
-    def _unauthorized(self, path: str, reply: httpx2.Response) -> str:
+    def _unauthorized(self, path: str, reply: Answer) -> str:
         if self._key is None:
             key, fix = "null", "set it to the name of an environment variable that holds the server's key"
         else:
             key, fix = self._key.variable, "export the key that this server was started with in that variable"
-        told = f"{self.url}{path}: status {reply.status_code}: {self._message(reply)}"
+        told = f"{self.url}{path}: status {reply.status}: {self._message(reply)}"
         return f"rollout.api_key_env={key}: {told}; {fix}"
 
-    def _message(self, reply: httpx2.Response) -> str:
+    def _message(self, reply: Answer) -> str:
         """What the server says went wrong, on one line: its JSON holds that in one of several places."""
         try:
-            body = reply.json()
+            body = json.loads(reply.body)
         except (ValueError, RecursionError):
             body = reply.text
         if isinstance(body, dict):

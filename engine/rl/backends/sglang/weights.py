@@ -22,7 +22,8 @@ from isoloss.engine.rl.backends.sglang.bucket import FlatBucket, flatten, serial
 from isoloss.engine.rl.backends.sglang.group import new_group, own_address, together
 from isoloss.engine.rl.config import RolloutConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.models.weights.hf_checkpoint import Entry, copy_sidecars, finish, write_shards
+from isoloss.models.weights.hf_checkpoint import Entry, finish, write_shards
+from isoloss.models.weights.side_files import SideFiles
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.runtime import versions
@@ -217,7 +218,8 @@ class DiskSync(WeightSync):
 
     def __init__(self, sync_dir: str | Path, model: str | Path):
         self._sync_dir = Path(sync_dir).absolute()
-        self._model = model
+        folder = hf_folder(model)
+        self._arch, self._side_files = read_architecture(folder), SideFiles.of(folder)
         self._entries: list[dict[str, Entry]] = []
         self._folder = self._sync_dir
         self._dtype = ""
@@ -235,8 +237,7 @@ class DiskSync(WeightSync):
 
     def end(self, servers: Sequence[Server]) -> None:
         finish(self._folder, self._entries)
-        source = hf_folder(self._model)
-        copy_sidecars(source, self._folder, replace(read_architecture(source), dtype=self._dtype))
+        self._side_files.write(self._folder, replace(self._arch, dtype=self._dtype))
         # "auto", since a server that was started without weights (--load-format dummy) would else make some up again.
         body = {"model_path": str(self._folder), "load_format": "auto", "flush_cache": False}
         on_all(servers, lambda server: server.post("/update_weights_from_disk", body))
