@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.health import FIRST_ERROR
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
@@ -66,11 +67,13 @@ class RolloutLog:
     eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
 
     log: of the run; its rank writes these files as well, and they go on as its own do.
+    told: what warnings may quote of the last batch.
     Enters no collective.
     """
 
     def __init__(self, log: MetricsLog):
         self._log = log
+        self.told: Mapping[str, str] = {}
         if log.enabled:
             self._train = log.file("rollouts.jsonl")
             self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
@@ -79,6 +82,9 @@ class RolloutLog:
         """step: the first optimizer step that the batch feeds."""
         if not self._log.enabled:
             return
+        drawn = (t for group in (*groups.kept, *groups.dropped) for t in group.trajectories)
+        errors = [f"{t.completion.id}: {t.error}" for t in drawn if t.error]
+        self.told = {FIRST_ERROR: errors[0]} if errors else {}
         samples = iter(batch.samples)
         lines = []
         for group in groups.kept:
@@ -175,4 +181,4 @@ def summary(result: RunResult) -> list[str]:
             f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
             f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
         )
-    return [*lines, result.closing_line("completions", "rollouts.jsonl")]
+    return [*lines, *result.idle, result.closing_line("completions", "rollouts.jsonl")]

@@ -19,6 +19,7 @@ from isoloss.engine.data.dataset import (
 )
 from isoloss.engine.data.rows import listed
 from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
+from isoloss.engine.run.health import Watched
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
@@ -74,7 +75,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     engine.stop_token_ids = tuple(data.train.turn_ends.values())
     with (
         open_folder(config, run_name) as output_dir,
-        Run(engine, config, output_dir, data.total_steps, fingerprints) as run,
+        Run(engine, config, output_dir, data.total_steps, fingerprints, Watched()) as run,
     ):
         return _train(config, data, engine, run)
 
@@ -173,6 +174,6 @@ def summary(result: RunResult, unigram: float | None) -> list[str]:
         first, last = result.first_eval["loss"], result.last_eval["loss"]
         lines.append(
             f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; "
-            f"better by {unigram - last:.3f}"
+            f"{'better' if last <= unigram else 'worse than a unigram model'} by {abs(unigram - last):.3f}"
         )
-    return [*lines, result.closing_line("metrics", "metrics.jsonl")]
+    return [*lines, *result.idle, result.closing_line("metrics", "metrics.jsonl")]
