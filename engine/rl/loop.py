@@ -11,7 +11,15 @@ from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advanta
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
-from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
+from isoloss.engine.rl.report import (
+    RolloutLog,
+    banner,
+    batch_stats,
+    copy_of_the_model,
+    first_prompts,
+    rollout_stats,
+    summary,
+)
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder
@@ -70,6 +78,7 @@ def _train(
     batch = restore(run, critic, scatter, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
+        run.print(first_prompts(config, data))
         data.rejects(config.data).write(run.output_dir)
 
     def save_now() -> None:

@@ -3,6 +3,8 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from isoloss.engine.data.remarks import repeats_told
+from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
 from isoloss.engine.rl.health import FIRST_ERROR
@@ -13,6 +15,7 @@ from isoloss.engine.run.metrics import MetricsLog
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
+from isoloss.parallel.rank0 import is_main
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
@@ -157,8 +160,18 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).told(run.output_dir), work]
+    lines = [prompts, *data.rejects(config.data).told(run.output_dir)]
+    if is_main():
+        held_out_digests = data.eval.digests() if data.eval else ()
+        lines += repeats_told(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+    lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
+
+
+def first_prompts(config: RLConfig, data: RLData) -> list[str]:
+    """Those of data.show_rows."""
+    shown = data.train.prompts[: rows_to_show(config.data)]
+    return [line for prompt in shown for line in shown_prompt(prompt.id, prompt.tokens, data.tokenizer)]
 
 
 def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from isoloss.engine.instruments.console import say
+from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
@@ -192,9 +192,8 @@ class _Lines:
         if now - self._last < PLAIN_LINE_SECONDS and step < self._total_steps:
             return
         self._last = now
-        left = round((now - self._started) / max(1, step - self._start_step) * (self._total_steps - step))
-        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        say(f"step {step}/{self._total_steps}  {summary(row)}  ETA {eta}", error=True)
+        left = (now - self._started) / max(1, step - self._start_step) * (self._total_steps - step)
+        say(f"step {step}/{self._total_steps}  {summary(row)}  ETA {duration(left)}", error=True)
 
     def close(self) -> None:
         pass

@@ -8,7 +8,9 @@ import numpy as np
 
 from isoloss.engine.batching.sample import grouped_by_prompt
 from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.data import remarks
 from isoloss.engine.data.bad_rows import RejectsOfRun
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import (
     TokenDataset,
     check_files,
@@ -18,6 +20,7 @@ from isoloss.engine.data.dataset import (
     unigram_nats,
 )
 from isoloss.engine.data.rows import listed
+from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.run.folder import Fingerprint, cache_folder, check_fingerprints, check_folder, open_folder
 from isoloss.engine.run.health import Watched
 from isoloss.engine.run.run import Run, RunResult
@@ -84,6 +87,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
     loss = cross_entropy(config.loss)
     run.print(banner(config, data, run))
     if is_main():
+        run.print(first_rows(config, data, engine.arch.vocab_size))
         data.rejects(config.data).write(run.output_dir)
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
@@ -106,7 +110,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
             f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
             f"{folder}/config.json: set it to at most {arch.max_positions}"
         )
-    tokenizer = str(hf_folder(config.model.tokenizer or folder))
+    tokenizer = tokenizer_folder(config)
     options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
     train = load_dataset(config.data, "train", tokenizer, **options)
     evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None
@@ -127,11 +131,36 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
             rows,
             *data.rejects(config.data).told(run.output_dir),
             *unused_columns(data),
+            *(odd_rows(config, data) if is_main() else ()),
             *other_ends(data, hf_folder(config.model.path)),
             *over_budget(config, data),
         ],
         work,
     )
+
+
+def odd_rows(config: Config, data: RunData) -> list[str]:
+    """Lines about rows that may not be what was meant."""
+    held_out = data.eval.digests() if data.eval else ()
+    lines = remarks.repeats_told(data.train.digests(), held_out, config.batch.global_size, "row", "step")
+    for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+        lines += remarks.told(key, rows.stats.forms, rows.stats.remarks) if rows else []
+    return lines
+
+
+def first_rows(config: Config, data: RunData, vocab_size: int) -> list[str]:
+    """Those of data.show_rows."""
+    count = min(rows_to_show(config.data), len(data.train))
+    if not count:
+        return []
+    tokenizer = load_tokenizer(tokenizer_folder(config), vocab_size)
+    samples = [data.train[index] for index in range(count)]
+    shown = (shown_row(s.id, s.tokens_T.tolist(), s.mask_T.tolist(), tokenizer, coloured()) for s in samples)
+    return [line for lines in shown for line in lines]
+
+
+def tokenizer_folder(config: Config) -> str:
+    return str(hf_folder(config.model.tokenizer or hf_folder(config.model.path)))
 
 
 def unused_columns(data: RunData) -> Sequence[str]:

@@ -175,7 +175,8 @@ def test_a_line_of_reinforcement_learning_tells_rewards_and_not_the_loss(tmp_pat
         log.log_eval(1, {"loss": 2.5, "valid_tokens": 3})
     assert capsys.readouterr().err.splitlines() == [
         "evaluation after step 0: reward 0.312  pass@1 0.250  truncated 12%  length 1,234",
-        "step 1/1  reward 0.312  pass@1 0.250  no variance 3/16  truncated 12%  length 1,234  5,000 tokens/s  ETA 0:00:00",
+        "step 1/1  reward 0.312  pass@1 0.250  no variance 3/16  truncated 12%  length 1,234  5,000 tokens/s  "
+        "ETA 0:00:00",
         "evaluation after step 1: loss 2.5000",
     ]
 
