@@ -78,8 +78,8 @@ def _train(
     batch = restore(run, critic, scatter, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
-        run.print(first_prompts(config, data))
         data.rejects(config.data).write(run.output_dir)
+        run.print(first_prompts(config, data))
 
     def save_now() -> None:
         save(run, critic, batch, rollout)

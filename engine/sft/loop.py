@@ -87,8 +87,8 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
     loss = cross_entropy(config.loss)
     run.print(banner(config, data, run))
     if is_main():
-        run.print(first_rows(config, data, engine.arch.vocab_size))
         data.rejects(config.data).write(run.output_dir)
+        run.print(first_rows(config, data, engine.arch.vocab_size))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
