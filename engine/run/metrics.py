@@ -5,6 +5,7 @@ import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from numbers import Integral
@@ -99,13 +100,13 @@ class MetricsLog:
             row = self._record("eval", self._eval, step, values)
             say(f"evaluation after step {step}: {summary(row)}", error=True)
 
-    def earlier(self) -> list[dict[str, float]]:
-        """The rows of the steps that a resumed run has done."""
+    def earlier(self) -> list[defaultdict[str, float]]:
+        """The rows of the steps that a resumed run has done, with 0 for what an earlier isoloss did not tell."""
         if not self.enabled or not self._start_step:
             return []
         with self._train.path.open(encoding="utf-8") as lines:
             rows = [json.loads(line) for line in lines]
-        return [{key: float(value) for key, value in row.items()} for row in rows]
+        return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
     def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}

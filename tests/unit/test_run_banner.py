@@ -12,6 +12,7 @@ from support.models.gated_delta import architecture
 
 from isoloss.engine.config.schema import Config, ModelConfig
 from isoloss.engine.rl.config import RLConfig
+from isoloss.engine.rl.health import watched
 from isoloss.engine.run.folder import settings, settings_told
 from isoloss.engine.run.health import Health, Watched
 from isoloss.engine.run.metrics import MetricsLog
@@ -90,6 +91,7 @@ def test_a_step_that_learns_nothing_is_told_when_it_is_logged_and_in_the_end(tmp
     assert run._health.summary() == ["warning: 1 of 1 steps learned nothing: 1 without a target"]
     with MetricsLog(tmp_path, enabled=True, total_steps=2, start_step=1) as log:
         assert [(row["step"], row["valid_tokens"], row["applied"]) for row in log.earlier()] == [(1, 0, 0)]
+        assert Health(watched(GRPO), log.earlier()).summary() == run._health.summary()  # though rewards are not told
 
 
 @pytest.mark.parametrize(
