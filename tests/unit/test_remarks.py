@@ -20,7 +20,7 @@ from isoloss.engine.sft import loop
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 ASKED = {"role": "user", "content": "Hi"}
 THOUGHTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>{{ " \
-    "m.reasoning_content }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}" \
+    "m.reasoning_content | trim }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}" \
     "<|im_start|>assistant\n{% endif %}"  # fmt: skip
 
 
@@ -70,14 +70,14 @@ def test_rows_with_an_empty_turn_are_counted(load, turns, empty):
     ("turns", "lost"),
     [
         ([ASKED, says("Yes", reasoning_content="Why not?")], 0),
-        ([ASKED, says("Yes", thinking="Why  not?\n\nYe\u0301s.")], 0),
+        ([ASKED, says("Yes", thinking=" Why  not?\n\nYe\u0301s.")], 0),
         ([ASKED, says("No", reasoning_content="Why so?"), ASKED, says("Yes")], 1),
         ([ASKED, says("No", reasoning_content="Why so?"), ASKED, says("Yes", reasoning_content="Why?")], 1),
         ([ASKED, says("Yes", reasoning_content="")], 0),
     ],
 )
 def test_rows_whose_thoughts_the_template_leaves_out_are_counted(load, tmp_path, turns, lost):
-    """THOUGHTS writes those of the last message, as templates do that drop earlier thoughts."""
+    """THOUGHTS writes those of the last message, without space around them, as templates do that drop earlier thoughts."""
     tokenizer = load_tokenizer(TINY, 2048)
     tokenizer.chat_template = THOUGHTS
     tokenizer.save_pretrained(tmp_path / "tokenizer")
