@@ -19,9 +19,11 @@ from isoloss.engine.sft import loop
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
 ASKED = {"role": "user", "content": "Hi"}
-THOUGHTS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content and loop.last %}<think>{{ " \
-    "m.reasoning_content | trim }}</think>{% endif %}{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}" \
-    "<|im_start|>assistant\n{% endif %}"  # fmt: skip
+THOUGHTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content and loop.last %}<think>{{ m.reasoning_content | trim }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def says(content: Any, **more: Any) -> dict[str, Any]:
@@ -77,7 +79,7 @@ def test_rows_with_an_empty_turn_are_counted(load, turns, empty):
     ],
 )
 def test_rows_whose_thoughts_the_template_leaves_out_are_counted(load, tmp_path, turns, lost):
-    """THOUGHTS writes those of the last message, without space around them, as templates do that drop earlier thoughts."""
+    """THOUGHTS writes those of the last message, trimmed, as templates do that drop earlier thoughts."""
     tokenizer = load_tokenizer(TINY, 2048)
     tokenizer.chat_template = THOUGHTS
     tokenizer.save_pretrained(tmp_path / "tokenizer")
