@@ -13,7 +13,7 @@ def say(*lines: str, error: bool = False) -> None:
     stream = sys.stderr if error else sys.stdout
     tqdm = getattr(sys.modules.get("tqdm"), "tqdm", None)
     with contextlib.suppress(OSError):
-        if getattr(tqdm, "_instances", None):  # a bar is on the terminal: the lines go above it
+        if tqdm is not None and getattr(tqdm, "_instances", None):  # a bar is on the terminal: the lines go above it
             tqdm.write("\n".join(lines), file=stream)
             stream.flush()
         else:
