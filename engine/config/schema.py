@@ -63,6 +63,12 @@ class DataConfig(Keys, group="data"):
         "with its file, line and reason. 0: the first one ends the run.",
         at_least=0,
     )
+    show_rows: int | None = key(
+        None,
+        "How many of the first rows are printed as the model gets them, with the tokens that are trained marked; null: "
+        "2 on a terminal, none elsewhere.",
+        at_least=0,
+    )
     template_kwargs: Mapping[str, Any] = key(
         {}, "Variables for the chat template, such as {enable_thinking: false}. A row's own tools reach it as `tools`."
     )

@@ -7,6 +7,7 @@ every rank sees every row, and `step_indices` says which of them make up a step.
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -14,8 +15,9 @@ import shutil
 import stat
 import tempfile
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
@@ -29,26 +31,33 @@ from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects, check
 from isoloss.engine.data.chat import load_tokenizer, tokenize_row
 from isoloss.engine.data.chat_template import check_template_kwargs
-from isoloss.engine.data.columns import unused
-from isoloss.engine.data.rows import check_paths, place_of, unread_rows
+from isoloss.engine.data.columns import form_of, unused
+from isoloss.engine.data.remarks import digest, remarks
+from isoloss.engine.data.rows import check_paths, count_rows, place_of, unread_rows
 from isoloss.engine.data.turn_ends import turn_ends
 from isoloss.engine.data.turns import TokensAndMask
+from isoloss.engine.instruments.console import Progress
 from isoloss.parallel.runtime.errors import UserError
 
-FORMAT = 5  # of the cache folder and of the tokenization; a new number leaves old folders unread
+FORMAT = 6  # of the cache folder and of the tokenization; a new number leaves old folders unread
 ROWS = {"tokens": np.int32, "mask": np.bool_, "offsets": np.int64}
 ARRAYS = ROWS | {"origins": np.int32}
 
 
 @dataclass(frozen=True)
 class DataStats:
-    """rows: sequences kept; dropped, truncated: rows over max_length; tokens, targets: of the rows kept."""
+    """rows: sequences kept; dropped, truncated: rows over max_length; tokens, targets: of the rows kept.
+
+    forms: how many of them have which columns. remarks: how many deserve which of `remarks.TOLD`.
+    """
 
     rows: int
     dropped: int
     truncated: int
     tokens: int
     targets: int
+    forms: Mapping[str, int] = field(default_factory=dict)
+    remarks: Mapping[str, int] = field(default_factory=dict)
 
 
 class TokenDataset:
@@ -85,6 +94,11 @@ class TokenDataset:
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    def digests(self) -> Iterator[bytes]:
+        """Of the tokens of each sequence."""
+        for start, end in itertools.pairwise(self.offsets.tolist()):
+            yield digest(self.tokens[start:end])
 
     def __getitem__(self, index: int) -> Sample:
         """Sequence `index` as int64 tokens and bool mask, copied out of the memory map."""
@@ -187,18 +201,25 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     tokens, mask, lengths, origins = [], [], [0], []
     dropped = truncated = 0
     ignored: dict[str, None] = {}  # columns, in the order of their appearance
+    forms, counts = Counter[str](), Counter[str]()
+    progress = Progress("tokenizing", f"rows of data.{split}", lambda: count_rows(paths))
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
     for row in unread_rows(paths, f"data.{split}"):
+        progress.advance()
         with rejects.instead_of_error(row):
             read = row.read()
             tokens_T, mask_T = tokenize_row(read, tokenizer, data.template_variables)
             ignored |= dict.fromkeys(unused(read.values))
+            form = form_of(read.values, read.place)
+            odd = remarks(read, form, tokens_T, tokenizer)
             if len(tokens_T) > max_length:
                 if data.overlong == "drop":
                     dropped += 1
                     continue
                 tokens_T, mask_T = cut(tokens_T, mask_T, data, row.place)
                 truncated += 1
+            forms[" + ".join(form)] += 1
+            counts.update(odd)
             tokens.append(np.array(tokens_T, np.int32))
             mask.append(np.array(mask_T, np.bool_))
             lengths.append(len(tokens_T))
@@ -206,7 +227,8 @@ def tokenize(data: DataConfig, split: Literal["train", "eval"], tokenizer_dir: s
     if not tokens:
         raise nothing_left(rejects, dropped, "rows", f"data.max_length={max_length}")
     all_tokens, all_mask = np.concatenate(tokens), np.concatenate(mask)
-    stats = DataStats(len(tokens), dropped, truncated, len(all_tokens), int(all_mask.sum()))
+    totals = len(all_tokens), int(all_mask.sum())
+    stats = DataStats(len(tokens), dropped, truncated, *totals, forms=dict(forms), remarks=dict(counts))
     arrays = {"tokens": all_tokens, "mask": all_mask, "offsets": np.cumsum(lengths, dtype=np.int64)}
     of_rows = {"origins": np.array(origins, np.int32), "paths": paths, "stats": stats, "rejects": rejects.rows}
     of_rows |= {"unused": list(ignored), "turn_ends": turn_ends(tokenizer, data.template_variables)}

@@ -110,6 +110,20 @@ def unread_rows(paths: Sequence[str], key: str) -> Iterator[UnreadRow]:
             yield UnreadRow(path, file, number, parse)
 
 
+def count_rows(paths: Sequence[str]) -> int:
+    """How many rows `unread_rows` gives of files that can be read."""
+    import pyarrow.parquet as pq
+
+    counts = []
+    for path in paths:
+        if is_parquet(path):
+            counts.append(pq.read_metadata(path).num_rows)
+        else:
+            with open(path, "rb") as file:
+                counts.append(sum(bool(line.strip()) for line in file))
+    return sum(counts)
+
+
 def json_rows(path: str) -> Iterator[tuple[int, Parse]]:
     with open(path, "rb") as file:
         for number, line in enumerate(file, 1):

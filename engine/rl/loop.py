@@ -8,9 +8,18 @@ from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
-from isoloss.engine.rl.report import RolloutLog, banner, batch_stats, copy_of_the_model, rollout_stats, summary
+from isoloss.engine.rl.report import (
+    RolloutLog,
+    banner,
+    batch_stats,
+    copy_of_the_model,
+    first_prompts,
+    rollout_stats,
+    summary,
+)
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder, with_date
@@ -54,7 +63,7 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         beside = [each for each in (reference, critic) if each is not None]
         scatter = stack.enter_context(contextlib.closing(Scatter(policy.mesh)))
         rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
-        run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints))
+        run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints, watched(config)))
         return _train(config, data, policy, reference, critic, scatter, rollout, run, RolloutLog(run.metrics))
 
 
@@ -74,6 +83,7 @@ def _train(
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
         data.rejects(config.data).write(run.output_dir)
+        run.print(first_prompts(config, data))
 
     def save_now() -> None:
         save(run, critic, batch, rollout)
@@ -97,7 +107,7 @@ def _train(
         values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
         of_rollout = {**batch.stats, **rollout.take_seconds(), **rollout.take_counts()}
-        run.log(samples, metrics, result, {**values, **of_rollout})
+        run.log(samples, metrics, result, {**values, **of_rollout}, log.told)
 
     ended = run.finish()
     run.print(summary(ended))

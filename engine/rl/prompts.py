@@ -8,9 +8,11 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any, Literal
+
+import numpy as np
 
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.bad_rows import Reject, Rejects
@@ -26,8 +28,11 @@ from isoloss.engine.data.chat_template import (
 from isoloss.engine.data.columns import check_columns
 from isoloss.engine.data.dataset import nothing_left
 from isoloss.engine.data.messages import check_messages
-from isoloss.engine.data.rows import Row, listed, shown, unread_rows
+from isoloss.engine.data.remarks import digest
+from isoloss.engine.data.rows import Row, count_rows, listed, shown, unread_rows
+from isoloss.engine.instruments.console import Progress
 from isoloss.engine.rl.trajectory import Prompt
+from isoloss.parallel.runtime import environment
 from isoloss.parallel.runtime.errors import UserError
 
 PROMPT_KEYS = ("prompt", "messages")
@@ -44,6 +49,10 @@ class PromptSet:
     dropped: int = 0
     repeated: int = 0
     rejects: tuple[Reject, ...] = ()
+
+    def digests(self) -> Iterator[bytes]:
+        """Of the tokens of each prompt."""
+        return (digest(np.array(prompt.tokens, np.int32)) for prompt in self.prompts)
 
     def fingerprint(self) -> str:
         """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
@@ -79,7 +88,10 @@ def load_prompts(
     prompts, dropped, repeated = [], 0, 0
     known: set[bytes] = set()
     rejects = Rejects(f"data.{split}", paths, data.max_rejects)
+    speaks = environment.rank_and_world()[0] == 0  # every rank reads all
+    progress = Progress("tokenizing", f"prompts of data.{split}", lambda: count_rows(paths), speaks)
     for unread in unread_rows(paths, f"data.{split}"):
+        progress.advance()
         with rejects.instead_of_error(unread):
             row = unread.read()
             if duplicates == "drop" and (question := _digest(row)) in known:

@@ -3,8 +3,11 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from isoloss.engine.data.remarks import repeats_told
+from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.health import FIRST_ERROR
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
@@ -12,6 +15,7 @@ from isoloss.engine.run.metrics import MetricsLog
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
+from isoloss.parallel.rank0 import is_main
 
 TABLE_ROWS = 8  # completions of a batch that TensorBoard shows
 
@@ -66,11 +70,13 @@ class RolloutLog:
     eval_rollouts.jsonl for those of evaluations; a table of some of them in TensorBoard.
 
     log: of the run; its rank writes these files as well, and they go on as its own do.
+    told: what warnings may quote of the last batch.
     Enters no collective.
     """
 
     def __init__(self, log: MetricsLog):
         self._log = log
+        self.told: Mapping[str, str] = {}
         if log.enabled:
             self._train = log.file("rollouts.jsonl")
             self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
@@ -79,6 +85,9 @@ class RolloutLog:
         """step: the first optimizer step that the batch feeds."""
         if not self._log.enabled:
             return
+        drawn = (t for group in (*groups.kept, *groups.dropped) for t in group.trajectories)
+        errors = [f"{t.completion.id}: {t.error}" for t in drawn if t.error]
+        self.told = {FIRST_ERROR: errors[0]} if errors else {}
         samples = iter(batch.samples)
         lines = []
         for group in groups.kept:
@@ -151,8 +160,18 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).told(run.output_dir), work]
+    lines = [prompts, *data.rejects(config.data).told(run.output_dir)]
+    if is_main():
+        held_out_digests = data.eval.digests() if data.eval else ()
+        lines += repeats_told(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+    lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
+
+
+def first_prompts(config: RLConfig, data: RLData) -> list[str]:
+    """Those of data.show_rows."""
+    shown = data.train.prompts[: rows_to_show(config.data)]
+    return [line for prompt in shown for line in shown_prompt(prompt.id, prompt.tokens, data.tokenizer)]
 
 
 def copy_of_the_model(config: RLConfig, engine: Engine) -> list[str]:
@@ -175,4 +194,4 @@ def summary(result: RunResult) -> list[str]:
             f"eval: reward {last['reward_mean']:.3f} (before training {first['reward_mean']:.3f}), pass@1 "
             f"{last['pass@1']:.3f} (before {first['pass@1']:.3f})"
         )
-    return [*lines, result.closing_line("completions", "rollouts.jsonl")]
+    return [*lines, *result.idle, result.closing_line("completions", "rollouts.jsonl")]

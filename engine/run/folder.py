@@ -145,6 +145,26 @@ def resume_fingerprint(config: Config, arch: Architecture) -> dict[str, object]:
     return {"architecture of model.path, as a digest,": digest, **config.resume_fingerprint()}
 
 
+def settings(config: Config) -> dict[str, object]:
+    """What a run learns by and may go on with otherwise, by key: plain values, as a checkpoint holds them."""
+    groups = {name: getattr(config, name, None) for name in ("optim", "loss", "moe", "algorithm")}
+    values = {
+        f"{name}.{key}": value
+        for name, group in groups.items()
+        if group is not None
+        for key, value in dataclasses.asdict(group).items()
+    }
+    plain: dict[str, object] = json.loads(json.dumps(values | {"train.steps": config.train.steps}))
+    return plain
+
+
+def settings_told(config: Config, before: Mapping[str, object]) -> list[str]:
+    """A line where `settings` are others than those of a checkpoint. before: none of a checkpoint without them."""
+    now = settings(config)
+    changed = [f"{key} is {now[key]}, was {before[key]}" for key in now if key in before and now[key] != before[key]]
+    return [f"changed since that checkpoint: {'; '.join(changed)}"] if changed else []
+
+
 def run_folder(config: Config, run_name: str) -> Path:
     """The run's folder, before it is numbered."""
     return Path(config.output_dir or f"runs/{run_name}")

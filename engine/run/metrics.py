@@ -1,18 +1,21 @@
 """What a run reports: metrics.jsonl, TensorBoard scalars, a progress bar; and model FLOPs utilisation (MFU)."""
 
 import contextlib
+import json
 import math
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Mapping
 from functools import cache
 from numbers import Integral
 from pathlib import Path
 from time import monotonic, perf_counter
+from typing import Any
 
 import torch
 
-from isoloss.engine.instruments.console import say
+from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
@@ -28,6 +31,17 @@ PEAK_FLOPS = (
     (r"A100", 312e12),
 )
 PLAIN_LINE_SECONDS = 10.0  # between progress lines where stderr is a file
+
+# What a line of progress has of a row, by the key that must be there.
+TOLD = {
+    "reward_mean": "reward {reward_mean:.3f}",
+    "pass@1": "pass@1 {pass@1:.3f}",
+    "groups_drawn": "no variance {groups_without_variance}/{groups_drawn}",
+    "truncated_fraction": "truncated {truncated_fraction:.0%}",
+    "response_length_mean": "length {response_length_mean:,.0f}",
+    "loss": "loss {loss:.4f}",
+    "tokens_per_second": "{tokens_per_second:,.0f} tokens/s",
+}
 
 
 class MetricsLog:
@@ -71,15 +85,28 @@ class MetricsLog:
             file.append()
         return file
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them."""
-        if self.enabled:
-            self._progress.show(step, self._record("train", self._train, step, values))
+    def log(self, step: int, values: Mapping[str, float]) -> Mapping[str, float]:
+        """Report optimizer step `step`, counted from 1. Values are numbers or 0-d tensors; `step` is not among them.
+        Returns them as plain numbers, and nothing where it is not enabled."""
+        if not self.enabled:
+            return {}
+        row = self._record("train", self._train, step, values)
+        self._progress.show(step, row)
+        return row
 
     def log_eval(self, step: int, values: Mapping[str, float]) -> None:
         """Report an evaluation after optimizer step `step`, 0 for one before training."""
         if self.enabled:
-            self._record("eval", self._eval, step, values)
+            row = self._record("eval", self._eval, step, values)
+            say(f"evaluation after step {step}: {summary(row)}", error=True)
+
+    def earlier(self) -> list[defaultdict[str, float]]:
+        """The rows of the steps that a resumed run has done, with 0 for what an earlier isoloss did not tell."""
+        if not self.enabled or not self._start_step:
+            return []
+        with self._train.path.open(encoding="utf-8") as lines:
+            rows = [json.loads(line) for line in lines]
+        return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
     def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
         row = {key: _number(value) for key, value in values.items()}
@@ -97,6 +124,11 @@ class MetricsLog:
         """Write what the disk refused, if it takes it now: before a checkpoint, which is not to know of more."""
         for file in self._files if self.enabled else ():
             file.retry()
+
+    def end_progress(self) -> None:
+        """Leave the progress as it is: what is printed from now on stands below it. Twice does no harm."""
+        if self.enabled:
+            self._progress.close()
 
     def close(self) -> None:
         """Flush and close everything. Twice does no harm."""
@@ -125,20 +157,28 @@ def finite_or_text(row: Mapping[str, float]) -> dict[str, float | str]:
 
 
 class _Bar:
-    """Progress on a terminal."""
+    """Progress on a terminal, from the first step on. The numbers come first, so that a narrow terminal has them."""
+
+    FORMAT = "step {n_fmt}/{total_fmt}  {desc}  ETA {remaining} {bar}"
 
     def __init__(self, start_step: int, total_steps: int):
-        from tqdm import tqdm
-
-        self._bar = tqdm(total=total_steps, initial=start_step, unit="step", dynamic_ncols=True)
+        self._total_steps = total_steps
+        self._bar: Any = None
 
     def show(self, step: int, row: Mapping[str, float]) -> None:
-        self._bar.set_postfix_str(_summary(row), refresh=False)
+        from tqdm import tqdm
+
+        told = summary(row)
         with contextlib.suppress(OSError):  # the terminal is gone
+            if self._bar is None:
+                options = {"dynamic_ncols": True, "bar_format": self.FORMAT}
+                self._bar = tqdm(desc=told, total=self._total_steps, initial=step, **options)
+            self._bar.set_description_str(told, refresh=False)
             self._bar.update(step - self._bar.n)
 
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 class _Lines:
@@ -153,21 +193,17 @@ class _Lines:
         if now - self._last < PLAIN_LINE_SECONDS and step < self._total_steps:
             return
         self._last = now
-        left = round((now - self._started) / max(1, step - self._start_step) * (self._total_steps - step))
-        eta = f"{left // 3600}:{left // 60 % 60:02}:{left % 60:02}"
-        say(f"step {step}/{self._total_steps}  {_summary(row)}  ETA {eta}", error=True)
+        left = (now - self._started) / max(1, step - self._start_step) * (self._total_steps - step)
+        say(f"step {step}/{self._total_steps}  {summary(row)}  ETA {duration(left)}", error=True)
 
     def close(self) -> None:
         pass
 
 
-def _summary(row: Mapping[str, float]) -> str:
-    parts = []
-    if "loss" in row:
-        parts.append(f"loss {row['loss']:.4f}")
-    if "tokens_per_second" in row:
-        parts.append(f"{row['tokens_per_second']:,.0f} tokens/s")
-    return "  ".join(parts)
+def summary(row: Mapping[str, float]) -> str:
+    """Of a step or an evaluation. In reinforcement learning the loss is about 0, and the rewards tell how it goes."""
+    told = {key: text for key, text in TOLD.items() if key in row and not (key == "loss" and "reward_mean" in row)}
+    return "  ".join(text.format_map(row) for text in told.values())
 
 
 def mfu(forward_flops: float, seconds: float, peak_flops_per_device: float, num_devices: int) -> float:

@@ -23,7 +23,8 @@ from isoloss.engine.instruments.garbage import Garbage
 from isoloss.engine.instruments.profiling import StepProfile
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
-from isoloss.engine.run.folder import DATE_KEY, Fingerprint, resume_fingerprint
+from isoloss.engine.run.folder import DATE_KEY, Fingerprint, resume_fingerprint, settings, settings_told
+from isoloss.engine.run.health import Health, Watched
 from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
 from isoloss.engine.run.preemption import Preemption
 from isoloss.engine.run.spikes import NAME as BAD_STEPS
@@ -48,6 +49,7 @@ class RunResult:
     checkpoint: the last one.
     export: the Hugging Face folder, None without checkpoint.export_hf.
     first_eval, last_eval: metrics of the evaluations; empty without data.eval.
+    idle: a line about the steps that learned nothing, on the rank that speaks to the user.
     """
 
     output_dir: Path
@@ -55,6 +57,7 @@ class RunResult:
     export: Path | None
     first_eval: Mapping[str, float]
     last_eval: Mapping[str, float]
+    idle: Sequence[str] = ()
 
     def closing_line(self, what: str, file: str) -> str:
         """Where everything is and what to do next. what: is in this `file` of the run's folder."""
@@ -81,14 +84,17 @@ class Run:
         config: Config,
         output_dir: Path,
         total_steps: int,
-        fingerprints: Sequence[Fingerprint] = (),
+        fingerprints: Sequence[Fingerprint],
+        watched: Watched,
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
         state = self._load_newest() if config.checkpoint.resume else None
         self._state = state
+        self._changed = settings_told(config, (state or {}).get("settings", {}))
         self.done = 0 if state is None else int(state["step"])
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
+        self._health = Health(watched, self.metrics.earlier())
         bad_steps = self.metrics.file(BAD_STEPS, begun=False) if is_main() else None
         self._guard = BadStepGuard(config.train, config.judged_by, (state or {}).get("guard"), bad_steps)
         self._peak = peak_flops(engine.device)
@@ -166,12 +172,23 @@ class Run:
         return self._guard.not_to_apply()
 
     def log(
-        self, samples: Sequence[Sample], metrics: StepMetrics, result: OptimResult, more: Mapping[str, float] = {}
+        self,
+        samples: Sequence[Sample],
+        metrics: StepMetrics,
+        result: OptimResult,
+        more: Mapping[str, float] = {},
+        told: Mapping[str, str] = {},
     ) -> None:
-        """Log the step that has just been done. Raises UserError where too many in a row were not finite."""
+        """Log the step that has just been done. Raises UserError where too many in a row were not finite.
+
+        told: what warnings may quote, by the names that their checks have for it.
+        """
         step, seconds = self.done + 1, time.perf_counter() - self._started
         utilization = mfu(metrics.total_cost, seconds, self._peak, dist.get_world_size())
-        self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
+        row = self.metrics.log(step, {**metrics_row(metrics, result, seconds, utilization), **more})
+        if is_main():
+            for warning in self._health.warnings(step, {**row, **told}):
+                say(warning, error=True)
         if line := self._memory.after_step(device.peak_bytes()):
             self.print([line])
         self.print(self._stragglers.after_step(step, metrics, seconds))
@@ -197,24 +214,19 @@ class Run:
         self.metrics.retry()
         fingerprint = resume_fingerprint(self._config, self._engine.arch)
         of_data = {each.of: each.value for each in self._fingerprints}
-        extra = {
-            "step": self.done,
-            "guard": self._guard.state(),
-            DATE_KEY: self._config.data.date,
-            **fingerprint,
-            **of_data,
-            **state,
-        }
+        own_state = {"step": self.done, "guard": self._guard.state(), "settings": settings(self._config)}
+        extra = {**own_state, DATE_KEY: self._config.data.date, **fingerprint, **of_data, **state}
         own = partial(self._engine.stage, folder, extra)
         self._saver.save(*((partial(beside, self.output_dir, self.done), own) if beside else (own,)))
 
     def finish(self) -> RunResult:
         """Wait for the last checkpoint, and export the model, if asked. Raises NotWrittenError."""
+        self.metrics.end_progress()
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
         with watchdog.patient():
             export = self._export()
-        return RunResult(self.output_dir, folder, export, self._first_eval, self._last_eval)
+        return RunResult(self.output_dir, folder, export, self._first_eval, self._last_eval, self._health.summary())
 
     def print(self, lines: Sequence[str]) -> None:
         """Print on the rank that speaks to the user."""
@@ -246,7 +258,7 @@ class Run:
             return lines
         done = f"resumed after step {self.done}" if self.done else f"no checkpoint in {self.output_dir}: a new run"
         left = "" if self.done < self.total_steps else f": nothing left of train.steps={self.total_steps}"
-        return [*lines, done + left]
+        return [*lines, done + left, *self._changed]
 
     def _load_newest(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that

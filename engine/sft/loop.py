@@ -8,7 +8,9 @@ import numpy as np
 
 from isoloss.engine.batching.sample import grouped_by_prompt
 from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.data import remarks
 from isoloss.engine.data.bad_rows import RejectsOfRun
+from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import (
     TokenDataset,
     check_files,
@@ -18,6 +20,7 @@ from isoloss.engine.data.dataset import (
     unigram_nats,
 )
 from isoloss.engine.data.rows import listed
+from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.run.folder import (
     Fingerprint,
     cache_folder,
@@ -26,6 +29,7 @@ from isoloss.engine.run.folder import (
     open_folder,
     with_date,
 )
+from isoloss.engine.run.health import Watched
 from isoloss.engine.run.rank_agreement import check_ranks_agree
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
@@ -90,7 +94,7 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     engine.stop_token_ids = tuple(data.train.turn_ends.values())
     with (
         open_folder(config, run_name) as output_dir,
-        Run(engine, config, output_dir, data.total_steps, fingerprints) as run,
+        Run(engine, config, output_dir, data.total_steps, fingerprints, Watched()) as run,
     ):
         return _train(config, data, engine, run)
 
@@ -100,6 +104,7 @@ def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult
     run.print(banner(config, data, run))
     if is_main():
         data.rejects(config.data).write(run.output_dir)
+        run.print(first_rows(config, data, engine.arch.vocab_size))
 
     for step in run.steps(lambda step: evaluate(engine, data.eval)):
         rows = step_indices(len(data.train), step, config.batch.global_size, config.train.seed)
@@ -121,7 +126,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
             f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
             f"{folder}/config.json: set it to at most {arch.max_positions}"
         )
-    tokenizer = str(hf_folder(config.model.tokenizer or folder))
+    tokenizer = tokenizer_folder(config)
     options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
     train = load_dataset(config.data, "train", tokenizer, **options)
     evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None
@@ -142,11 +147,36 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
             rows,
             *data.rejects(config.data).told(run.output_dir),
             *unused_columns(data),
+            *(odd_rows(config, data) if is_main() else ()),
             *other_ends(data, hf_folder(config.model.path)),
             *over_budget(config, data),
         ],
         work,
     )
+
+
+def odd_rows(config: Config, data: RunData) -> list[str]:
+    """Lines about rows that may not be what was meant."""
+    held_out = data.eval.digests() if data.eval else ()
+    lines = remarks.repeats_told(data.train.digests(), held_out, config.batch.global_size, "row", "step")
+    for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
+        lines += remarks.told(key, rows.stats.forms, rows.stats.remarks) if rows else []
+    return lines
+
+
+def first_rows(config: Config, data: RunData, vocab_size: int) -> list[str]:
+    """Those of data.show_rows."""
+    count = min(rows_to_show(config.data), len(data.train))
+    if not count:
+        return []
+    tokenizer = load_tokenizer(tokenizer_folder(config), vocab_size)
+    samples = [data.train[index] for index in range(count)]
+    shown = (shown_row(s.id, s.tokens_T.tolist(), s.mask_T.tolist(), tokenizer, coloured()) for s in samples)
+    return [line for lines in shown for line in lines]
+
+
+def tokenizer_folder(config: Config) -> str:
+    return str(hf_folder(config.model.tokenizer or hf_folder(config.model.path)))
 
 
 def unused_columns(data: RunData) -> Sequence[str]:
@@ -189,6 +219,6 @@ def summary(result: RunResult, unigram: float | None) -> list[str]:
         first, last = result.first_eval["loss"], result.last_eval["loss"]
         lines.append(
             f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; "
-            f"better by {unigram - last:.3f}"
+            f"{'better' if last <= unigram else 'worse than a unigram model'} by {abs(unigram - last):.3f}"
         )
-    return [*lines, result.closing_line("metrics", "metrics.jsonl")]
+    return [*lines, *result.idle, result.closing_line("metrics", "metrics.jsonl")]

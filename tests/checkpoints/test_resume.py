@@ -117,8 +117,14 @@ def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monke
         f"told to end by {told.name}: saved out/checkpoints/step_00000001; go on with checkpoint.resume=true"
     )
     assert Path("out/checkpoints/step_00000001").is_dir() and not Path("out/hf").exists()
-    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true"]) == 0
+    changed = ["optim.betas=[0.8,0.9]"] if told == signal.SIGTERM else []
+    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true", *changed]) == 0
     assert [row["step"] for row in numbers("out")] == [1, 2]
+    differs = [
+        line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since that checkpoint")
+    ]
+    line = "changed since that checkpoint: optim.betas is [0.8, 0.9], was [0.9, 0.95]"
+    assert differs == ([line] if changed else [])
 
 
 def test_a_run_that_is_told_to_end_in_its_last_step_is_done(arguments, monkeypatch):

@@ -36,7 +36,11 @@ def test_tiny_preset(inputs, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     few = ["batch.global_size=4", "train.steps=2", f"data.train={inputs}/rows.jsonl", f"data.eval={inputs}/rows.jsonl"]
     assert launch.main("sft", Config, sft.run, few) == 0
-    last = capsys.readouterr().out.splitlines()[-1]
+    said, errors = (text.splitlines() for text in capsys.readouterr())
+    last = said[-1]
+    assert any(line.startswith("data: 12 of 12 rows of data.eval are in data.train as well: ") for line in said)
+    evaluations = [line for line in errors if line.startswith("evaluation after step ")]
+    assert [line.split(": loss ")[0].rpartition(" ")[2] for line in evaluations] == ["0", "2"]
     out = Path("runs/sft-tiny")
     for place in ("hf", "checkpoints/step_00000002", "metrics.jsonl", "tensorboard"):
         assert f"{out}/{place}" in last and (out / place).exists()

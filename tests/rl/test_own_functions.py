@@ -82,9 +82,15 @@ def test_an_advantage_of_ones_own(run, functions):
     assert lines and all(line["advantage"] == line["reward"] - 0.25 for line in lines)
 
 
-def test_a_loss_of_ones_own(run, functions):
-    """A number that is known, whatever the completions, and no gradient."""
-    status, folder = run(f"algorithm.loss={functions}:known", "algorithm.clip_high=0.5")
+def test_a_loss_of_ones_own(run, functions, capsys):
+    """A number that is known, whatever the completions, and no gradient, which the run says."""
+    status, folder = run(f"algorithm.loss={functions}:known", "algorithm.clip_high=0.5", "data.show_rows=1")
+    said, errors = capsys.readouterr()
+    assert "\nprompt prompts.jsonl:1: " in said and "\\u2028" in said and "prompts.jsonl:2: " not in said
+    assert re.search(
+        r"\nwarning: 1 of 1 steps learned nothing: 1 with(out rewards that differ| a gradient of 0)\n", said
+    )
+    assert re.search(r"step 1/1  reward [\d.]+  pass@1 [\d.]+  no variance \d/2  truncated \d+%  length \d", errors)
     (row,) = rows_of(folder / "metrics.jsonl")
     assert status == 0 and row["clip_fraction"] == 0
     assert row["loss"] == row["policy_loss"] == pytest.approx(3.0, rel=1e-6) and row["grad_norm"] == 0

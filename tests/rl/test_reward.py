@@ -260,7 +260,10 @@ def test_trl_convention(score, write):
         ("LACKS:f", r"cannot be imported: ModuleNotFoundError: No module named 'isoloss_absent' \(LACKS:1\)"),
         ("DIES:f", r"reward.function=\[DIES:f\] ended its process with status 3 while it was imported"),
         ("FILE:unknown", r"nothing provides its parameter 'lvl': there are answer, .*level.*add that column"),
-        ("FILE:verl", r"reward.function=FILE:verl: nothing provides its parameter 'tries': there are data_source"),
+        (
+            "FILE:verl",
+            r"reward.function=FILE:verl: nothing provides its parameter 'tries': there are completion_final, .*data_source",
+        ),
         (
             "FILE:trl",
             r"=FILE:trl: nothing provides its parameter 'log': there are answer, completion_ids",

@@ -71,7 +71,8 @@ def test_samples(load, write):
     assert tokenizer.decode(samples[2].tokens_T[samples[2].mask_T]) == " three.<|im_end|>"
     assert torch.equal(dataset[-1].tokens_T, samples[2].tokens_T)
     targets = sum(int(s.mask_T.sum()) for s in samples)
-    assert dataset.stats == DataStats(3, 0, 0, sum(map(len, samples)), targets)
+    forms = {"text": 1, "messages": 1, "prompt + completion": 1}
+    assert dataset.stats == DataStats(3, 0, 0, sum(map(len, samples)), targets, forms)
     samples[0].tokens_T.fill_(0)  # a copy: the cache is not touched
     assert dataset[0].tokens_T.any()
 

@@ -33,7 +33,7 @@ ORDER = {
         "algorithms.py prompts.py",
         "config.py",
         "backends losses.py reward",
-        "critic.py rollout.py",
+        "critic.py health.py rollout.py",
         "async_rollout.py experience.py",
         "setup.py",
         "report.py",

@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 
 from isoloss.engine.batching.balance import CostModel
+from isoloss.engine.instruments.console import say
 from isoloss.engine.run import metrics
 from isoloss.engine.run.metrics import MetricsLog, mfu, peak_flops
 from isoloss.models.architecture import Architecture
@@ -126,19 +127,58 @@ def test_plain_lines_are_few_and_include_the_first_and_the_last(tmp_path, capsys
     ]
 
 
-def test_bar_on_a_terminal(tmp_path, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+def test_bar_on_a_terminal(tmp_path, monkeypatch):
     stderr = Terminal()
     monkeypatch.setattr("sys.stderr", stderr)
     with MetricsLog(tmp_path, enabled=True, total_steps=4, start_step=2) as log:
         log.log(3, {"loss": 3.25, "tokens_per_second": 5000.0})
         log.log(4, {"loss": 3.125, "tokens_per_second": 6000.0})
-    assert "2/4" in stderr.getvalue()
+        assert "3/4" in stderr.getvalue() and "loss 3.2500" in stderr.getvalue()
     last = stderr.getvalue().split("\r")[-1]
-    assert "4/4" in last and "loss 3.1250  6,000 tokens/s" in last
+    assert last.startswith("step 4/4  loss 3.1250  6,000 tokens/s  ETA")
+
+
+def test_nothing_is_drawn_before_the_first_step_and_lines_stand_above_the_bar(tmp_path, monkeypatch):
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", "60")
+    with MetricsLog(tmp_path, enabled=True, total_steps=4) as log:
+        say("the banner")
+        assert terminal.getvalue() == "the banner\n"
+        log.log(1, {"loss": 3.25, "tokens_per_second": 5000.0})
+        say("a warning", error=True)
+        log.log_eval(1, {"loss": 3.0})
+        log.end_progress()
+        say("the summary")
+    for line in ("a warning", "evaluation after step 1: loss 3.0000"):
+        assert terminal.getvalue().count(f"\r{line}\n") == 1, "the bar is taken away before it"
+    assert terminal.getvalue().endswith("\nthe summary\n")
+
+
+RL_ROW = {
+    "loss": 1e-9, "reward_mean": 0.3125, "groups_drawn": 16, "groups_without_variance": 3, "pass@1": 0.25,
+    "truncated_fraction": 0.125, "response_length_mean": 1234.5, "tokens_per_second": 5000.0,
+}  # fmt: skip
+
+
+def test_a_line_of_reinforcement_learning_tells_rewards_and_not_the_loss(tmp_path, capsys):
+    evaluated = {key: value for key, value in RL_ROW.items() if key.startswith(("reward", "pass", "trunc", "resp"))}
+    with MetricsLog(tmp_path, enabled=True, total_steps=1) as log:
+        log.log_eval(0, evaluated)
+        log.log(1, RL_ROW)
+        log.log_eval(1, {"loss": 2.5, "valid_tokens": 3})
+    assert capsys.readouterr().err.splitlines() == [
+        "evaluation after step 0: reward 0.312  pass@1 0.250  truncated 12%  length 1,234",
+        "step 1/1  reward 0.312  pass@1 0.250  no variance 3/16  truncated 12%  length 1,234  5,000 tokens/s  "
+        "ETA 0:00:00",
+        "evaluation after step 1: loss 2.5000",
+    ]
 
 
 def test_flops_of_whole_sequences_and_of_what_goes_on_from_a_prompt():

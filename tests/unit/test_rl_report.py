@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.rl import report
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.health import FIRST_ERROR
 from isoloss.engine.rl.report import RolloutLog, batch_stats, completion_stats, copy_of_the_model, rollout_stats
 from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
@@ -126,6 +128,18 @@ def test_a_line_tells_the_completion_and_what_was_learned_from_it(logged):
         "reward": 1.0, "finish": "stop", "tokens": 4, "logprob": -1.0, "weight_versions": [3], "kept": True,
         "masked": False, "advantage": 0.25,
     }  # fmt: skip
+
+
+def test_the_first_failure_of_a_batch_is_kept_for_warnings(tmp_path):
+    failed = [replace(trajectory(n, "s", 4, "stop", math.nan), error=f"f: KeyError in r.py:{n}") for n in (7, 8)]
+    broken = Group(0, failed[0].prompt, (trajectory(6, "s", 4, "stop", 1.0), *failed))
+    sample = Sample(torch.arange(6), torch.arange(6) >= 2, 0, {"advantages": torch.zeros(6)})
+    with MetricsLog(tmp_path, enabled=True, total_steps=9) as metrics:
+        log = RolloutLog(metrics)
+        log.batch(1, SampledGroups([KEPT[0]], [broken]), RolloutBatch((sample, sample)))
+        assert log.told == {FIRST_ERROR: "train.jsonl:7/0/0: f: KeyError in r.py:7"}
+        log.batch(2, SampledGroups([KEPT[0]], []), RolloutBatch((sample, sample)))
+        assert log.told == {}
 
 
 def test_a_resumed_run_takes_out_what_comes_again(tmp_path):

@@ -1,0 +1,77 @@
+"""What is odd about rows that can be trained on: counted while they are read, and told when a run begins."""
+
+import hashlib
+import unicodedata
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from isoloss.engine.data.messages import THOUGHTS, check_messages, says_something
+from isoloss.engine.data.rows import Row
+
+EMPTY_TURN, LOST_THOUGHT = "empty_turn", "lost_thought"
+TOLD = {
+    EMPTY_TURN: "have an empty turn of the assistant, which is context and not learned: fill it in, or take it out",
+    LOST_THOUGHT: "have thoughts (reasoning_content) that are not in what the chat template makes: many templates "
+    "leave those of earlier turns out",
+}
+
+
+def remarks(row: Row, form: Sequence[str], tokens_T: Sequence[int], tokenizer) -> list[str]:
+    """Those of TOLD that a tokenized row deserves. form: its columns, of which messages are looked at."""
+    learned = form[-1]
+    if not isinstance(row.values[learned], list):
+        return []
+    turns = [
+        message
+        for message in check_messages(row.values[learned], learned, row.place).messages
+        if message["role"] == "assistant"
+    ]
+    thoughts = [turn[name] for turn in turns for name in THOUGHTS if isinstance(turn.get(name), str)]
+    found = [EMPTY_TURN] if not all(map(says_something, turns)) else []
+    if any(thoughts):
+        text = _letters(tokenizer.decode(tokens_T, clean_up_tokenization_spaces=False))
+        found += [LOST_THOUGHT] if not all(_letters(thought) in text for thought in thoughts) else []
+    return found
+
+
+def _letters(text: str) -> str:
+    """Without what templates and tokenizers change: white space, and the form of composed characters."""
+    return "".join(unicodedata.normalize("NFKC", text).split())
+
+
+def told(key: str, forms: Mapping[str, int], counts: Mapping[str, int]) -> list[str]:
+    """Lines about the rows of `key`. forms: how many rows of each. counts: how many deserve a remark."""
+    lines = [f"{key}: {counts[name]:,} rows {text}" for name, text in TOLD.items() if counts.get(name)]
+    if len(forms) > 1:
+        each = ", ".join(f"{count:,} rows of {form}" for form, count in forms.items())
+        lines.insert(0, f"{key}: several forms: {each}")
+    return lines
+
+
+def digest(tokens_T: np.ndarray) -> bytes:
+    """The same for rows of the same tokens."""
+    return hashlib.blake2b(np.ascontiguousarray(tokens_T, "<i4").data, digest_size=16).digest()
+
+
+def repeats_told(train: Iterable[bytes], held_out: Iterable[bytes], taken: int, row: str, step: str) -> list[str]:
+    """Lines about rows that a run sees more often than their number says.
+
+    train, held_out: digests of the rows of data.train and data.eval. taken: rows of a step, batch.global_size.
+    row, step: what they are called.
+    """
+    train, held_out = list(train), list(held_out)
+    known, lines = set(train), []
+    if taken > len(train):
+        lines.append(
+            f"data: a {step} takes every {row} {taken / len(train):.1f} times: batch.global_size={taken:,} is more "
+            f"than the {len(train):,} {row}s of data.train"
+        )
+    if repeated := len(train) - len(known):
+        lines.append(f"data: {repeated:,} of {len(train):,} {row}s of data.train repeat an earlier one")
+    if both := sum(each in known for each in held_out):
+        lines.append(
+            f"data: {both:,} of {len(held_out):,} {row}s of data.eval are in data.train as well: evaluations are not "
+            "of what the model has not seen"
+        )
+    return lines
