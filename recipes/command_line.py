@@ -1,11 +1,15 @@
 """What somebody typed: mistakes that show before a configuration is composed of it."""
 
+import shlex
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from isoloss.engine.config.parse import ELSEWHERE, key_types
+from isoloss.engine.config.elsewhere import key_of
+from isoloss.engine.config.parse import key_types
+from isoloss.engine.config.schema import Config
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment
 
 # Keys that only evaluations read.
 OF_EVALUATIONS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
@@ -45,7 +49,7 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
     if key == "config" or value.endswith((".yaml", ".yml")):
         hint = "a configuration is preset=NAME and keys, written as key=value"
     else:
-        hint = f"write keys as key=value, such as {ELSEWHERE.get(key, key)}={value or 'VALUE'}"
+        hint = f"write keys as key=value, such as {key_of(key) or key}={value or 'VALUE'}"
     raise UserError(f"there is no option {name}; {hint}")
 
 
@@ -66,3 +70,20 @@ def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
     for key in OF_EVALUATIONS:
         if given.get(key, "0") not in ("0", "null") and not values["data"]["eval"]:
             raise UserError(f"{key}={given[key]} is of evaluations, and data.eval=[] has none: give data.eval=FILE")
+
+
+def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> None:
+    """Raises UserError for a layout of several ranks in a process that torchrun did not start, with the command that
+    does.
+
+    words: of the command line.
+    """
+    layout = config.parallel.layout()
+    shared = layout.ep * layout.etp  # by the ranks of a pipeline stage
+    replicas = next(n for n in range(1, shared + 1) if layout.tp * layout.context * n % shared == 0)
+    ranks = layout.replica_size * replicas
+    if ranks > 1 and environment.rank_and_world()[1] == 1:
+        raise UserError(
+            f"the layout {layout} needs {ranks} ranks, or a multiple, and this is one process without others: start "
+            f"torchrun --nproc_per_node {ranks} -m isoloss.recipes.{recipe} {shlex.join(words)}"
+        )

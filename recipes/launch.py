@@ -93,6 +93,7 @@ def _main(
         if arguments.cfg:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
+        command_line.refuse_missing_ranks(recipe, config, words)
         startup.prepare(config)  # before torch is imported
         run(config, f"{recipe}-{preset}")
         return 0

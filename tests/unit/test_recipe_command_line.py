@@ -44,6 +44,14 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("sft", [*RUN, "train.eval_every=5"], "train.eval_every=5 is of evaluations, and data.eval=[] has none"),
         ("sft", ["preset=tiny", "data.eval=[]", "train.eval_every=5"], "data.eval=[] has none"),
         ("grpo", [*RUN, "rollout.eval_top_p=0.9"], "rollout.eval_top_p=0.9 is of evaluations"),
+        (
+            "sft",
+            ["parallel.tp=2", "model.path=m", "data.train=[a b.jsonl]"],
+            "torchrun --nproc_per_node 2 -m isoloss.recipes.sft parallel.tp=2 model.path=m 'data.train=[a b.jsonl]'",
+        ),
+        ("grpo", [*RUN, "parallel.pp=2", "parallel.ulysses=2"], "the layout pp2+ulysses2 needs 4 ranks, or a multiple"),
+        ("sft", [*RUN, "parallel.tp=2", "parallel.ep=4", "parallel.etp=2"], "torchrun --nproc_per_node 8 -m isoloss"),
+        ("dapo", [*RUN, "parallel.ep=2"], "torchrun --nproc_per_node 2 -m isoloss.recipes.dapo model.path=m"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(monkeypatch, capsys, recipe, words, says):
@@ -64,6 +72,15 @@ def test_what_is_no_mistake(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["sft", *words, "--cfg"])
     assert launch.main("sft", Config, never) == 0
     assert "max_length" in capsys.readouterr().out
+
+
+def test_a_rank_of_torchrun_needs_no_other_command(monkeypatch):
+    """Of a world that the layout does not divide, the layout speaks."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    started = []
+    words = [*RUN, "parallel.tp=2"]
+    assert launch.main("sft", Config, lambda config, name: started.append(name), words) == 0
+    assert started == ["sft-plain"]
 
 
 def test_of_a_programs_list_the_last_one_counts(capsys):
