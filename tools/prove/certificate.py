@@ -157,9 +157,10 @@ def bug_summary(rows: Sequence[ProofRun], bug: PlantedBug) -> str:
     must_fail = [row for row in rows if row.must_fail]
     detected = sum(not row.against.passed for row in must_fail)
     passed = sum(row.against.passed for row in rows if not row.must_fail)
+    caught = "caught" if all(row.as_expected for row in rows) else "NOT caught as it must be"
     return (
-        f"planted bug {bug.name}: {'caught' if all(row.as_expected for row in rows) else 'NOT caught as it must be'} in "
-        f"{detected} of {len(must_fail)} runs that must fail; {passed} of {len(rows) - len(must_fail)} others pass"
+        f"planted bug {bug.name}: {caught} in {detected} of {len(must_fail)} runs that must fail; "
+        f"{passed} of {len(rows) - len(must_fail)} others pass"
     )
 
 

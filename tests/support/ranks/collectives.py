@@ -8,7 +8,7 @@ from isoloss.parallel.collectives import sum_gradient, sum_parts
 
 
 def gradient_of_a_region(view: str) -> Tensor:
-    """The gradient [2, 3] of the entry of a region in which rank r multiplies by r + 1: its layout is that of `view`."""
+    """The gradient [2, 3] of the entry of a region in which rank r multiplies by r + 1, in the strides of `view`."""
     x = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     inside, factor = sum_gradient(x, dist.group.WORLD), dist.get_rank() + 1
     if view == "product":
