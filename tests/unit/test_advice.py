@@ -98,17 +98,20 @@ def test_where_the_states_fit_fewer_tokens_are_advised(of, size, keys):
     ],
 )
 def test_offloading_is_not_named_where_it_does_not_help(of, size, keys):
-    line = advised(*of(size, *keys), 1)
+    config, arch = of(size, *keys)
+    line = advised(config, arch, 1)
     assert "alone take" in line and "memory.offload_optimizer" not in line
 
 
 def test_a_critic_counts_twice(of):
     keys = ["algorithm.advantage=gae", "rollout.max_new_tokens=1024"]
-    line = advised(*of("8b", *keys, recipe="grpo"), 1)
+    config, arch = of("8b", *keys, recipe="grpo")
+    line = advised(config, arch, 1)
     assert re.search(r"alone take 27\d\.\d GiB", line) and "memory.offload_optimizer" not in line
 
 
 def test_a_server_on_the_same_gpus_leaves_less_room(of):
     keys = ["rollout.max_new_tokens=1024", "rollout.backend=sglang", "rollout.servers=[http://a:1]"]
     keys += ["rollout.weight_sync=tensor", "rollout.colocated=true"]
-    assert "GiB of 69.0" in advised(*of("8b", *keys, recipe="grpo"), 1)
+    config, arch = of("8b", *keys, recipe="grpo")
+    assert "GiB of 69.0" in advised(config, arch, 1)
