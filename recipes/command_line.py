@@ -84,7 +84,7 @@ def refuse_spaces(keys: Collection[str], words: Sequence[str]) -> None:
 
 def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
     """Raises UserError for a given key that nothing reads, as the configuration is."""
-    given = dict(override.partition("=")[::2] for override in overrides)
+    given = {key: value for key, _, value in (override.partition("=") for override in overrides)}
     for key in OF_EVALUATIONS:
         if given.get(key, "0") not in ("0", "null") and not values["data"]["eval"]:
             raise UserError(f"{key}={given[key]} is of evaluations, and data.eval=[] has none: give data.eval=FILE")

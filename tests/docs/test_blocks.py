@@ -23,6 +23,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.runs import warm
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 ROOT = Path(__file__).parents[2]
@@ -146,6 +147,17 @@ def write_model(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> Path:
+    """A folder with the programs that blocks start modules by."""
+    folder, descriptor = tmp_path_factory.mktemp("commands"), warm.start_server().fileno()
+    for name, module in (("python", ""), ("torchrun", f"-m {warm.LAUNCHER}")):
+        start = f"{sys.executable} -S {Path(__file__).with_name('warm_command.py')} {descriptor} {module}"
+        (folder / name).write_text(f'#!/bin/sh\nexec {start} "$@"\n')
+        (folder / name).chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     """What a reader is expected to have: a model, rows, and the repository's `recipes` in the working folder."""
     folder = tmp_path_factory.mktemp("prepared")
@@ -161,15 +173,16 @@ def prepared(tmp_path_factory) -> Path:
     return folder
 
 
-def run(block: Block, folder: Path) -> str:
-    """The block's standard output; fails where its exit status is not the one that the page tells."""
+def run(block: Block, folder: Path, commands: Path) -> str:
+    """The block's standard output; fails where its exit status is not the one that the page says."""
     if block.mark == "file":
         (folder / block.value).write_text(block.text)
         return ""
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     command = ["bash", "-e", "-c", block.text] if block.language == "sh" else ["python", "-c", block.text]
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    connection = [warm.start_server().fileno()]
+    done = subprocess.run(command, cwd=folder, env=environment, pass_fds=connection, capture_output=True, text=True)
     wanted = int(block.value) if block.mark == "exit status" else 0
     assert done.returncode == wanted, f"{block.where} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -177,11 +190,11 @@ def run(block: Block, folder: Path) -> str:
 
 @pytest.mark.docs
 @pytest.mark.parametrize("page", [page for page, blocks in BLOCKS.items() if any(block.runs for block in blocks)])
-def test_the_blocks_of_a_page_run_in_order(page, prepared, tmp_path):
+def test_the_blocks_of_a_page_run_in_order(page, prepared, commands, tmp_path):
     folder = tmp_path / "work"
     shutil.copytree(prepared, folder)
     (folder / "recipes").symlink_to(ROOT / "recipes")
-    told = {block.text: run(block, folder) for block in BLOCKS[page] if block.runs}
+    told = {block.text: run(block, folder, commands) for block in BLOCKS[page] if block.runs}
     if page == "README.md":
         check_own_loop(next(lines for command, lines in told.items() if "python own_loop.py" in command))
 

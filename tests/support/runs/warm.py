@@ -1,7 +1,7 @@
 """Commands and whole torchrun jobs as forks of an interpreter that has imported torch, transformers and Megatron-Core:
-seven CPU seconds less a process. `Popen` and `run` are those of `subprocess`, for `[sys.executable, "-m", ...]`.
+seven CPU seconds less a process. `Popen` and `run` are those of `subprocess`, for `[sys.executable, "-m", ...]` and `[sys.executable, FILE, ...]`.
 
-A fork has the arguments, environment, folder, standard streams and session that it was asked for, runs its module as
+A fork has the arguments, environment, folder, standard streams and session that it was asked for, runs its program as
 `__main__`, and leaves Python as any process does. What it does not have is the import itself: variables that are read
 by imports, what imports print, and other packages of the same names on PYTHONPATH. A test of these, of the environment
 or command line that the system shows for a process, or of an agent that its ranks signal, starts a real one.
@@ -190,18 +190,23 @@ def _take(request: Request, streams: list[int]) -> None:
 
 
 def become(request: Request, base: list[str]) -> None:
-    """Run the module of a request as `python` would. base: the part of sys.path that no variable adds to."""
+    """Run the module or file of a request as `python` would. base: the part of sys.path that no variable adds to."""
     command = list(request.command)
     if command[0] == "-u":
         del command[0]
         sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), encoding="utf-8", write_through=True)
-    option, module, *arguments = command
-    assert option == "-m", command
-    sys.path[:] = [request.folder, *filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep)), *base]
-    sys.argv = [module, *arguments]
-    sys.modules.pop(module, None)  # a program is another copy of its module, which is not imported
+    is_module = command[0] == "-m"
+    program, *arguments = command[is_module:]
+    assert not program.startswith("-"), command
+    beside = request.folder if is_module else os.path.dirname(os.path.abspath(program))
+    sys.path[:] = [beside, *filter(None, request.environment.get("PYTHONPATH", "").split(os.pathsep)), *base]
+    sys.argv = [program, *arguments]
     importlib.import_module("numpy").random.seed()  # forks would have the same; Python's own starts anew by itself
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    if is_module:
+        sys.modules.pop(program, None)  # a program is another copy of its module, which is not imported
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(program, run_name="__main__")
 
 
 def fork_for_ranks() -> Request | None:
