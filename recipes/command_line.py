@@ -93,7 +93,7 @@ def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
 def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
     """Raises UserError for a key that somebody typed, with another value than the default, and that nothing reads as
     the configuration is. Not where a loss of the user's is given all of algorithm.*."""
-    given, plain = dict(override.partition("=")[::2] for override in overrides), defaults(cls)
+    given, plain = {key: value for key, _, value in (each.partition("=") for each in overrides)}, defaults(cls)
     of_user = ":" in values.get("algorithm", {}).get("loss", "")
     for keys, switches in WITHOUT_EFFECT.items():
         for key in keys.split():
