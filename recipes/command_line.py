@@ -1,14 +1,36 @@
 """What somebody typed: mistakes that show before a configuration is composed of it."""
 
+import shlex
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from isoloss.engine.config.parse import ELSEWHERE, key_types
+from isoloss.engine.config.elsewhere import key_of
+from isoloss.engine.config.help import as_written
+from isoloss.engine.config.parse import defaults, key_types
+from isoloss.engine.config.schema import Config
 from isoloss.parallel import UserError
+from isoloss.parallel.runtime import environment
 
 # Keys that only evaluations read.
 OF_EVALUATIONS = ("train.eval_every", "rollout.eval_temperature", "rollout.eval_top_p")
+
+# What keys are for that nothing else reads: the key and those of its values that leave the others unread.
+WITHOUT_EFFECT = {
+    "algorithm.kl_in algorithm.kl_estimator algorithm.kl_aggregation algorithm.reference_offload": {
+        "algorithm.kl_coef": (0,)
+    },
+    "algorithm.entropy_aggregation": {"algorithm.entropy_coef": (0,)},
+    "algorithm.overlong_penalty": {"algorithm.overlong_buffer": (0,)},
+    "algorithm.max_draws algorithm.on_shortage": {"algorithm.dynamic_sampling": (False,)},
+    "algorithm.importance_cap": {"algorithm.importance": ("none",)},
+    "algorithm.gae_lambda algorithm.value_clip algorithm.critic_lr": {
+        "algorithm.advantage": ("grpo", "dr-grpo", "rloo", "reinforce++", "reinforce++-baseline")
+    },
+    "rollout.servers rollout.router rollout.server_command rollout.sync_dir rollout.api_key_env": {
+        "rollout.backend": ("transformers", "megatron")
+    },
+}
 
 
 def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
@@ -45,7 +67,7 @@ def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
     if key == "config" or value.endswith((".yaml", ".yml")):
         hint = "a configuration is preset=NAME and keys, written as key=value"
     else:
-        hint = f"write keys as key=value, such as {ELSEWHERE.get(key, key)}={value or 'VALUE'}"
+        hint = f"write keys as key=value, such as {key_of(key) or key}={value or 'VALUE'}"
     raise UserError(f"there is no option {name}; {hint}")
 
 
@@ -66,3 +88,39 @@ def refuse_unread(overrides: Sequence[str], values: Mapping[str, Any]) -> None:
     for key in OF_EVALUATIONS:
         if given.get(key, "0") not in ("0", "null") and not values["data"]["eval"]:
             raise UserError(f"{key}={given[key]} is of evaluations, and data.eval=[] has none: give data.eval=FILE")
+
+
+def refuse_without_effect(cls: Any, overrides: Sequence[str], values: Mapping[str, Any]) -> None:
+    """Raises UserError for a key that somebody typed, with another value than the default, and that nothing reads as
+    the configuration is. Not where a loss of the user's is given all of algorithm.*."""
+    given, plain = {key: value for key, _, value in (each.partition("=") for each in overrides)}, defaults(cls)
+    of_user = ":" in values.get("algorithm", {}).get("loss", "")
+    for keys, switches in WITHOUT_EFFECT.items():
+        for key in keys.split():
+            group, name = key.split(".")
+            if key not in given or values[group][name] == plain[group][name] or (of_user and group == "algorithm"):
+                continue
+            for switch, off in switches.items():
+                value = values[group][switch.partition(".")[2]]
+                if value in off:
+                    raise UserError(
+                        f"{key}={given[key]} has no effect with {switch}={as_written(value)}: set {switch} to another "
+                        f"value, or leave {key} out"
+                    )
+
+
+def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> None:
+    """Raises UserError for a layout of several ranks in a process that torchrun did not start, with the command that
+    does.
+
+    words: of the command line.
+    """
+    layout = config.parallel.layout()
+    shared = layout.ep * layout.etp  # by the ranks of a pipeline stage
+    replicas = next(n for n in range(1, shared + 1) if layout.tp * layout.context * n % shared == 0)
+    ranks = layout.replica_size * replicas
+    if ranks > 1 and environment.rank_and_world()[1] == 1:
+        raise UserError(
+            f"the layout {layout} needs {ranks} ranks, or a multiple, and this is one process without others: start "
+            f"torchrun --nproc_per_node {ranks} -m isoloss.recipes.{recipe} {shlex.join(words)}"
+        )

@@ -90,9 +90,12 @@ def _main(
             return 0
         config, values, preset = compose_config(recipe, config_class, arguments.overrides)
         command_line.refuse_unread(arguments.overrides, values)
+        if argv is None:
+            command_line.refuse_without_effect(config_class, arguments.overrides, values)
         if arguments.cfg:
             print_once(yaml.safe_dump(values, sort_keys=False))
             return 0
+        command_line.refuse_missing_ranks(recipe, config, words)
         startup.prepare(config)  # before torch is imported
         run(config, f"{recipe}-{preset}")
         return 0

@@ -7,6 +7,7 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from isoloss.engine.config import elsewhere
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime.config_key import require
 
@@ -33,25 +34,6 @@ def defaults(cls: Any) -> dict[str, Any]:
     return values
 
 
-# What other trainers call it.
-ELSEWHERE = {
-    "learning_rate": "optim.lr",
-    "max_grad_norm": "optim.clip",
-    "clip_grad": "optim.clip",
-    "batch_size": "batch.global_size",
-    "train_batch_size": "batch.global_size",
-    "micro_batch_size": "batch.max_tokens",
-    "gradient_accumulation_steps": "batch.max_tokens",
-    "max_seq_length": "data.max_length",
-    "max_steps": "train.steps",
-    "num_train_epochs": "train.epochs",
-    "bf16": "train.precision",
-    "dtype": "train.precision",
-    "cp": "parallel.ulysses",
-    "sp": "parallel.ulysses",
-}
-
-
 def unknown_key(key: str, known: list[str]) -> str:
     """The message for a key that does not exist: the nearest one that does."""
     if members := [k for k in known if k.startswith(f"{key}.")]:
@@ -59,8 +41,10 @@ def unknown_key(key: str, known: list[str]) -> str:
     # The right name in the wrong group is likelier than another name in the right group.
     same_name = [k for k in known if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]]
     near = difflib.get_close_matches(key, same_name, n=1, cutoff=0) or difflib.get_close_matches(key, known, 1, 0.5)
-    elsewhere = ELSEWHERE.get(key.rsplit(".", 1)[-1])
-    guess = elsewhere if elsewhere in known else near[0] if near else None
+    ours = elsewhere.key_of(key)
+    guess = ours if ours in known else near[0] if near else None
+    if ours not in known and not same_name and (told := elsewhere.told_of(key)):
+        return f"unknown key {key!r}: {told}"
     return f"unknown key {key!r}" + (f"; did you mean {guess!r}?" if guess else f"; known keys: {', '.join(known)}")
 
 

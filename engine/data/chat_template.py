@@ -67,14 +67,21 @@ class Template:
             return self.tokenizer.apply_chat_template(messages, tools=self.tools, **variables)
         except TemplateSyntaxError as error:
             raise UserError(
-                f"{self.place}: the chat template of {self.tokenizer.name_or_path} is not one ({one_line(error)} in "
-                f"its line {error.lineno - (DATE in self.kwargs)}): fix it there, as no row can be rendered"
+                f"{self.place}: the chat template of {template_file(self.tokenizer.name_or_path)} is not one "
+                f"({one_line(error)} in its line {error.lineno - (DATE in self.kwargs)}): fix it there, as no row can "
+                "be rendered"
             ) from error
         except Exception as error:  # a template is somebody's program: which errors rows lead it into, nobody knows
             reason = one_line(error)
             raise UserError(
                 f"{self.place}: the chat template refuses these messages ({reason}): fix the row"
             ) from error
+
+
+def template_file(folder: str) -> Path:
+    """Where a tokenizer has its chat template: the file of its own, which transformers prefers, or a field."""
+    file = Path(folder) / "chat_template.jinja"
+    return file if file.is_file() else file.with_name("tokenizer_config.json")
 
 
 def render(messages: Messages, template: Template, prompt: bool = False) -> tuple[str, list[int]]:

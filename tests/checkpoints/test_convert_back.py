@@ -14,6 +14,7 @@ from support.models import plain_megatron
 from support.models.families import FAMILIES, VOCAB, write_folder
 from support.models.transformers_parity import make_samples
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest
@@ -76,8 +77,9 @@ def test_both_ways_are_certified(architecture, tmp_path):
             assert (tmp_path / folder / name).stat().st_size == record["bytes"]
 
 
-def test_another_type(pairs, tmp_path):
+def test_another_type(pairs, tmp_path, capsys):
     """fp32 -> bf16 on the way in, -> fp32 on the way out; a run without --verify may be verified later."""
+    logging.enable_progress_bar()  # whatever ran before in this process
     hf, _ = pairs(MOE)
     into = ["hf-to-mcore", "--hf", str(hf), "--out", str(tmp_path / "mcore"), "--dtype", "bf16"]
     assert convert.main(into) == 0 and convert.main([*into, "--verify"]) == 0
@@ -88,6 +90,7 @@ def test_another_type(pairs, tmp_path):
         assert model.dtype == dtype
         wanted = AutoModelForCausalLM.from_pretrained(hf).state_dict()
         assert all(torch.equal(t.float(), wanted[k].bfloat16().float()) for k, t in model.state_dict().items())
+    assert "Loading weights" not in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("architecture", [LLAMA, MOE])

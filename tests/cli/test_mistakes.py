@@ -100,7 +100,7 @@ LAYOUT = (
     told("more stages than layers: vpp", ("parallel.pp=2", "parallel.vpp=3"), "vpp=3", "4 layers", world=2),
     told("vpp without pp", "parallel.vpp=2", "parallel.vpp=2", "parallel.pp"),
     told("world of no multiple", "parallel.tp=2", "world size 3", "tp 2", "start a multiple", world=3),
-    told("world too small", "parallel.tp=2", "world size 1", "tp 2"),
+    told("world too small", "parallel.tp=2", "the layout tp2 needs 2 ranks", "torchrun --nproc_per_node 2 -m"),
     told("expert parallelism", "parallel.ep=2", "parallel.ep=2", "set it to 1", world=2),
     told("expert tensor parallelism", "parallel.etp=2", "parallel.etp=2", "set it to 1", world=2),
     told("sequence parallelism with tp 1", "parallel.sequence_parallel=true", "sequence_parallel=true", "parallel.tp"),

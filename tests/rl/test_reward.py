@@ -262,7 +262,7 @@ def test_trl_convention(score, write):
         ("FILE:unknown", r"nothing provides its parameter 'lvl': there are answer, .*level.*add that column"),
         (
             "FILE:verl",
-            r"mine.py:verl: nothing provides its parameter 'tries': there are completion_final, .*data_source",
+            r"mine.py:verl: nothing provides its parameter 'tries': there are completion_f.*data_source",
         ),
         (
             "FILE:trl",

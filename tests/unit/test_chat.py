@@ -348,7 +348,7 @@ def check_refused(tokenizer, values, said):
         ([7], "does not load"),
         (
             "{% for m in messages %}{{ m.role }",
-            r"^rows:1: the chat template of .* is not one .* in its line 1.: fix",
+            r"^rows:1: the chat template of .*/model/tokenizer_config.json is not one .* in its line 1.: fix",
         ),
         ("{{ messages }}\n{% endif %}", r"^rows:1: the chat template of .* is not one \(.* in its line 2\): fix it"),
     ),
@@ -362,6 +362,17 @@ def test_templates_of_a_folder_that_are_none(template, said, tmp_path):
     with pytest.raises(UserError, match=said) as error:
         tokenize_row(Row("rows:1", values), load_tokenizer(str(folder), 2048))
     assert "\n" not in str(error.value)
+
+
+def test_a_template_in_a_file_of_its_own_is_named(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}\n{{ m.role }")
+    values = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+    with pytest.raises(
+        UserError, match=r"the chat template of .*/model/chat_template.jinja is not one .* in its line 2"
+    ):
+        tokenize_row(Row("rows:1", values), load_tokenizer(str(folder), 2048))
 
 
 def test_only_the_template_that_a_row_needs_has_to_be_there(tmp_path):

@@ -25,6 +25,7 @@ def test_a_preset_is_what_its_first_lines_say(preset, tmp_path):
     assert config.train.precision == "bf16"
     assert ("on one node" in words) == ([claim.gpus for claim in preset.claims] == [8])
     assert ("on one or two nodes" in words) == ([claim.gpus for claim in preset.claims] == [8, 16])
+    assert ("on one GPU" in words) == ([claim.gpus for claim in preset.claims] == [1])
     assert ("on the same GPUs" in words) == (isinstance(config, RLConfig) and config.rollout.colocated)
 
 
@@ -53,7 +54,7 @@ def test_layers_are_computed_again_only_where_it_is_said(preset, tmp_path):
 
 
 PAGE = Path(__file__).parents[2] / "docs" / "presets.md"
-ROW = re.compile(r"^\| `(\w+_h100)` \| (\d+) \| `(.+?)` \| ([\d./ ]+) \| ([\d.]+) \| [\d,]+ \|$", re.MULTILINE)
+ROW = re.compile(r"^\| `(\w+_(?:1gpu|h100))` \| (\d+) \| `(.+?)` \| ([\d./ ]+) \| ([\d.]+) \| [\d,]+ \|$", re.MULTILINE)
 
 
 @pytest.mark.parametrize(("heading", "recipe"), (("## Supervised fine-tuning", "sft"), ("## GRPO and DAPO", "grpo")))

@@ -9,6 +9,7 @@ from support.models import published
 from support.plans.planned_presets import Preset, architecture, cluster_presets
 
 from isoloss.engine.config import rules
+from isoloss.engine.memory.limits import GIB
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.weight_map import num_parameters
@@ -43,7 +44,8 @@ def test_an_8b_preset_is_legal_for_llama_too(preset, tmp_path):
 @pytest.mark.parametrize("preset", OF_RL, ids=str)
 def test_a_prompt_and_its_completion_fit_everywhere(preset, tmp_path):
     config = preset.config(tmp_path)
-    assert isinstance(config, RLConfig) and config.rollout.backend == "sglang"
+    assert isinstance(config, RLConfig)
+    assert config.rollout.backend == ("megatron" if preset.name.endswith("_1gpu") else "sglang")
     assert config.data.max_length - config.rollout.max_new_tokens >= 1024
     assert config.data.max_length <= min(config.batch.max_tokens, architecture(tmp_path).max_positions)
 
@@ -57,10 +59,28 @@ def test_servers_on_the_same_gpus_get_the_weights_by_handles(preset, tmp_path):
     assert not rollout.colocated or [claim.gpus for claim in preset.claims] == [8]
 
 
+@pytest.mark.parametrize("preset", [preset for preset in OF_RL if preset.name.endswith("_1gpu")], ids=str)
+def test_the_cache_fits_beside_the_model_that_generates(preset, tmp_path):
+    """By hand: keys and values of 8 heads of 128 in 36 layers, in bf16, of as many full completions as may run; those
+    of a layer once more in fp32; bf16 weights and fp32 gradients, which stay meanwhile."""
+    config = preset.config(tmp_path)
+    assert isinstance(config, RLConfig)
+    cached = config.rollout.concurrency * config.data.max_length * 2 * 8 * 128
+    states = 6 * num_parameters(architecture(tmp_path))
+    assert (states + 36 * 2 * cached + 4 * cached) / GIB <= 74
+    assert (states + 36 * 2 * cached) / GIB >= 60  # and more would run than need to wait
+
+
 # ---- every size on every number of GPUs ------------------------------------------------------------------------------
 
 SIZES = ("8b", "32b", "70b", "30b_a3b")  # 27b is for fine-tuning alone
 NODES = (8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("recipe", ("sft", "grpo", "dapo"))
+def test_one_gpu_has_a_preset(recipe):
+    (found,) = [preset for preset in cluster_presets(recipe) if preset.claims[0].gpus == 1]
+    assert found.name == "8b_1gpu" and len(found.claims) == 1
 
 
 @pytest.mark.parametrize("recipe", ("sft", "grpo", "dapo"))

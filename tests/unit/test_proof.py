@@ -20,7 +20,7 @@ from isoloss.parallel import Layout, UserError
 from isoloss.tools.convert import verify, verify_logits, verify_tensors
 from isoloss.tools.convert.verify_logits import CEILING, LogitsEvidence
 from isoloss.tools.convert.verify_models import Rounded, Unverified
-from isoloss.tools.prove import proof
+from isoloss.tools.prove import certificate, proof
 from isoloss.tools.prove.bugs import NO_BUG, PLANTED_BUGS, RunTraits
 from isoloss.tools.prove.bugs.bug import means_differ
 from isoloss.tools.prove.certificate import ProofRun, claims
@@ -52,6 +52,29 @@ def test_what_is_too_small_is_as_wrong_as_what_is_too_large(field, size, says, s
 def test_a_term_of_the_loss_that_differs_fails(value):
     against = compare(dataclasses.replace(WHOLE, details={"kl": value}), WHOLE, TOLERANCE)
     assert not against.passed and against.reason.startswith("kl is ")
+
+
+@pytest.mark.parametrize(
+    ("errors", "must_fail", "status", "says"),
+    [
+        ((1e-3, 1e-3, 0.0), (True, True, False), 1, "caught in 2 of 2 runs that must fail; 1 of 1 others pass"),
+        ((1e-3, 0.0, 0.0), (True, True, False), 3, "NOT caught as it must be in 1 of 2 runs that must fail"),
+        ((1e-3, 1e-3, 1e-3), (True, True, False), 3, "in 2 of 2 runs that must fail; 0 of 1 others pass"),
+        ((0.0, 0.0, 0.0), (True, False, True), 3, "NOT caught as it must be in 0 of 2"),
+    ],
+)
+def test_a_bug_that_is_missed_has_a_status_of_its_own(errors, must_fail, status, says, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(certificate, "draw", lambda *args: None)
+    rows = []
+    for error, must in zip(errors, must_fail, strict=True):
+        found = dataclasses.replace(WHOLE, loss=WHOLE.loss * (1 + error))
+        case = Case(0, LossConfig("token-mean"))
+        rows.append(ProofRun(Layout(dp=2), case, found, compare(found, WHOLE, TOLERANCE), 2, must))
+    sample = Sample(torch.arange(4), torch.arange(4) > 0)
+    bug = PLANTED_BUGS["rank-local-denominators"]
+    given = Config(ModelConfig("anywhere")), TOLERANCE, "fp64", bug
+    assert certificate.report(rows, [sample, sample], tmp_path, *given) == status
+    assert f"planted bug {bug.name}: " in (last := capsys.readouterr().out.splitlines()[-1]) and says in last
 
 
 def test_a_prompt_of_one_sample_with_targets_is_a_sequence():

@@ -4,9 +4,11 @@ import sys
 
 import pytest
 
+from isoloss.engine.config.parse import key_types
 from isoloss.engine.config.schema import Config
+from isoloss.engine.rl.algorithms import ADVANTAGES
 from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import launch
+from isoloss.recipes import command_line, launch
 from isoloss.tools.plan import __main__ as plan
 from isoloss.tools.prove import __main__ as prove
 
@@ -44,6 +46,24 @@ def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
         ("sft", [*RUN, "train.eval_every=5"], "train.eval_every=5 is of evaluations, and data.eval=[] has none"),
         ("sft", ["preset=tiny", "data.eval=[]", "train.eval_every=5"], "data.eval=[] has none"),
         ("grpo", [*RUN, "rollout.eval_top_p=0.9"], "rollout.eval_top_p=0.9 is of evaluations"),
+        (
+            "grpo",
+            [*RUN, "algorithm.kl_estimator=k1"],
+            "algorithm.kl_estimator=k1 has no effect with algorithm.kl_coef=0.0: set algorithm.kl_coef to another",
+        ),
+        ("grpo", [*RUN, "algorithm.kl_in=reward", "algorithm.kl_coef=0"], "no effect with algorithm.kl_coef=0"),
+        ("grpo", [*RUN, "algorithm.gae_lambda=0.9"], "algorithm.gae_lambda=0.9 has no effect with algorithm.advantage"),
+        ("grpo", [*RUN, "algorithm.max_draws=3"], "no effect with algorithm.dynamic_sampling=false"),
+        ("dapo", [*RUN, "algorithm.importance_cap=5"], "no effect with algorithm.importance=none"),
+        ("grpo", [*RUN, "rollout.servers=[http://a:1]"], "no effect with rollout.backend=transformers"),
+        (
+            "sft",
+            ["parallel.tp=2", "model.path=m", "data.train=[a b.jsonl]"],
+            "torchrun --nproc_per_node 2 -m isoloss.recipes.sft parallel.tp=2 model.path=m 'data.train=[a b.jsonl]'",
+        ),
+        ("grpo", [*RUN, "parallel.pp=2", "parallel.ulysses=2"], "the layout pp2+ulysses2 needs 4 ranks, or a multiple"),
+        ("sft", [*RUN, "parallel.tp=2", "parallel.ep=4", "parallel.etp=2"], "torchrun --nproc_per_node 8 -m isoloss"),
+        ("dapo", [*RUN, "parallel.ep=2"], "torchrun --nproc_per_node 2 -m isoloss.recipes.dapo model.path=m"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(monkeypatch, capsys, recipe, words, says):
@@ -64,6 +84,40 @@ def test_what_is_no_mistake(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["sft", *words, "--cfg"])
     assert launch.main("sft", Config, never) == 0
     assert "max_length" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["algorithm.kl_estimator=k1", "algorithm.kl_coef=0.1"],
+        ["algorithm.kl_estimator=k3"],  # the default
+        ["algorithm.max_draws=3", "algorithm.dynamic_sampling=true"],
+        ["algorithm.gae_lambda=0.9", "algorithm.advantage=gae"],
+        ["algorithm.importance_cap=5", "algorithm.loss=mine.py:loss"],  # which may read it
+        ["rollout.servers=[http://a:1]", "rollout.backend=sglang"],
+    ],
+)
+def test_what_has_an_effect(monkeypatch, capsys, words):
+    monkeypatch.setattr(sys, "argv", ["grpo", *RUN, *words, "--cfg"])
+    assert launch.main("grpo", RLConfig, never) == 0
+    assert "max_length" in capsys.readouterr().out
+
+
+def test_switches_and_what_they_switch_are_keys():
+    keys = {name for name, _ in key_types(RLConfig)}
+    for of_switch, switches in command_line.WITHOUT_EFFECT.items():
+        assert {*of_switch.split(), *switches} <= keys
+    others = command_line.WITHOUT_EFFECT["algorithm.gae_lambda algorithm.value_clip algorithm.critic_lr"]
+    assert {*others["algorithm.advantage"]} == {name for name, each in ADVANTAGES.items() if not each.critic}
+
+
+def test_a_rank_of_torchrun_needs_no_other_command(monkeypatch):
+    """Of a world that the layout does not divide, the layout speaks."""
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    started = []
+    words = [*RUN, "parallel.tp=2"]
+    assert launch.main("sft", Config, lambda config, name: started.append(name), words) == 0
+    assert started == ["sft-plain"]
 
 
 def test_of_a_programs_list_the_last_one_counts(capsys):

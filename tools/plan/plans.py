@@ -8,6 +8,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory.limits import room
 from isoloss.engine.rl.config import RLConfig
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.tools.plan.advice import to_fit
 from isoloss.tools.plan.data_file import plan_data
 from isoloss.tools.plan.estimate import estimate
 from isoloss.tools.plan.hardware import GPUS
@@ -19,12 +20,12 @@ from isoloss.tools.plan.stages import dry_runs
 from isoloss.tools.plan.tables import (
     batch_lines,
     data_table,
+    estimate_lines,
     exchange_table,
     fits,
     phase_table,
     search_table,
     stage_table,
-    verdict,
 )
 
 BEST = 5  # layouts that are told
@@ -51,7 +52,9 @@ def plan(config: Config, arguments: argparse.Namespace) -> int:
     print(f"layout {layout}\n{stage_table(stages, config, gpu)}\n{phase_table(stages, gpu)}\n{exchange_table(stages)}")
     if data is not None:
         print(data_table(data, config, layout))
-    print(verdict(step, config, fitting=fitting))
+    print(estimate_lines(step, config))
+    if not fitting:
+        print(to_fit(config, arch, layout, gpu))
     if batch is not None:
         print(batch_lines(batch))
     return 0 if fitting else 1

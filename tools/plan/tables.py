@@ -55,17 +55,12 @@ def fits(report: RankReport, config: Config, gpu: Gpu) -> bool:
     return report.peak.peak <= room(config, gpu.memory)
 
 
-def verdict(step: Estimate, config: Config, *, fitting: bool) -> str:
-    lines = [
+def estimate_lines(step: Estimate, config: Config) -> str:
+    return (
         f"estimate: {step.seconds:.1f} s a step of {sequences(config)} rows of {config.data.max_length} tokens "
-        f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}",
-        f"assumed: {ASSUMPTIONS}",
-    ]
-    if not fitting:
-        lines.append(
-            f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md), or ask --search"
-        )
-    return "\n".join(lines)
+        f"in {step.micro_batches} micro-batches, {step.tokens_per_gpu_second:,.0f} tokens/s a GPU, MFU {step.mfu:.0%}\n"
+        f"assumed: {ASSUMPTIONS}"
+    )
 
 
 def search_table(candidates: Sequence[Candidate]) -> str:

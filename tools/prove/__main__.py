@@ -8,8 +8,8 @@ One global batch runs under the reference layout (one rank, one micro-batch) and
 micro-batch a rank, in about three, and one sample at a time. Loss, gradient norm and every parameter's gradient must
 agree up to rounding; the certificate is proof.json, a table and a picture, and says of every claim which runs exercised
 it. `--plant BUG` plants a known bug, and the proof must then fail where the bug shows.
-Exit status: 0 every claim proved, 1 not (with a planted bug it must be 1), 2 a mistake in the arguments, the
-configuration or the data.
+Exit status: 0 every claim proved, 1 not, 2 a mistake in the arguments, the configuration or the data. With a planted
+bug: 1 it is caught where it shows, 3 it is missed, or a run fails in which it does not show.
 """
 
 import sys

@@ -23,7 +23,7 @@ from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.models.mcore.layers.norm import RMSNorm
 from isoloss.models.mcore.layers.rotary import rotate_interleaved
 from isoloss.parallel.attention import PackedAttention
-from isoloss.parallel.collectives import gather_rows, sum_gradient
+from isoloss.parallel.collectives import gather_rows
 
 # transformers builds the norms of the latents with its default, whatever rms_norm_eps says.
 LATENT_NORM_EPS = 1e-6
@@ -119,7 +119,8 @@ class LatentAttention(MegatronModule):
 
         kv = self.linear_kv_up_proj(kv_latent)[0].unflatten(-1, (self.heads, -1))
         key_nope, value = kv.split([latent.nope_dim, latent.value_dim], -1)
-        # One rotated key for all heads: each TP rank adds its heads' part to the gradient.
-        whole = gather_rows if self.config.sequence_parallel else sum_gradient
-        key_rope = self._rotated(whole(key_rope, self.tp)[:, :, None], table).expand(-1, -1, self.heads, -1)
+        # One rotated key for all heads: each TP rank adds its heads' part to the gradient. Models with latent attention
+        # have experts, which TP without sequence parallelism is refused for.
+        key_rope = gather_rows(key_rope, self.tp)
+        key_rope = self._rotated(key_rope[:, :, None], table).expand(-1, -1, self.heads, -1)
         return self._rotated(query, table), torch.cat([key_nope, key_rope], -1), value

@@ -35,8 +35,8 @@ MODELS = {
     "30b_a3b": published.QWEN3_30B_A3B | LONG,
     "27b": published.QWEN35_27B,
 }
-SERVERS = ["reward.function=[exact_match]", "rollout.servers=[http://node1:30000]"]
-CLAIM = re.compile(r"^# (\d+) GPUs, ([a-z0-9+]+): (\d+\.\d) GiB, (\d+\.\d) s a step$", re.MULTILINE)
+SERVERS = ["rollout.servers=[http://node1:30000]"]
+CLAIM = re.compile(r"^# (\d+) GPUs?, ([a-z0-9+]+): (\d+\.\d) GiB, (\d+\.\d) s a step$", re.MULTILINE)
 H100 = GPUS["h100"]
 
 
@@ -75,7 +75,7 @@ class Preset:
         """folder: where a config.json of its model is put."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(json.dumps(model or MODELS[self.size]))
-        servers = [] if self.recipe == "sft" else SERVERS
+        servers = SERVERS if "backend: sglang" in self.text else []
         return [f"preset={self.name}", f"model.path={folder}", "data.train=[rows.jsonl]", *servers, *more]
 
     def config(self, folder: Path, *more: str, model: dict | None = None) -> Config:
@@ -95,7 +95,7 @@ def cluster_presets(*recipes: str) -> list[Preset]:
         Preset(recipe, name)
         for recipe in recipes or ("sft", "grpo", "dapo")
         for name in presets(recipe)
-        if name.endswith("_h100")
+        if name.endswith(("_1gpu", "_h100"))
     ]
 
 
@@ -236,7 +236,8 @@ def written(plan: Plan, reports: Sequence[RankReport]) -> tuple[list[str], list[
     peaks = plan.peaks(reports)
     for claim in plan.preset.claims:
         stages, step = plan.on(claim.gpus, peaks), plan.candidate(claim.gpus)
-        claims.append(f"# {claim.gpus} GPUs, {step.layout}: {max(stages):.1f} GiB, {step.seconds:.1f} s a step")
+        gpus = "1 GPU" if claim.gpus == 1 else f"{claim.gpus} GPUs"
+        claims.append(f"# {gpus}, {step.layout}: {max(stages):.1f} GiB, {step.seconds:.1f} s a step")
         told = " / ".join(f"{peak:.1f}" for peak in stages)
         page.append(
             f"| `{plan.preset.name}` | {claim.gpus} | `{step.layout}` | {told} | {step.seconds:.1f} | "

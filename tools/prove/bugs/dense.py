@@ -41,6 +41,23 @@ def _gradients_averaged_over_dp(chunks, groups):
             parameter.main_grad.div_(groups.dp.size())
 
 
+def _every_tp_rank_counts(chunks, groups):
+    """In the norm of the gradient, also of weights that all TP ranks hold."""
+    _mark(chunks, groups, sharded=True)
+
+
+def _first_tp_rank_counts(chunks, groups):
+    """In the norm of the gradient, also of weights of which every TP rank holds a part."""
+    _mark(chunks, groups, sharded=False)
+
+
+def _mark(chunks, groups, *, sharded):
+    del groups
+    for chunk in chunks:
+        for parameter in chunk.parameters():
+            parameter.tensor_model_parallel = sharded
+
+
 def _deaf(distributed):
     """Of torch.distributed, one that leaves every rank with numbers of its own."""
     return types.SimpleNamespace(all_reduce=lambda *args, **kwargs: None, get_backend=distributed.get_backend)
@@ -77,6 +94,10 @@ def _attention_sees_its_own_shard(grid_attention):
 
 def _on_context(run: RunTraits) -> bool:
     return run.layout.context > 1
+
+
+def _on_tp(run: RunTraits) -> bool:
+    return run.layout.tp > 1
 
 
 CONTEXT = "a layout with ulysses or ring"
@@ -126,5 +147,11 @@ DENSE = (
         {"isoloss.parallel.attention.grid_attention": _attention_sees_its_own_shard},
         lambda run: run.layout.context > 1,
         CONTEXT,
+    ),
+    PlantedBug(
+        "replicas-counted-by-every-tp-rank", gradients_changed(_every_tp_rank_counts), _on_tp, "a layout with tp"
+    ),
+    PlantedBug(
+        "shards-of-the-first-tp-rank-alone", gradients_changed(_first_tp_rank_counts), _on_tp, "a layout with tp"
     ),
 )

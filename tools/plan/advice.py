@@ -1,0 +1,74 @@
+"""What makes a run fit that does not: by the formula of memory, in milliseconds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+
+from isoloss.engine.config import rules
+from isoloss.engine.config.schema import Config
+from isoloss.engine.memory.estimate import step_memory
+from isoloss.engine.memory.limits import GIB, room
+from isoloss.models.architecture import Architecture
+from isoloss.models.weights.weight_map import num_parameters
+from isoloss.parallel import Layout, UserError
+from isoloss.tools.plan.hardware import Gpu
+from isoloss.tools.plan.search import DEGREES
+
+IN_CPU_MEMORY = 16  # bytes of an offloaded parameter: weight, two moments and gradient in fp32
+MOST_GPUS = 1024
+
+
+def to_fit(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
+    """Fewer tokens or recomputation, unless weights, gradients and optimizer alone exceed a GPU: then what lessens
+    these. A change is named only where the run fits by it."""
+    available, stages = room(config, gpu.memory), step_memory(config, arch, layout)
+    states = max(stage.peak - stage.activations for stage in stages)
+    if states <= available:
+        return (
+            f"to fit: lower batch.max_tokens={config.batch.max_tokens}, or recompute (docs/memory.md), or ask --search"
+        )
+    changes = [*_offloading(config, arch, layout, gpu), _more_gpus(config, arch, layout, gpu), "a smaller model"]
+    return (
+        f"to fit: weights, gradients and optimizer alone take {states / GIB:.1f} GiB of {available / GIB:.1f}, "
+        f"whatever batch.max_tokens and memory.recompute are; what helps: {'; '.join(changes)}"
+    )
+
+
+def _offloading(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> Iterator[str]:
+    offloaded = replace(config, memory=replace(config.memory, offload_optimizer=1.0))
+    keys = _keys_by_which(offloaded, arch, layout.world_size, gpu)
+    if config.memory.offload_optimizer < 1 and keys is not None:
+        nbytes = IN_CPU_MEMORY * config.trained_models * num_parameters(arch)
+        yield f"memory.offload_optimizer=1{keys} ({nbytes / 1e9:,.0f} GB in CPU memory, over all nodes)"
+
+
+def _more_gpus(config: Config, arch: Architecture, layout: Layout, gpu: Gpu) -> str:
+    """The fewest, with more tensor and expert parallelism where more data-parallel ranks are not enough."""
+    world = 2 * layout.world_size
+    while world <= MOST_GPUS:
+        for tp, ep in product(DEGREES, DEGREES):
+            if tp < layout.tp or ep < layout.ep:
+                continue
+            changed = replace(config, parallel=replace(config.parallel, tp=tp, ep=ep))
+            keys = _keys_by_which(changed, arch, world, gpu)
+            if keys is not None:
+                degrees = f" parallel.tp={tp}" * (tp > layout.tp) + f" parallel.ep={ep}" * (ep > layout.ep)
+                return f"--gpus {world}{degrees}{keys}"
+        world *= 2
+    return "more GPUs, in a layout that --search finds"
+
+
+def _keys_by_which(config: Config, arch: Architecture, world: int, gpu: Gpu) -> str | None:
+    """Nothing where it fits as it is, the key of recomputation where it fits by that; None where it is not legal, or
+    does not fit."""
+    again = replace(config.memory, recompute="full", recompute_modules=(), recompute_layers=None)
+    for keys, memory in (("", config.memory), (" memory.recompute=full", again)):
+        changed = replace(config, memory=memory)
+        try:
+            layout = changed.parallel.layout().with_world(world)
+            rules.check(changed, arch, layout)
+        except UserError:
+            continue
+        if max(stage.peak for stage in step_memory(changed, arch, layout)) <= room(changed, gpu.memory):
+            return keys
+    return None
