@@ -8,10 +8,11 @@
 FILE is a launch script (verl, slime), YAML or JSON. After it stand more of the trainer's own arguments, which win, and
 values of variables of a script. A script is read, never executed: what stands in an if, a case or a loop is passed
 over.
-Every key of the source is in one of four lists: translated, the same by default, without a counterpart, unknown. What
-the source leaves to its defaults is translated too, where they are not ours.
-Exit status: 0 every key is accounted for, 1 some are unknown, 2 a mistake in the arguments or the file, or a
-combination that we refuse; told in one line, before anything is written.
+Every key of the source is in one list: what changes the result, what you must give, translated, the same by default,
+without a counterpart, unknown. What the source leaves to its defaults is translated too, where they are not ours.
+Exit status: 0 every key is accounted for, and none of those without a counterpart changes what is learned; 1 some keys
+are unknown; 2 a mistake in the arguments or the file, or a combination that we refuse, in one line, before anything is
+written; 3 the list "What changes the result" is not empty.
 """
 
 from collections.abc import Sequence

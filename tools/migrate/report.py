@@ -23,6 +23,7 @@ def report(result: Migration, written: str | None) -> str:
             "preset=NAME, its name without .yaml.",
         ]
     parts = [
+        _grouped("What changes the result", told.changes),
         "\n".join(start),
         _list("Give these before you run", result.before),
         _list("Not read, because it stands in another file", result.unread),

@@ -9,6 +9,8 @@ from isoloss.parallel import UserError
 from isoloss.tools.migrate.denominator import Denominator
 
 Recipe = Literal["sft", "grpo", "dapo"]
+Matter = Literal["nothing", "give", "result"]
+NO_DISTILLATION = "isoloss has no distillation: nothing is learned from a teacher"
 
 
 class Unset:
@@ -28,6 +30,9 @@ class Row:
     why: what we do instead, of a key without a counterpart.
     neutral: values with which a key without a counterpart asks for nothing.
     lost: what of its value cannot be carried over, or None.
+    matter: where that, or a key without a counterpart, is told: among what changes the result, what a user must give,
+    or what changes nothing that is learned.
+    when: the settings in which a key without a counterpart is read at all.
     """
 
     key: str
@@ -36,19 +41,40 @@ class Row:
     why: str = ""
     neutral: tuple[Any, ...] = ()
     lost: "Callable[[Settings], str | None] | None" = None
+    matter: Matter = "nothing"
+    when: "Callable[[Settings], bool] | None" = None
 
     def matches(self, key: str) -> bool:
         return key.startswith(self.key[:-1]) if self.key.endswith("*") else key == self.key
 
 
-def to(key: str, ours: str, default: Any = None, lost: "Callable[[Settings], str | None] | None" = None) -> Row:
+def to(
+    key: str,
+    ours: str,
+    default: Any = None,
+    lost: "Callable[[Settings], str | None] | None" = None,
+    matter: Matter = "nothing",
+) -> Row:
     """A key with a counterpart. ours: our keys, separated by spaces."""
-    return Row(key, default, tuple(ours.split()), lost=lost)
+    return Row(key, default, tuple(ours.split()), lost=lost, matter=matter)
 
 
-def none(why: str, *keys: str, neutral: tuple[Any, ...] = ()) -> tuple[Row, ...]:
+def none(
+    why: str,
+    *keys: str,
+    neutral: tuple[Any, ...] = (),
+    matter: Matter = "nothing",
+    when: "Callable[[Settings], bool] | None" = None,
+) -> tuple[Row, ...]:
     """Keys without a counterpart, for one reason."""
-    return tuple(Row(key, why=why, neutral=neutral) for key in keys)
+    return tuple(Row(key, why=why, neutral=neutral, matter=matter, when=when) for key in keys)
+
+
+def changes(
+    why: str, *keys: str, neutral: tuple[Any, ...] = (), when: "Callable[[Settings], bool] | None" = None
+) -> tuple[Row, ...]:
+    """Keys without a counterpart, which decide what is learned."""
+    return none(why, *keys, neutral=(None, False, *neutral), matter="result", when=when)
 
 
 @dataclass(frozen=True)
@@ -73,6 +99,14 @@ class Settings:
     def has(self, *keys: str) -> bool:
         """Whether it names one of them, with a value."""
         return any(self.given.get(key) is not None for key in keys)
+
+    def on(self, key: str) -> bool:
+        """Whether it names the key, as true."""
+        return key in self.given and self.flag(key)
+
+    def named(self, key: str) -> Any:
+        """Its value where it names the key, or None."""
+        return self(key) if key in self.given else None
 
     def first(self, *keys: str) -> Any:
         """Of the first that it names; else the default of the first."""
@@ -147,10 +181,13 @@ class Source:
 class Account:
     """Where each key that a configuration names went; each line begins with it.
 
-    translated: what it became. same: it asks for what we do by default. without: no counterpart, with what we do
-    instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's defaults.
+    changes: what the run learned by it, and ours does not. give: what of it a user must give otherwise. Both with a
+    reason, as in without. translated: what it became. same: it asks for what we do by default. without: no counterpart,
+    with what we do instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's defaults.
     """
 
+    changes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    give: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     translated: list[str] = dataclasses.field(default_factory=list)
     same: list[str] = dataclasses.field(default_factory=list)
     without: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -176,14 +213,16 @@ def account(source: Source, settings: Settings, emitted: Mapping[str, str]) -> A
         lines = [emitted[ours] for ours in decided if ours in emitted]
         named |= set(decided)
         lost = row.lost(settings) if row.lost is not None else None
-        if row.why and value not in row.neutral:
-            told.without.append((shown, row.why))
-        elif lost:
-            told.without.append((shown, lost))
+        unread = value in row.neutral or (row.when is not None and not row.when(settings))
+        if reason := row.why if row.why and not unread else lost:
+            {"result": told.changes, "give": told.give, "nothing": told.without}[row.matter].append((shown, reason))
         elif lines:
             told.translated.append(f"{shown} -> {' '.join(lines)}")
         else:
             told.same.append(shown)
+    for row in source.rows:  # defaults that ours are not
+        if row.matter == "result" and row.lost and row.key not in settings.given and (why := row.lost(settings)):
+            told.changes.append((f"{row.key}={_shown(row.default)}, {source.trainer}'s default", why))
     if len(told.unknown) == len(settings.given):
         raise UserError(f"this is not a configuration of {source.trainer}: it has none of its keys")
     told.implied.extend(line for ours, line in emitted.items() if ours not in named)
