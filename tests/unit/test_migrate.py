@@ -503,8 +503,8 @@ def test_an_unknown_key_is_told_before_a_change():
         ("trl", ["learning_rate=1e-5", "eval_strategy=epoch"], "train.eval_every is rows / 8"),
         ("trl", ["learning_rate=1e-5", "save_strategy=best"], "no best checkpoint"),
         ("trl", ["learning_rate=1e-5", "warmup_ratio=0.1", "num_train_epochs=2"],
-         "warmup_ratio=0.1: a share of steps whose number is in the data: optim.warmup_steps is it x num_train_epochs=2 "
-         "x rows / 8"),
+         "warmup_ratio=0.1: a share of steps whose number is in the data: optim.warmup_steps is it x "
+         "num_train_epochs=2 x rows / 8"),
         ("trl", [*TRL_SIZES, "dataset_prompt_column=problem"], "dataset_prompt_column=problem: rows must have"),
         ("trl", [*TRL_SIZES, "reward_funcs=[accuracy,format,tag_count]"],
          "accuracy, format, tag_count of your own code: reward.function=[file.py:function"),

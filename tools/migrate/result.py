@@ -8,6 +8,7 @@ from typing import Any
 from isoloss.engine.config.parse import defaults, known_keys
 from isoloss.parallel import UserError
 from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.tools.migrate import releases
 from isoloss.tools.migrate.denominator import Denominator, example
 from isoloss.tools.migrate.table import NO_DISTILLATION, Account, Recipe, Settings, Source, account, translate
 
@@ -33,6 +34,7 @@ class Migration:
     remarks: list[str]
     before: list[str]
     unread: list[str]
+    past: list[str]  # what a run of that release computed
 
     @property
     def status(self) -> int:
@@ -47,8 +49,9 @@ class Migration:
         return example(self.theirs, self.ours)
 
 
-def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migration:
-    """Raises UserError where it is no configuration of that trainer, or ours refuses what comes of it."""
+def migrate(source: Source, given: Mapping[str, Any], unread: list[str], release: str | None = None) -> Migration:
+    """release: the day of the trainer's that ran. Raises UserError where it is no configuration of that trainer, or
+    ours refuses what comes of it."""
     settings = Settings(source.trainer, given, source.rows)
     told = account(source, settings, {})  # is it one of that trainer's at all?
     recipe = source.recipe(settings)
@@ -81,6 +84,7 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migr
         remarks,
         missing + source.before(settings) + [f"{shown}: {why}" for shown, why in told.give],
         unread,
+        releases.told(source.trainer.lower(), release, *source.past(settings)) if release else [],
     )
 
 

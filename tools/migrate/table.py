@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from isoloss.parallel import UserError
 from isoloss.tools.migrate.denominator import Denominator
+from isoloss.tools.migrate.releases import Sizes
 
 Recipe = Literal["sft", "grpo", "dapo"]
 Matter = Literal["nothing", "give", "result"]
@@ -161,7 +162,7 @@ class Source:
 
     trainer: its name. rows: its keys. keys: our keys, each as a function of its settings; UNSET leaves our default.
     recipe: which of ours it becomes. loss: what it divides its loss by, and remarks on it. before: what a user must
-    still give.
+    still give. past: the sizes of its steps, and which rows of releases.PASTS are about it.
     """
 
     trainer: str
@@ -170,6 +171,7 @@ class Source:
     recipe: Callable[[Settings], Recipe]
     loss: Callable[[Settings], tuple[Denominator, list[str]]]
     before: Callable[[Settings], list[str]]
+    past: Callable[[Settings], tuple[Sizes, list[str]]] = lambda settings: (Sizes(), [])
 
     def row_of(self, key: str) -> Row | None:
         """The row of that very name, or the one of its longest group."""
@@ -183,7 +185,8 @@ class Account:
 
     changes: what the run learned by it, and ours does not. give: what of it a user must give otherwise. Both with a
     reason, as in without. translated: what it became. same: it asks for what we do by default. without: no counterpart,
-    with what we do instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's defaults.
+    with what we do instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's
+    defaults.
     """
 
     changes: list[tuple[str, str]] = dataclasses.field(default_factory=list)

@@ -7,6 +7,7 @@ from typing import Any
 
 from isoloss.tools.migrate import trl_common
 from isoloss.tools.migrate.denominator import Denominator
+from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.table import UNSET, Settings, Source, changes, none, to
 from isoloss.tools.migrate.trl_common import processes, window
 
@@ -192,6 +193,18 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
     ), told
 
 
+def past(s: Settings) -> tuple[Sizes, list[str]]:
+    by_tokens = mode(s) in ("dapo", "cispo", "vespo")
+    kinds = {
+        "bnpo": mode(s) == "bnpo",
+        "generated": by_tokens and minibatches(s) > 1,
+        "truncated": by_tokens and s.flag("mask_truncated_completions"),
+    }
+    ranks = processes(s) if s.has("processes") else None
+    sizes = Sizes(ranks, s.integer("gradient_accumulation_steps"), window(s) if ranks else None, minibatches(s))
+    return sizes, [kind for kind, is_so in kinds.items() if is_so]
+
+
 def before(s: Settings) -> list[str]:
     told = trl_common.before(s)
     if not s.has("max_prompt_length"):
@@ -288,4 +301,4 @@ ROWS = (
        "an error, or data.overlong=drop"),
     *(row for row in trl_common.ROWS if row.key not in OVERRIDDEN),
 )  # fmt: skip
-SOURCE = Source("TRL", ROWS, KEYS, lambda s: "grpo", loss, before)
+SOURCE = Source("TRL", ROWS, KEYS, lambda s: "grpo", loss, before, past)

@@ -7,6 +7,7 @@ verl/workers/utils/losses.py, with the counts of verl/workers/engine. Its older 
 from typing import Any
 
 from isoloss.tools.migrate.denominator import MODES, Denominator
+from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.table import UNSET, Recipe, Settings
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
@@ -274,6 +275,26 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
         own_loss=policy(s).startswith("losses.py"),
     )
     return theirs, told
+
+
+def past(s: Settings) -> tuple[Sizes, list[str]]:
+    mode, micro = aggregation(s), s.first(f"{A}ppo_micro_batch_size_per_gpu", f"{A}ppo_micro_batch_size")
+    split = context(s) * (s.positive(f"{A}megatron.tensor_model_parallel_size") or 1)
+    split *= s.positive(f"{A}megatron.pipeline_model_parallel_size") or 1
+    gpus = s.named("trainer.n_gpus_per_node")
+    ranks = int(gpus) * int(s.named("trainer.nnodes") or 1) // split if gpus else None
+    sequences = s.integer(f"{A}ppo_mini_batch_size") * s.integer(f"{R}n")
+    fixed = ranks and micro and not s.flag(f"{A}use_dynamic_bsz")
+    kinds = {
+        "legacy": legacy(s) and mode == "token-mean",
+        "seq-mean": mode.startswith("seq-mean") and not legacy(s),
+        "norm": mode.endswith("norm"),
+        "token-sum": mode == "sum",
+        "critic": advantage(s) == "gae" and not legacy(s),
+        "distillation": distills(s),
+    }
+    count = -(-sequences // (ranks * int(micro))) if fixed else None
+    return Sizes(ranks, count, sequences), [kind for kind, is_so in kinds.items() if is_so]
 
 
 def before(s: Settings) -> list[str]:

@@ -6,6 +6,7 @@ Names and defaults: verl/trainer/config/sft_trainer_engine.yaml. The loss: sft_l
 from typing import Any
 
 from isoloss.tools.migrate.denominator import Denominator
+from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.table import UNSET, Row, Settings, Source, changes, none, to
 
 LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "expert_model_parallel_size": "ep",
@@ -174,4 +175,4 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
     return Denominator("token-mean"), []
 
 
-SOURCE = Source("verl", ROWS, KEYS, lambda s: "sft", loss, lambda s: [])
+SOURCE = Source("verl", ROWS, KEYS, lambda s: "sft", loss, lambda s: [], lambda s: (Sizes(), ["sft"]))
