@@ -105,6 +105,7 @@ def test_a_value_of_a_command_line(text, value):
         "ITEMS=(--lost 3)\npython3 train.py --last 2\n${ITEMS[@]} \\\n  --more 4\n",
         "torchrun train.py trainer.first=1 trainer.last=2\n  +trainer.lost=3\n",
     ],
+    ids=["a flag", "an array", "a key"],
 )
 def test_a_launch_line_that_ends_for_want_of_a_backslash_is_named(text, tmp_path):
     (tmp_path / "run.sh").write_text(text)

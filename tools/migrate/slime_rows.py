@@ -1,7 +1,7 @@
 """slime's arguments, each with its default and what becomes of it."""
 
 from isoloss.tools.migrate import slime_keys
-from isoloss.tools.migrate.table import NO_DISTILLATION, Row, Settings, changes, none, to
+from isoloss.tools.migrate.table import NO_DISTILLATION, Row, Settings, changes, lost_images, none, to
 
 SERVERS = "you start SGLang servers and name them: rollout.backend=sglang, rollout.servers, rollout.colocated"
 MODEL = "config.json of model.path says what the model is"
@@ -25,7 +25,7 @@ def lost_gspo_tokens(s: Settings) -> str | None:
 
 
 TRANSLATED = (
-    to("--hf-checkpoint", "model.path"),
+    to("--hf-checkpoint", "model.path", None, lost_images("--hf-checkpoint"), "result"),
     to("--prompt-data", "data.train"),
     to("--eval-prompt-data", "data.eval"),
     to("--apply-chat-template-kwargs", "data.template_kwargs"),

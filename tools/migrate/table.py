@@ -1,6 +1,7 @@
 """What is known of another trainer's keys, and what one of its configurations says."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,6 +12,7 @@ from isoloss.tools.migrate.releases import Sizes
 
 Recipe = Literal["sft", "grpo", "dapo"]
 Matter = Literal["nothing", "give", "result"]
+IMAGES = re.compile(r"(^|[-_.])(vlm?|vision|omni)([-_.\d]|$)", re.IGNORECASE)
 NO_DISTILLATION = "isoloss has no distillation: nothing is learned from a teacher"
 
 
@@ -196,6 +198,16 @@ class Account:
     without: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     implied: list[str] = dataclasses.field(default_factory=list)
+
+
+def lost_images(key: str) -> "Callable[[Settings], str | None]":
+    """Of the key that names the model."""
+
+    def lost(s: "Settings") -> str | None:
+        sees = IMAGES.search(str(s(key)).rstrip("/").rsplit("/", 1)[-1])
+        return "by its name it takes images, and isoloss trains on text alone" if sees else None
+
+    return lost
 
 
 def translate(source: Source, settings: Settings) -> dict[str, Any]:

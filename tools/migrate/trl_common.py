@@ -7,7 +7,7 @@ transformers/training_args.py.
 import math
 from typing import Any
 
-from isoloss.tools.migrate.table import UNSET, Row, Settings, changes, none, to
+from isoloss.tools.migrate.table import UNSET, Row, Settings, changes, lost_images, none, to
 
 OURS = {"save_steps": "checkpoint.every", "eval_steps": "train.eval_every"}
 SCHEDULES = ("constant", "linear", "cosine")
@@ -136,7 +136,7 @@ def lost_dataset(s: Settings) -> str | None:
 
 
 ROWS: tuple[Row, ...] = (
-    to("model_name_or_path", "model.path"),
+    to("model_name_or_path", "model.path", None, lost_images("model_name_or_path"), "result"),
     to("dataset_name", "data.train", None, lost_dataset),
     to("chat_template_kwargs", "data.template_kwargs"),
     to("per_device_train_batch_size", "batch.global_size batch.max_tokens algorithm.minibatches", 8),

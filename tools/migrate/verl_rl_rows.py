@@ -1,6 +1,6 @@
 """The keys of verl's reinforcement learning, each with its default and what becomes of it."""
 
-from isoloss.tools.migrate.table import NO_DISTILLATION, Row, Settings, changes, none, to
+from isoloss.tools.migrate.table import NO_DISTILLATION, Row, Settings, changes, lost_images, none, to
 from isoloss.tools.migrate.verl_rl import (
     BUFFERS,
     REWARDS,
@@ -108,7 +108,7 @@ def lost_metric(s: Settings) -> str | None:
 
 
 TRANSLATED = (
-    to("actor_rollout_ref.model.path", "model.path"),
+    to("actor_rollout_ref.model.path", "model.path", None, lost_images("actor_rollout_ref.model.path"), "result"),
     to("actor_rollout_ref.model.tokenizer_path", "model.tokenizer"),
     to("data.tokenizer", "model.tokenizer"),
     to("data.train_files", "data.train", []),

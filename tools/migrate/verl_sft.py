@@ -7,7 +7,7 @@ from typing import Any
 
 from isoloss.tools.migrate.denominator import Denominator
 from isoloss.tools.migrate.releases import Sizes
-from isoloss.tools.migrate.table import UNSET, Row, Settings, Source, changes, none, to
+from isoloss.tools.migrate.table import UNSET, Row, Settings, Source, changes, lost_images, none, to
 
 LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "expert_model_parallel_size": "ep",
           "virtual_pipeline_model_parallel_size": "vpp", "context_parallel_size": "ring",
@@ -102,7 +102,7 @@ KEYS = {
 }
 
 ROWS: tuple[Row, ...] = (
-    to("model.path", "model.path"),
+    to("model.path", "model.path", None, lost_images("model.path"), "result"),
     to("model.tokenizer_path", "model.tokenizer"),
     to("data.train_files", "data.train", []),
     to("data.val_files", "data.eval", []),
