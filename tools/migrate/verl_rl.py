@@ -284,7 +284,6 @@ def past(s: Settings) -> tuple[Sizes, list[str]]:
     gpus = s.named("trainer.n_gpus_per_node")
     ranks = int(gpus) * int(s.named("trainer.nnodes") or 1) // split if gpus else None
     sequences = s.integer(f"{A}ppo_mini_batch_size") * s.integer(f"{R}n")
-    fixed = ranks and micro and not s.flag(f"{A}use_dynamic_bsz")
     kinds = {
         "legacy": legacy(s) and mode == "token-mean",
         "seq-mean": mode.startswith("seq-mean") and not legacy(s),
@@ -293,7 +292,8 @@ def past(s: Settings) -> tuple[Sizes, list[str]]:
         "critic": advantage(s) == "gae" and not legacy(s),
         "distillation": distills(s),
     }
-    count = -(-sequences // (ranks * int(micro))) if fixed else None
+    fixed = micro and not s.flag(f"{A}use_dynamic_bsz")
+    count = -(-sequences // (ranks * int(micro))) if ranks and fixed else None
     return Sizes(ranks, count, sequences), [kind for kind, is_so in kinds.items() if is_so]
 
 
