@@ -93,6 +93,7 @@ def test_a_row_is_what_its_release_computed(past):
 def test_one_pair_in_a_micro_batch_and_three_in_another_weigh_as_reported():
     """ms-swift PR 10144: 1/2, 1/6, 1/6, 1/6."""
     (past,) = [past for past in PASTS if past.of == "packed DPO"]
+    assert past.weights is not None
     assert past.weights.weights([[[1], [1, 1, 1]]]) == pytest.approx([1 / 2, 1 / 6, 1 / 6, 1 / 6])
 
 
