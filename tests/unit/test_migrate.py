@@ -26,15 +26,16 @@ SOURCES = {
 }
 # What verl and TRL do where nobody says otherwise, and isoloss does not.
 TORCH = {"optim.betas": "[0.9,0.999]", "train.precision": "bf16"}
+FULL = {"memory.recompute": "full"}  # unless verl trains with Megatron, or slime is not asked to
 VERL = TORCH | {"optim.schedule": "constant", "optim.weight_decay": "0.01"}
-TRL = TORCH | {"train.epochs": "3", "train.seed": "42"}
+TRL = TORCH | FULL | {"train.epochs": "3", "train.seed": "42", "checkpoint.every": "500"}
 TRL_GRPO = TRL | {"optim.lr": "1e-06", "optim.schedule": "linear"}
 GSM8K = {"data.train": "[/home/me/data/gsm8k/train.parquet]", "data.eval": "[/home/me/data/gsm8k/test.parquet]"}
 BOTH = {
     "data.train": "[/home/me/data/gsm8k/train.parquet,/home/me/data/math/train.parquet]",
     "data.eval": "[/home/me/data/gsm8k/test.parquet,/home/me/data/math/test.parquet]",
 }
-SLIME_GRPO = {
+SLIME_GRPO = FULL | {
     "data.train": "[/root/dapo-math-17k/dapo-math-17k.jsonl]",
     "data.eval": "[/root/aime-2024/aime-2024.jsonl]",
     "data.max_length": "10240",  # 8192 and our guess of 2048 for the prompt
@@ -56,7 +57,7 @@ SLIME_GRPO = {
 }
 # Of each example: the file, what is added to it, our recipe, and the keys after it.
 MIGRATED = {
-    "verl_grpo_fsdp.txt": ([], "grpo", VERL | GSM8K | {
+    "verl_grpo_fsdp.txt": ([], "grpo", FULL | VERL | GSM8K | {
         "model.path": "Qwen/Qwen3-4B",
         "data.overlong": "drop",
         "batch.global_size": "512",
@@ -88,7 +89,7 @@ MIGRATED = {
         "algorithm.kl_coef": "0.001",
         "algorithm.minibatches": "4",
     }),
-    "verl_gspo.txt": ([], "grpo", VERL | BOTH | {
+    "verl_gspo.txt": ([], "grpo", FULL | VERL | BOTH | {
         "model.path": "Qwen/Qwen3-8B",
         "data.max_length": "10240",
         "data.overlong": "drop",
@@ -108,7 +109,7 @@ MIGRATED = {
         "algorithm.clip_high": "0.0004",
         "algorithm.minibatches": "4",
     }),
-    "verl_dapo.txt": ([], "dapo", TORCH | GSM8K | {
+    "verl_dapo.txt": ([], "dapo", FULL | TORCH | GSM8K | {
         "model.path": "/home/me/models/Qwen/Qwen2.5-0.5B-Instruct",
         "data.max_length": "3072",
         "batch.global_size": "256",
@@ -124,7 +125,7 @@ MIGRATED = {
         "algorithm.mask_truncated": "false",
         "algorithm.overlong_buffer": "128",
     }),
-    "verl_dapo_async.txt": ([], "grpo", VERL | {
+    "verl_dapo_async.txt": ([], "grpo", FULL | VERL | {
         "model.path": "/home/me/verl/models/Qwen2.5-Math-7B",
         "data.train": "[/home/me/verl/data/dapo-math-17k.parquet]",
         "data.eval": "[/home/me/verl/data/aime-2024.parquet]",
@@ -147,7 +148,7 @@ MIGRATED = {
         "algorithm.minibatches": "16",
         "algorithm.overlong_buffer": "4096",
     }),
-    "verl_sft.yaml": ([], "sft", VERL | GSM8K | {
+    "verl_sft.yaml": ([], "sft", FULL | VERL | GSM8K | {
         "model.path": "Qwen/Qwen2.5-0.5B-Instruct",
         "data.max_length": "1024",
         "batch.global_size": "256",
@@ -198,7 +199,7 @@ MIGRATED = {
     "slime_experts.txt": ([], "grpo", SLIME_GRPO | {
         "model.path": "/root/Qwen3-30B-A3B", "parallel.tp": "4", "parallel.ep": "8", "batch.max_tokens": "20480",
     }),
-    "slime_sft.txt": ([], "sft", {
+    "slime_sft.txt": ([], "sft", FULL | {
         "model.path": "/root/Qwen3-4B-Base/",
         "data.train": "[/root/openhermes2_5.parquet]",
         "data.max_length": "9216",
@@ -234,9 +235,10 @@ def test_every_key_of_an_example_is_in_one_list(name):
     trainer = name.partition("_")[0]
     source, given, _ = READERS[trainer](EXAMPLES / name, MIGRATED[name][0])
     told = migrate(source, given, []).account
-    lines = [*told.translated, *told.same, *(shown for shown, _ in told.without), *told.unknown]
+    reasons = [*told.changes, *told.give, *told.without]
+    lines = [*told.translated, *told.same, *(shown for shown, _ in reasons), *told.unknown]
     assert sorted(line.split("=", 1)[0] for line in lines) == sorted(given)
-    assert all(why for _, why in told.without)
+    assert all(why for _, why in reasons)
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -330,8 +332,9 @@ def test_a_key_is_what_its_trainer_makes_of_it(trainer, words, keys):
     ],
 )  # fmt: skip
 def test_what_cannot_be_carried_over_says_what_happens_instead(trainer, words, key, says):
-    told = {shown.partition("=")[0]: why for shown, why in migrated(trainer, None, *words).account.without}
-    assert says in told[key]
+    account = migrated(trainer, None, *words).account
+    told = dict([*account.changes, *account.give, *account.without])
+    assert says in {shown.partition("=")[0]: why for shown, why in told.items()}[key]
 
 
 def test_a_value_that_asks_for_nothing_is_the_same_by_default():
@@ -371,6 +374,15 @@ def test_an_unknown_key_is_named_and_the_status_is_1(capsys):
         (["verl", *GRPO, f"{ACTOR}optim.lr=fast"], "optim.lr='fast' must be a number"),
         (["verl", "algorithm.adv_estimator=grpo", "data.train_batch_size=256"], "rollout.num_generations=1"),
         (["trl", "num_generations=3"], "must divide the 8 completions"),
+        (["trl", "num_generations=14", "processes=8"], "with processes=8; processes=7 would fit"),
+        (["trl", "num_generations=6", "per_device_train_batch_size=2"], "processes=3 would fit"),
+        (["verl", *GRPO, "algorithm.adv_estimator=remax"], "is not given the reward of a greedy completion"),
+        (["verl", "algorithm.adv_estimator=grpo", "distillation.enabled=True"], "isoloss has no distillation"),
+        (
+            ["verl", "algorithm.adv_estimator=grpo", "actor_rollout_ref.model.lora_rank=8"],
+            "LoRA): it trains all weights; what is left is refused: rollout.num_generations=1",
+        ),
+        (["trl", *TRL_SIZES, "reward_funcs=[a.b,c.d]", "reward_weights=[1]"], "one for each of the 2 reward_funcs"),
         (["slime", "--lr", "1e-6"], "--rollout-batch-size"),
     ],
 )
@@ -426,3 +438,121 @@ def test_the_report_has_every_part(capsys):
                   "Not named: TRL's defaults", "The same by default", "No counterpart"):  # fmt: skip
         assert f"{title}" in out
     assert "they differ: a mean of means" in out and "TRL: the sum over target tokens" in out
+
+
+MODEL, CORRECTION = "actor_rollout_ref.model.", "algorithm.rollout_correction."
+# What is migrated, and the keys of "What changes the result".
+CHANGING = [
+    ("verl", [*GRPO, f"{MODEL}lora_rank=32", f"{MODEL}lora_alpha=64"], {f"{MODEL}lora_rank", f"{MODEL}lora_alpha"}),
+    ("verl", [*GRPO, f"{MODEL}lora.rank=8"], {f"{MODEL}lora.rank"}),
+    ("verl", [*GRPO, f"{MODEL}lora_adapter_path=/a"], {f"{MODEL}lora_adapter_path"}),
+    ("verl", [*GRPO, f"{MODEL}lora_alpha=64", f"{MODEL}lora_rank=0"], set()),
+    ("verl", [*GRPO, f"{ACTOR}megatron.router_replay.mode=R3"], {f"{ACTOR}megatron.router_replay.mode"}),
+    ("verl", [*GRPO, f"{ACTOR}router_replay.mode=R2"], {f"{ACTOR}router_replay.mode"}),
+    ("verl", [*GRPO, f"{ACTOR}router_replay.mode=disabled"], set()),
+    ("verl", [*GRPO, f"{MODEL}mtp.enable=True", f"{MODEL}mtp.enable_train=True"],
+     {f"{MODEL}mtp.enable", f"{MODEL}mtp.enable_train"}),
+    ("verl", [*GRPO, f"{MODEL}mtp.enable=True", f"{MODEL}mtp.enable_rollout=True"], set()),
+    ("verl", [*GRPO, "data.image_key=images"], {"data.image_key"}),
+    ("verl", [*GRPO, f"{CORRECTION}rollout_rs=token_k1", f"{CORRECTION}rollout_rs_threshold=2"],
+     {f"{CORRECTION}rollout_rs", f"{CORRECTION}rollout_rs_threshold"}),
+    ("verl", [*GRPO, f"{CORRECTION}rollout_is=token", f"{CORRECTION}rollout_is_threshold=0.5_2"],
+     {f"{CORRECTION}rollout_is_threshold"}),
+    ("verl", [*GRPO, "distillation.enabled=True", "distillation.nnodes=1"],
+     {"distillation.enabled", "distillation.nnodes"}),
+    ("verl", [*GRPO, "distillation.enabled=False", "distillation.nnodes=1"], set()),
+    ("verl", [*GRPO, "actor_rollout_ref.rollout.multi_turn.enable=True"],
+     {"actor_rollout_ref.rollout.multi_turn.enable"}),
+    ("verl", [*GRPO, f"{MODEL}path=/m/Qwen2.5-VL-7B-Instruct"], {f"{MODEL}path"}),
+    ("verl", [*GRPO, f"{MODEL}path=/vl/Qwen2.5-7B"], set()),
+    ("slime", [*SLIME_SIZES, "--hf-checkpoint", "/root/Qwen3-VL-8B/"], {"--hf-checkpoint"}),
+    ("verl", ["data.train_batch_size=8", "model.lora_rank=8"], {"model.lora_rank"}),
+    ("verl", ["data.train_batch_size=8", "model.mtp.enable=True", "model.mtp.enable_train=True"],
+     {"model.mtp.enable", "model.mtp.enable_train"}),
+    ("trl", ["learning_rate=1e-5", "use_peft=true", "lora_r=8"], {"use_peft", "lora_r"}),
+    ("trl", ["learning_rate=1e-5", "lora_r=8"], set()),
+    ("trl", [*TRL_SIZES, "use_vllm=true"], {"vllm_importance_sampling_mode"}),
+    ("trl", [*TRL_SIZES, "use_vllm=true", "vllm_importance_sampling_mode=token_truncate"], set()),
+    ("slime", [*SLIME_SIZES, "--use-opd", "--opd-kl-coef", "1"], {"--use-opd", "--opd-kl-coef"}),
+    ("slime", [*SLIME_SIZES, "--enable-mtp-training", "--mtp-num-layers", "1"], {"--enable-mtp-training"}),
+    ("slime", [*SLIME_SIZES, "--mtp-num-layers", "1"], set()),
+    ("slime", [*SLIME_SIZES, "--use-rollout-routing-replay"], {"--use-rollout-routing-replay"}),
+    ("slime", [*SLIME_SIZES, "--multimodal-keys", '{"image":"images"}'], {"--multimodal-keys"}),
+    ("slime", [*SLIME_SIZES, "--custom-generate-function-path", "a.generate"], {"--custom-generate-function-path"}),
+    ("slime", [*SLIME_SIZES, "--use-tis", "--tis-clip-low", "0.5"], {"--tis-clip-low"}),
+    ("slime", [*SLIME_SIZES, "--use-tis", "--custom-tis-function-path", "a.f"], {"--custom-tis-function-path"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("trainer", "words", "keys"), CHANGING)
+def test_what_changes_the_result_comes_first_with_a_status_of_its_own(trainer, words, keys, capsys):
+    result = migrated(trainer, None, *words)
+    assert {change.partition("=")[0] for change in result.changes} == keys
+    assert result.status == (3 if keys else 0)
+    status = main([trainer, *words])
+    assert status == result.status and capsys.readouterr().out.startswith("What changes the result:") == bool(keys)
+
+
+def test_an_unknown_key_is_told_before_a_change():
+    assert main(["verl", *GRPO, f"{MODEL}lora_rank=8", "algorithm.adv_estimater=rloo"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "says"),
+    [
+        ("trl", ["learning_rate=1e-5", "save_strategy=epoch", "num_train_epochs=10", "processes=8"],
+         "save_strategy=epoch: once an epoch, whose number of steps is in the data: checkpoint.every is rows / 64"),
+        ("trl", ["learning_rate=1e-5", "save_steps=0.1"], "checkpoint.every is it x num_train_epochs=3 x rows / 8"),
+        ("trl", ["learning_rate=1e-5", "eval_strategy=epoch"], "train.eval_every is rows / 8"),
+        ("trl", ["learning_rate=1e-5", "save_strategy=best"], "no best checkpoint"),
+        ("trl", ["learning_rate=1e-5", "warmup_ratio=0.1", "num_train_epochs=2"],
+         "warmup_ratio=0.1: a share of steps whose number is in the data: optim.warmup_steps is it x "
+         "num_train_epochs=2 x rows / 8"),
+        ("trl", [*TRL_SIZES, "dataset_prompt_column=problem"], "dataset_prompt_column=problem: rows must have"),
+        ("trl", [*TRL_SIZES, "reward_funcs=[accuracy,format,tag_count]"],
+         "accuracy, format, tag_count of your own code: reward.function=[file.py:function"),
+        ("trl", [*TRL_SIZES, "reward_funcs=math"], "math of your own code"),
+        ("trl", [*TRL_SIZES, "reward_funcs=[accuracy_reward,exact_match]"], "exact_match of your own code"),
+        ("slime", [*SLIME_SIZES, "--label-key", "label"], "--label-key=label: rows must have"),
+        ("slime", [*SLIME_SIZES, "--input-key", "problem"], "--input-key=problem: rows must have"),
+        ("verl", [*GRPO, "data.prompt_key=question"], "data.prompt_key=question: rows must have"),
+        ("verl", [*GRPO, f"{ACTOR}optim.lr_warmup_steps_ratio=0.1"], "optim.warmup_steps is it x trainer.total_epochs"),
+    ],
+)  # fmt: skip
+def test_what_only_the_data_or_the_user_knows_is_to_be_given(trainer, words, says):
+    result = migrated(trainer, None, *words)
+    assert any(says in line for line in result.before) and result.status == 0
+    keys = {line.partition("=")[0] for line in result.lines}
+    if "reward_funcs" in words[-1]:
+        assert not keys & {"reward.function", "reward.weights"}
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words", "keys"),
+    [
+        ("trl", ["learning_rate=1e-5", "save_strategy=epoch", "num_train_epochs=1"], {"checkpoint.every": None}),
+        ("trl", ["learning_rate=1e-5", "save_strategy=no"], {"checkpoint.every": None}),
+        ("trl", ["learning_rate=1e-5", "save_steps=0.1", "max_steps=95"], {"checkpoint.every": "10"}),
+        ("trl", ["learning_rate=1e-5", "gradient_checkpointing=false"], {"memory.recompute": None}),
+        ("trl", [*TRL_SIZES, "reward_funcs=[get_soft_overlong_punishment,accuracy_reward]", "reward_weights=[0.5,2]"],
+         {"reward.function": "[math]", "reward.weights": "[2]", "algorithm.overlong_penalty": "0.5"}),
+        ("verl", [*GRPO, f"{MODEL}enable_gradient_checkpointing=False"], {"memory.recompute": None}),
+        ("verl", [*GRPO, f"{ACTOR}megatron.override_transformer_config.recompute_granularity=full",
+                  f"{ACTOR}megatron.override_transformer_config.recompute_method=uniform",
+                  f"{ACTOR}megatron.override_transformer_config.recompute_num_layers=1"],
+         {"memory.recompute": "full", "memory.recompute_layers": None}),
+        ("verl", [*GRPO, f"{ACTOR}megatron.tensor_model_parallel_size=2"], {"memory.recompute": None}),
+        ("slime", [*SLIME_SIZES, "--recompute-granularity", "full", "--recompute-method", "block",
+                   "--recompute-num-layers", "4"], {"memory.recompute": "full", "memory.recompute_layers": "4"}),
+        ("slime", [*SLIME_SIZES, "--recompute-granularity", "selective"], {"memory.recompute": "selective"}),
+    ],
+)  # fmt: skip
+def test_recomputation_saving_and_rewards_become_keys(trainer, words, keys):
+    lines = dict(line.split("=", 1) for line in migrated(trainer, None, *words).lines)
+    assert {key: lines.get(key) for key in keys} == keys
+
+
+def test_a_temperature_that_verl_does_not_read_is_explained():
+    account = migrated("verl", None, *GRPO, "actor_rollout_ref.rollout.val_kwargs.temperature=1.0").account
+    told = {shown.partition("=")[0]: why for shown, why in account.without}
+    assert "greedy without val_kwargs.do_sample=true" in told["actor_rollout_ref.rollout.val_kwargs.temperature"]

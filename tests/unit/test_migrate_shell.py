@@ -3,9 +3,11 @@
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
+from isoloss.parallel import UserError
 from isoloss.tools.migrate.reading import arguments_of, flags, script, value_of
 
 SCRIPT = r"""#!/usr/bin/env bash
@@ -94,3 +96,30 @@ def test_flags_have_no_value_one_or_several():
 )  # fmt: skip
 def test_a_value_of_a_command_line(text, value):
     assert value_of(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "python3 train.py \\\n  --zero 1 \\\n  --last 2\n  --lost 3 \\\n  --more 4\n",
+        "ITEMS=(--lost 3)\npython3 train.py --last 2\n${ITEMS[@]} \\\n  --more 4\n",
+        "torchrun train.py trainer.first=1 trainer.last=2\n  +trainer.lost=3\n",
+    ],
+    ids=["a flag", "an array", "a key"],
+)
+def test_a_launch_line_that_ends_for_want_of_a_backslash_is_named(text, tmp_path):
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(UserError, match=r"for want of a backslash: '.*lost.* never reach"):
+        arguments_of(script(tmp_path / "run.sh", {}), PROGRAM)
+
+
+@pytest.mark.parametrize("after", ["echo --done", "DONE=1", "| tee log", "2>&1", "data=3", "pkill -9 python"])
+def test_a_command_after_the_launch_is_not_its_arguments(after, tmp_path):
+    (tmp_path / "run.sh").write_text(f"python3 train.py --last 2\n{after}\n")
+    assert arguments_of(script(tmp_path / "run.sh", {}), PROGRAM) == ["--last", "2"]
+
+
+def test_the_folder_of_the_shell_is_that_of_the_command(tmp_path):
+    (tmp_path / "run.sh").write_text("python3 train.py --a $PWD/a --b ${PWD}/b --c $HOME/c\n")
+    words = arguments_of(script(tmp_path / "run.sh", {"HOME": "/home/me"}), PROGRAM)
+    assert words == ["--a", f"{Path.cwd()}/a", "--b", f"{Path.cwd()}/b", "--c", "/home/me/c"]

@@ -15,6 +15,7 @@ from isoloss.parallel import UserError
 from isoloss.tools.migrate.shell import Script
 
 VARIABLE = re.compile(r"[A-Za-z_]\w*=")
+ARGUMENT = re.compile(r"--\w|[+~]*\w+(\.\w+)+=")
 NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 
 
@@ -51,16 +52,21 @@ def flattened(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def script(path: Path | None, variables: Mapping[str, str]) -> Script:
     """variables: given by the user."""
-    read = Script(path.parent if path else Path(), {"HOME": str(Path.home()), **variables})
+    read = Script(path.parent if path else Path(), {"HOME": str(Path.home()), "PWD": str(Path.cwd()), **variables})
     if path is not None:
         read.run(_text(path))
     return read
 
 
 def arguments_of(read: Script, programs: re.Pattern[str]) -> list[str]:
-    """The arguments of the command that runs one of the trainer's programs. A file without any holds them itself."""
-    for command in read.commands:
+    """The arguments of the command that runs one of the trainer's programs. A file without any holds them itself.
+    Raises UserError where more arguments stand on the next line as a command of their own, which the trainer never
+    got."""
+    for command, after in zip(read.commands, [*read.commands[1:], [""]]):
         at = [i for i, word in enumerate(command) if programs.search(word)]
+        if at and ARGUMENT.match(after[0]):
+            raise UserError(f"the launch line ends with {command[-1]!r} for want of a backslash: {after[0]!r} and what "
+                            "follows never reach the trainer; put \\ at the end of that line")  # fmt: skip
         if at:
             return command[at[-1] + 1 :]
     return [word for command in read.commands if command[0].startswith("-") or "=" in command[0] for word in command]

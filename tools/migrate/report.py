@@ -23,10 +23,12 @@ def report(result: Migration, written: str | None) -> str:
             "preset=NAME, its name without .yaml.",
         ]
     parts = [
+        _grouped("What changes the result", told.changes),
         "\n".join(start),
         _list("Give these before you run", result.before),
         _list("Not read, because it stands in another file", result.unread),
         _loss(result),
+        _list("What your old run computed, by its release", result.past),
         _list("Translated", told.translated),
         _list(f"Not named: {result.trainer}'s defaults, which are not those of the preset", told.implied),
         _list("The same by default", told.same),
@@ -34,6 +36,10 @@ def report(result: Migration, written: str | None) -> str:
         _list("Unknown", told.unknown),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def past_report(name: str, lines: Sequence[str]) -> str:
+    return _list(f"What a run of {name} computed", lines) + "\n"
 
 
 def preset(result: Migration, origin: str) -> str:

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from isoloss.engine.config.parse import defaults, known_keys
+from isoloss.parallel import UserError
 from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.tools.migrate import releases
 from isoloss.tools.migrate.denominator import Denominator, example
-from isoloss.tools.migrate.table import Account, Recipe, Settings, Source, account, translate
+from isoloss.tools.migrate.table import NO_DISTILLATION, Account, Recipe, Settings, Source, account, translate
 
 UNQUOTED = re.compile(r"[A-Za-z_./@+][\w./@+:-]*")
 
@@ -32,20 +34,26 @@ class Migration:
     remarks: list[str]
     before: list[str]
     unread: list[str]
+    past: list[str]  # what a run of that release computed
 
     @property
     def status(self) -> int:
-        return 1 if self.account.unknown else 0
+        return 1 if self.account.unknown else 3 if self.changes else 0
+
+    @property
+    def changes(self) -> list[str]:
+        return [f"{shown}: {why}" for shown, why in self.account.changes]
 
     @property
     def example(self) -> str | None:
         return example(self.theirs, self.ours)
 
 
-def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migration:
-    """Raises UserError where it is no configuration of that trainer, or ours refuses what comes of it."""
+def migrate(source: Source, given: Mapping[str, Any], unread: list[str], release: str | None = None) -> Migration:
+    """release: the day of the trainer's that ran. Raises UserError where it is no configuration of that trainer, or
+    ours refuses what comes of it."""
     settings = Settings(source.trainer, given, source.rows)
-    account(source, settings, {})  # is it one of that trainer's at all?
+    told = account(source, settings, {})  # is it one of that trainer's at all?
     recipe = source.recipe(settings)
     kind = CONFIGS[recipe]
     theirs = translate(source, settings)
@@ -53,11 +61,15 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migr
     plain = flat(compose_config(recipe, kind, ["preset=plain", "model.path=MODEL"])[1]) | {"model.path": ""}
     emitted = {key: f"{key}={text(value)}" for key, value in values.items() if value != plain[key]}
     model = [] if values["model.path"] else ["model.path=MODEL"]
-    config, _, _ = compose_config(recipe, kind, ["preset=plain", *model, *emitted.values()])
+    try:
+        config, _, _ = compose_config(recipe, kind, ["preset=plain", *model, *emitted.values()])
+    except UserError as error:
+        raise _refusal(source, told, error) from None
     unset = flat(defaults(kind))
     denominator, remarks = source.loss(settings)
     loss = config.loss
     ours = Denominator(loss.aggregation, length=loss.norm_length, count_fully_masked=loss.count_fully_masked)
+    told = account(source, settings, emitted)
     path = values["model.path"]
     missing = [] if path.startswith(("/", ".", "~")) else [f"model.path: a folder{f' with {path}' if path else ''}"]
     return Migration(
@@ -65,14 +77,25 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str]) -> Migr
         recipe,
         list(emitted.values()),
         nested({key: value for key, value in values.items() if value != unset[key]}),
-        account(source, settings, emitted),
+        told,
         denominator,
         ours,
         denominator.differs(ours),
         remarks,
-        missing + source.before(settings),
+        missing + source.before(settings) + [f"{shown}: {why}" for shown, why in told.give],
         unread,
+        releases.told(source.trainer.lower(), release, *source.past(settings)) if release else [],
     )
+
+
+def _refusal(source: Source, told: Account, error: UserError) -> UserError:
+    """What is refused without a key that decides what is learned was not what the run needed: that key comes first."""
+    if not told.changes:
+        return error
+    teacher = next((change for change in told.changes if change[1] == NO_DISTILLATION), None)
+    shown, why = teacher or told.changes[0]
+    rest = "" if teacher else f"; what is left is refused: {error}"
+    return UserError(f"{source.trainer}: {shown}: {why}{rest}")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

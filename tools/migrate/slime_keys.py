@@ -11,6 +11,9 @@ from isoloss.tools.migrate.table import UNSET, Recipe, Settings
 
 ADVANTAGES = {"grpo": "grpo", "gspo": "grpo", "cispo": "grpo", "reinforce_plus_plus": "reinforce++",
               "reinforce_plus_plus_baseline": "reinforce++-baseline", "ppo": "gae"}  # fmt: skip
+ROLLOUT = "slime.rollout.sglang_rollout.generate_rollout"
+SFT_ROLLOUT = "slime.rollout.sft_rollout.generate_rollout"
+SOURCE = "slime.rollout.data_source.RolloutDataSourceWithBuffer"
 PROMPT = 2048  # tokens that a prompt may have where slime sets no limit
 LAYOUT = {"--tensor-model-parallel-size": "tp", "--pipeline-model-parallel-size": "pp",
     "--context-parallel-size": "ring",
@@ -85,7 +88,18 @@ def warmup(s: Settings) -> int:
 
 
 def lost_fraction(s: Settings) -> str | None:
-    return None if total_steps(s) else "a share of steps whose number is in the data: give optim.warmup_steps"
+    return None if total_steps(s) else "a share of steps whose number is in the data: optim.warmup_steps is it x steps"
+
+
+def recompute(s: Settings) -> Any:
+    granularity = s("--recompute-granularity")
+    return granularity if granularity in ("full", "selective") else UNSET
+
+
+def recompute_layers(s: Settings) -> Any:
+    """`block` recomputes the first layers of each stage; `uniform` all of them, some at a time."""
+    block = recompute(s) == "full" and s("--recompute-method") == "block"
+    return s.integer("--recompute-num-layers") if block else UNSET
 
 
 def schedule(s: Settings) -> Any:
@@ -250,6 +264,8 @@ KEYS = {
     "optim.betas": lambda s: [s.number("--adam-beta1"), s.number("--adam-beta2")],
     "optim.eps": lambda s: s.number("--adam-eps"),
     "optim.clip": lambda s: s.number("--clip-grad"),
+    "memory.recompute": recompute,
+    "memory.recompute_layers": recompute_layers,
     "train.steps": lambda s: total_steps(s) or UNSET,
     "train.epochs": lambda s: s.positive("--num-epoch") or UNSET,
     "train.seed": lambda s: s.integer("--seed"),

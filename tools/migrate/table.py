@@ -1,14 +1,19 @@
 """What is known of another trainer's keys, and what one of its configurations says."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from isoloss.parallel import UserError
 from isoloss.tools.migrate.denominator import Denominator
+from isoloss.tools.migrate.releases import Sizes
 
 Recipe = Literal["sft", "grpo", "dapo"]
+Matter = Literal["nothing", "give", "result"]
+IMAGES = re.compile(r"(^|[-_.])(vlm?|vision|omni)([-_.\d]|$)", re.IGNORECASE)
+NO_DISTILLATION = "isoloss has no distillation: nothing is learned from a teacher"
 
 
 class Unset:
@@ -28,6 +33,9 @@ class Row:
     why: what we do instead, of a key without a counterpart.
     neutral: values with which a key without a counterpart asks for nothing.
     lost: what of its value cannot be carried over, or None.
+    matter: where that, or a key without a counterpart, is told: among what changes the result, what a user must give,
+    or what changes nothing that is learned.
+    when: the settings in which a key without a counterpart is read at all.
     """
 
     key: str
@@ -36,19 +44,40 @@ class Row:
     why: str = ""
     neutral: tuple[Any, ...] = ()
     lost: "Callable[[Settings], str | None] | None" = None
+    matter: Matter = "nothing"
+    when: "Callable[[Settings], bool] | None" = None
 
     def matches(self, key: str) -> bool:
         return key.startswith(self.key[:-1]) if self.key.endswith("*") else key == self.key
 
 
-def to(key: str, ours: str, default: Any = None, lost: "Callable[[Settings], str | None] | None" = None) -> Row:
+def to(
+    key: str,
+    ours: str,
+    default: Any = None,
+    lost: "Callable[[Settings], str | None] | None" = None,
+    matter: Matter = "nothing",
+) -> Row:
     """A key with a counterpart. ours: our keys, separated by spaces."""
-    return Row(key, default, tuple(ours.split()), lost=lost)
+    return Row(key, default, tuple(ours.split()), lost=lost, matter=matter)
 
 
-def none(why: str, *keys: str, neutral: tuple[Any, ...] = ()) -> tuple[Row, ...]:
+def none(
+    why: str,
+    *keys: str,
+    neutral: tuple[Any, ...] = (),
+    matter: Matter = "nothing",
+    when: "Callable[[Settings], bool] | None" = None,
+) -> tuple[Row, ...]:
     """Keys without a counterpart, for one reason."""
-    return tuple(Row(key, why=why, neutral=neutral) for key in keys)
+    return tuple(Row(key, why=why, neutral=neutral, matter=matter, when=when) for key in keys)
+
+
+def changes(
+    why: str, *keys: str, neutral: tuple[Any, ...] = (), when: "Callable[[Settings], bool] | None" = None
+) -> tuple[Row, ...]:
+    """Keys without a counterpart, which decide what is learned."""
+    return none(why, *keys, neutral=(None, False, *neutral), matter="result", when=when)
 
 
 @dataclass(frozen=True)
@@ -73,6 +102,14 @@ class Settings:
     def has(self, *keys: str) -> bool:
         """Whether it names one of them, with a value."""
         return any(self.given.get(key) is not None for key in keys)
+
+    def on(self, key: str) -> bool:
+        """Whether it names the key, as true."""
+        return key in self.given and self.flag(key)
+
+    def named(self, key: str) -> Any:
+        """Its value where it names the key, or None."""
+        return self(key) if key in self.given else None
 
     def first(self, *keys: str) -> Any:
         """Of the first that it names; else the default of the first."""
@@ -127,7 +164,7 @@ class Source:
 
     trainer: its name. rows: its keys. keys: our keys, each as a function of its settings; UNSET leaves our default.
     recipe: which of ours it becomes. loss: what it divides its loss by, and remarks on it. before: what a user must
-    still give.
+    still give. past: the sizes of its steps, and which rows of releases.PASTS are about it.
     """
 
     trainer: str
@@ -136,6 +173,7 @@ class Source:
     recipe: Callable[[Settings], Recipe]
     loss: Callable[[Settings], tuple[Denominator, list[str]]]
     before: Callable[[Settings], list[str]]
+    past: Callable[[Settings], tuple[Sizes, list[str]]] = lambda settings: (Sizes(), [])
 
     def row_of(self, key: str) -> Row | None:
         """The row of that very name, or the one of its longest group."""
@@ -147,15 +185,29 @@ class Source:
 class Account:
     """Where each key that a configuration names went; each line begins with it.
 
-    translated: what it became. same: it asks for what we do by default. without: no counterpart, with what we do
-    instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's defaults.
+    changes: what the run learned by it, and ours does not. give: what of it a user must give otherwise. Both with a
+    reason, as in without. translated: what it became. same: it asks for what we do by default. without: no counterpart,
+    with what we do instead. unknown: names of no key that we know. implied: our keys that it decides by the trainer's
+    defaults.
     """
 
+    changes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    give: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     translated: list[str] = dataclasses.field(default_factory=list)
     same: list[str] = dataclasses.field(default_factory=list)
     without: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     unknown: list[str] = dataclasses.field(default_factory=list)
     implied: list[str] = dataclasses.field(default_factory=list)
+
+
+def lost_images(key: str) -> "Callable[[Settings], str | None]":
+    """Of the key that names the model."""
+
+    def lost(s: "Settings") -> str | None:
+        sees = IMAGES.search(str(s(key)).rstrip("/").rsplit("/", 1)[-1])
+        return "by its name it takes images, and isoloss trains on text alone" if sees else None
+
+    return lost
 
 
 def translate(source: Source, settings: Settings) -> dict[str, Any]:
@@ -176,14 +228,16 @@ def account(source: Source, settings: Settings, emitted: Mapping[str, str]) -> A
         lines = [emitted[ours] for ours in decided if ours in emitted]
         named |= set(decided)
         lost = row.lost(settings) if row.lost is not None else None
-        if row.why and value not in row.neutral:
-            told.without.append((shown, row.why))
-        elif lost:
-            told.without.append((shown, lost))
+        unread = value in row.neutral or (row.when is not None and not row.when(settings))
+        if reason := row.why if row.why and not unread else lost:
+            {"result": told.changes, "give": told.give, "nothing": told.without}[row.matter].append((shown, reason))
         elif lines:
             told.translated.append(f"{shown} -> {' '.join(lines)}")
         else:
             told.same.append(shown)
+    for row in source.rows:  # defaults that ours are not
+        if row.matter == "result" and row.lost and row.key not in settings.given and (why := row.lost(settings)):
+            told.changes.append((f"{row.key}={_shown(row.default)}, {source.trainer}'s default", why))
     if len(told.unknown) == len(settings.given):
         raise UserError(f"this is not a configuration of {source.trainer}: it has none of its keys")
     told.implied.extend(line for ours, line in emitted.items() if ours not in named)

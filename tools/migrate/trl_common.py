@@ -7,8 +7,9 @@ transformers/training_args.py.
 import math
 from typing import Any
 
-from isoloss.tools.migrate.table import UNSET, Row, Settings, none, to
+from isoloss.tools.migrate.table import UNSET, Row, Settings, changes, lost_images, none, to
 
+OURS = {"save_steps": "checkpoint.every", "eval_steps": "train.eval_every"}
 SCHEDULES = ("constant", "linear", "cosine")
 
 
@@ -31,7 +32,12 @@ def warmup(s: Settings) -> int:
 def lost_share(s: Settings) -> str | None:
     share = 0 < s.number("warmup_steps") < 1 or bool(s("warmup_ratio"))
     known = s.positive("max_steps") or not share
-    return None if known else "a share of steps whose number is in the data: give optim.warmup_steps"
+    return None if known else f"a share of steps whose number is in the data: optim.warmup_steps is it x {run_steps(s)}"
+
+
+def run_steps(s: Settings) -> str:
+    """The optimizer steps of a run whose rows are not known, for a user to work out."""
+    return f"num_train_epochs={s('num_train_epochs')} x rows / {window(s)}"
 
 
 def schedule(s: Settings) -> Any:
@@ -49,8 +55,31 @@ def min_lr(s: Settings) -> float:
 
 
 def interval(key: str, strategy: str):
-    """Optimizer steps between two of a kind, 0 where it is not done by steps."""
-    return lambda s: int(s.number(key) or 0) if s.has(key) and s.text(strategy) == "steps" else UNSET
+    """Optimizer steps between two of a kind; below 1 they are a share of the run's. UNSET: not done by steps."""
+
+    def steps(s: Settings) -> Any:
+        if s.text(strategy) != "steps" or s(key) is None or lost_interval(key, strategy)(s):
+            return UNSET
+        given = s.number(key)
+        return math.ceil(given * s.integer("max_steps")) if 0 < given < 1 else s.integer(key)
+
+    return steps
+
+
+def lost_interval(key: str, strategy: str):
+    """isoloss counts steps, and saves and evaluates at the end of a run: one epoch is that."""
+
+    def lost(s: Settings) -> str | None:
+        name = s.text(strategy)
+        if name == "epoch" and (s.number("num_train_epochs") > 1 or s.positive("max_steps")):
+            return f"once an epoch, whose number of steps is in the data: {OURS[key]} is rows / {window(s)}"
+        if name == "best":
+            return f"isoloss keeps no best checkpoint by itself: give {OURS[key]} and checkpoint.keep"
+        share = name == "steps" and s(key) is not None and 0 < s.number(key) < 1
+        unknown = share and not s.positive("max_steps")
+        return f"a share of steps whose number is in the data: {OURS[key]} is it x {run_steps(s)}" if unknown else None
+
+    return lost
 
 
 def precision(s: Settings) -> str:
@@ -69,6 +98,7 @@ KEYS = {
     "optim.betas": lambda s: [s.number("adam_beta1"), s.number("adam_beta2")],
     "optim.eps": lambda s: s.number("adam_epsilon"),
     "optim.clip": lambda s: s.number("max_grad_norm"),
+    "memory.recompute": lambda s: "full" if s.flag("gradient_checkpointing") else UNSET,
     "train.steps": lambda s: s.positive("max_steps") or UNSET,
     "train.epochs": lambda s: max(1, math.ceil(s.number("num_train_epochs"))),
     "train.seed": lambda s: s.integer("seed"),
@@ -106,51 +136,58 @@ def lost_dataset(s: Settings) -> str | None:
 
 
 ROWS: tuple[Row, ...] = (
-    to("model_name_or_path", "model.path"),
+    to("model_name_or_path", "model.path", None, lost_images("model_name_or_path"), "result"),
     to("dataset_name", "data.train", None, lost_dataset),
     to("chat_template_kwargs", "data.template_kwargs"),
     to("per_device_train_batch_size", "batch.global_size batch.max_tokens algorithm.minibatches", 8),
     to("gradient_accumulation_steps", "batch.global_size algorithm.minibatches", 1),
     to("processes", "batch.global_size algorithm.minibatches", 1),
     to("learning_rate", "optim.lr optim.min_lr", 5e-5),
-    to("lr_scheduler_type", "optim.schedule", "linear", lost_schedule),
+    to("lr_scheduler_type", "optim.schedule", "linear", lost_schedule, "result"),
     to("lr_scheduler_kwargs", "optim.min_lr"),
-    to("warmup_steps", "optim.warmup_steps", 0, lost_share),
-    to("warmup_ratio", "optim.warmup_steps", None, lost_share),
+    to("warmup_steps", "optim.warmup_steps", 0, lost_share, "give"),
+    to("warmup_ratio", "optim.warmup_steps", None, lost_share, "give"),
+    to("gradient_checkpointing", "memory.recompute", True),
     to("weight_decay", "optim.weight_decay", 0.0),
     to("adam_beta1", "optim.betas", 0.9),
     to("adam_beta2", "optim.betas", 0.999),
     to("adam_epsilon", "optim.eps", 1e-8),
     to("max_grad_norm", "optim.clip", 1.0),
     to("max_steps", "train.steps", -1),
-    to("num_train_epochs", "train.epochs", 3, lost_epochs),
+    to("num_train_epochs", "train.epochs", 3, lost_epochs, "give"),
     to("seed", "train.seed", 42),
     to("bf16", "train.precision", None),
-    to("eval_strategy", "train.eval_every", "no"),
-    to("eval_steps", "train.eval_every"),
-    to("save_strategy", "checkpoint.every", "steps"),
-    to("save_steps", "checkpoint.every"),
+    to("eval_strategy", "train.eval_every", "no", lost_interval("eval_steps", "eval_strategy"), "give"),
+    to("eval_steps", "train.eval_every", None, lost_interval("eval_steps", "eval_strategy"), "give"),
+    to("save_strategy", "checkpoint.every", "steps", lost_interval("save_steps", "save_strategy"), "give"),
+    to("save_steps", "checkpoint.every", 500, lost_interval("save_steps", "save_strategy"), "give"),
     to("save_total_limit", "checkpoint.keep"),
     to("output_dir", "output_dir"),
-    *none("isoloss trains in bf16 with fp32 weights in the optimizer, or in fp32", "fp16", "tf32", "dtype",
-          "torch_dtype",
-          "bf16_full_eval", "fp16_full_eval", neutral=(False, None, "float32", "bfloat16", "auto")),
-    *none("AdamW", "optim", "optim_args", "optim_target_modules",
-          neutral=(None, "adamw_torch", "adamw_torch_fused")),
-    *none("isoloss has no adapters (LoRA) and no quantized weights: it trains all weights in full", "use_peft",
-          "lora_*",
-          "use_rslora", "use_dora", "load_in_8bit", "load_in_4bit", "bnb_4bit_*", "use_bnb_nested_quant",
-          neutral=(False, None)),
+    *changes("isoloss trains in bf16 with fp32 weights in the optimizer, or in fp32", "fp16", "dtype", "torch_dtype",
+             neutral=("float32", "bfloat16", "auto")),
+    *none("isoloss trains in bf16 with fp32 weights in the optimizer, or in fp32", "tf32", "bf16_full_eval",
+          "fp16_full_eval", neutral=(False, None)),
+    *changes("isoloss has AdamW alone", "optim", "optim_args", "optim_target_modules",
+             neutral=("adamw_torch", "adamw_torch_fused")),
+    *changes("isoloss has no adapters (LoRA): it trains all weights", "use_peft"),
+    *changes("isoloss has no adapters (LoRA): it trains all weights", "lora_*", "use_rslora", "use_dora",
+             when=lambda s: s.on("use_peft")),
+    *changes("isoloss has no quantized weights: it trains all weights in full", "load_in_8bit", "load_in_4bit"),
+    *none("a setting of quantized weights, which isoloss lacks", "bnb_4bit_*", "use_bnb_nested_quant"),
     *none("isoloss builds the model itself from config.json, with its own attention; memory.recompute decides what is "
           "recomputed", "attn_implementation", "model_revision", "model_init_kwargs", "trust_remote_code",
-          "gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_offloading",
+          "gradient_checkpointing_kwargs", "activation_offloading",
           "activation_checkpointing",
           "activation_checkpointing_kwargs", "torch_compile*", "use_liger_kernel", "liger_kernel_config", "use_cache",
           "disable_dropout", "cast_lm_head_to_fp32"),
-    *none("dropout, label smoothing and noise are refused: the loss would not depend on the samples alone",
-          "neftune_noise_alpha", "label_smoothing_factor", neutral=(None, 0, 0.0)),
-    *none("moe.aux_loss=sequence balances experts; transformers' loss depends on micro-batches", "router_aux_loss_coef",
-          neutral=(0, 0.0)),
+    *changes("dropout, label smoothing and noise are refused: the loss would not depend on the samples alone",
+             "neftune_noise_alpha", "label_smoothing_factor", neutral=(0,)),
+    *changes("moe.aux_loss=sequence balances experts; transformers' loss depends on micro-batches",
+             "router_aux_loss_coef", neutral=(0,)),
+    *none("rows must have the columns of docs/rewards.md: write your column as `prompt`", "dataset_prompt_column",
+          neutral=("prompt", None), matter="give"),
+    *none("rows must have `messages`, `prompt` and `completion`, or `text` (docs/train.md): write your column so",
+          "dataset_text_field", neutral=("text", None), matter="give"),
     *none("the parallel.* keys, Megatron-Core's distributed optimizer and torchrun", "deepspeed", "fsdp*", "ddp_*",
           "accelerator_config", "parallelism_config", "local_rank", "use_cpu", "ds3_gather_for_generation",
           neutral=(None,)),

@@ -2,16 +2,19 @@
 trl/trainer/grpo_trainer.py, whose num_items_in_batch is counted once for a generated batch.
 """
 
+import dataclasses
 from typing import Any
 
 from isoloss.tools.migrate import trl_common
 from isoloss.tools.migrate.denominator import Denominator
-from isoloss.tools.migrate.table import UNSET, Settings, Source, none, to
+from isoloss.tools.migrate.releases import Sizes
+from isoloss.tools.migrate.table import UNSET, Settings, Source, changes, none, to
 from isoloss.tools.migrate.trl_common import processes, window
 
 PROMPT = 2048  # tokens that a prompt may have where TRL sets no limit
+PUNISHMENT = "get_soft_overlong_punishment"
 OWN_LOSSES = ("sapo", "luspo", "vespo")
-# TRL's reward functions of the command line, and ours that do the same.
+# TRL's own reward functions, and ours that do the same.
 REWARDS = {"accuracy_reward": "math", "think_format_reward": "format"}
 AGGREGATIONS = {"grpo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "bnpo": "token-mean",
                 "dr_grpo": "seq-mean-token-sum-norm", "dapo": "token-mean", "cispo": "token-mean",
@@ -29,9 +32,20 @@ def generated(s: Settings) -> int:
 def prompts(s: Settings) -> int:
     completions, group = generated(s), s.integer("num_generations")
     if group < 1 or completions % group:
-        raise s.refusal("num_generations", f"must divide the {completions} completions of a generated batch; if there "
-                        "were several processes, add processes=N")  # fmt: skip
+        raise s.refusal("num_generations", f"must divide the {completions} completions of a generated batch, "
+                        f"{_with_processes(s, group)}")  # fmt: skip
     return completions // group
+
+
+def _with_processes(s: Settings, group: int) -> str:
+    """How many processes there were, and the nearest number that would fit."""
+    now, each = processes(s), generated(dataclasses.replace(s, given={**s.given, "processes": 1}))
+    fits = [count for count in range(1, 2 * now + group) if count * each % group == 0] if group > 0 else []
+    nearest = min(fits, key=lambda count: abs(count - now), default=None)
+    if s.has("generation_batch_size") or nearest is None:
+        return "generation_batch_size" if s.has("generation_batch_size") else "and be at least 1"
+    given = f"with processes={now}" if s.has("processes") else "of 1 process, which nobody gave"
+    return f"{given}; processes={nearest} would fit"
 
 
 def minibatches(s: Settings) -> int:
@@ -104,12 +118,14 @@ def importance(s: Settings) -> str:
 
 
 def lost_vllm(s: Settings) -> str | None:
-    named = vllm_mode(s)
     if not s.flag("use_vllm"):
         return None
-    servers = "isoloss generates in process, or on SGLang servers (rollout.backend=sglang, rollout.servers)"
-    masked = named is not None and named.endswith("mask")
-    return servers + (f"; {named} drops large ratios, isoloss truncates them: algorithm.importance" if masked else "")
+    return "isoloss generates in process, or on SGLang servers (rollout.backend=sglang, rollout.servers)"
+
+
+def lost_mode(s: Settings) -> str | None:
+    masks = (vllm_mode(s) or "").endswith("mask")
+    return "it drops large ratios, isoloss truncates them: algorithm.importance" if masks else None
 
 
 def lost_sampling(key: str, *whole: Any):
@@ -120,14 +136,38 @@ def lost_sampling(key: str, *whole: Any):
     return lost
 
 
+def lost_rewards(s: Settings) -> str | None:
+    """A bare name that is not TRL's stands for a function of the user's own script, whatever ours are called."""
+    own = [name for name in s.texts("reward_funcs") if name not in REWARDS and name != PUNISHMENT and "." not in name]
+    return f"{', '.join(own)} of your own code: reward.function=[file.py:function, ...], all of them" if own else None
+
+
+def rewards(s: Settings) -> list[tuple[str, float]]:
+    """TRL's functions with their weights, which are 1 by default."""
+    named, weights = s.texts("reward_funcs"), s("reward_weights")
+    weights = weights if isinstance(weights, list) else [1.0] * len(named)
+    if len(weights) != len(named):
+        raise s.refusal("reward_weights", f"must be one for each of the {len(named)} reward_funcs")
+    return list(zip(named, map(float, weights)))
+
+
 def reward(s: Settings) -> Any:
-    named = s.texts("reward_funcs")
-    return [REWARDS.get(name, name if "." not in name else ":".join(name.rsplit(".", 1))) for name in named] or UNSET
+    if lost_rewards(s):
+        return UNSET
+    named = [name for name, _ in rewards(s) if name != PUNISHMENT]
+    return [REWARDS.get(name) or ":".join(name.rsplit(".", 1)) for name in named] or UNSET
 
 
-def overlong(s: Settings) -> tuple[int, float]:
-    """TRL's soft punishment is a reward function with these sizes."""
-    return (256, 1.0) if "get_soft_overlong_punishment" in s.texts("reward_funcs") else (0, 1.0)
+def reward_weights(s: Settings) -> Any:
+    if not s.has("reward_weights") or lost_rewards(s):
+        return UNSET
+    return [weight for name, weight in rewards(s) if name != PUNISHMENT] or UNSET
+
+
+def overlong(s: Settings) -> tuple[int, Any]:
+    """TRL's soft punishment is a reward function: its size, and its weight."""
+    found = [weight for name, weight in rewards(s) if name == PUNISHMENT]
+    return (256, found[0]) if found else (0, UNSET)
 
 
 def loss(s: Settings) -> tuple[Denominator, list[str]]:
@@ -151,6 +191,18 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
         steps=steps if scope == "generated batch" else 1,
         own_loss=name in OWN_LOSSES,
     ), told
+
+
+def past(s: Settings) -> tuple[Sizes, list[str]]:
+    by_tokens = mode(s) in ("dapo", "cispo", "vespo")
+    kinds = {
+        "bnpo": mode(s) == "bnpo",
+        "generated": by_tokens and minibatches(s) > 1,
+        "truncated": by_tokens and s.flag("mask_truncated_completions"),
+    }
+    ranks = processes(s) if s.has("processes") else None
+    sizes = Sizes(ranks, s.integer("gradient_accumulation_steps"), window(s) if ranks else None, minibatches(s))
+    return sizes, [kind for kind, is_so in kinds.items() if is_so]
 
 
 def before(s: Settings) -> list[str]:
@@ -191,8 +243,9 @@ KEYS = {
     "algorithm.epochs": lambda s: s.integer("num_iterations"),
     "algorithm.mask_truncated": lambda s: s.flag("mask_truncated_completions"),
     "algorithm.overlong_buffer": lambda s: overlong(s)[0],
+    "algorithm.overlong_penalty": lambda s: overlong(s)[1],
     "reward.function": reward,
-    "reward.weights": lambda s: s("reward_weights") or UNSET,
+    "reward.weights": reward_weights,
 }  # fmt: skip
 
 OVERRIDDEN = ("learning_rate",)
@@ -204,37 +257,42 @@ ROWS = (
     to("num_iterations", "algorithm.epochs", 1),
     to("max_completion_length", "rollout.max_new_tokens data.max_length loss.norm_length batch.max_tokens", 512),
     to("temperature", "rollout.temperature", 1.0),
-    to("top_p", "rollout.top_p", 1.0, lost_sampling("top_p", 1)),
-    to("top_k", "rollout.top_p", 0, lost_sampling("top_k", 0, None)),
-    to("min_p", "rollout.top_p", None, lost_sampling("min_p", None, 0)),
-    to("repetition_penalty", "rollout.top_p", 1.0, lost_sampling("repetition_penalty", 1)),
-    to("loss_type", "loss.aggregation loss.norm_length loss.count_fully_masked algorithm.loss", "dapo", lost_policy),
+    to("top_p", "rollout.top_p", 1.0, lost_sampling("top_p", 1), "result"),
+    to("top_k", "rollout.top_p", 0, lost_sampling("top_k", 0, None), "result"),
+    to("min_p", "rollout.top_p", None, lost_sampling("min_p", None, 0), "result"),
+    to("repetition_penalty", "rollout.top_p", 1.0, lost_sampling("repetition_penalty", 1), "result"),
+    to("loss_type", "loss.aggregation loss.norm_length loss.count_fully_masked algorithm.loss", "dapo", lost_policy,
+       "give"),
     to("importance_sampling_level", "algorithm.loss loss.aggregation", "token"),
-    to("scale_rewards", "algorithm.advantage", "group", lost_advantage),
+    to("scale_rewards", "algorithm.advantage", "group", lost_advantage, "give"),
     to("beta", "algorithm.kl_coef", 0.0),
     to("epsilon", "algorithm.clip_low algorithm.clip_high|epsilon_high", 0.2),
     to("epsilon_high", "algorithm.clip_high"),
     to("delta", "algorithm.dual_clip"),
     to("entropy_coef", "algorithm.entropy_coef algorithm.entropy_aggregation", 0.0),
     to("mask_truncated_completions", "algorithm.mask_truncated", False),
-    to("reward_funcs", "reward.function algorithm.overlong_buffer"),
-    to("reward_weights", "reward.weights"),
+    to("reward_funcs", "reward.function algorithm.overlong_buffer algorithm.overlong_penalty", None, lost_rewards,
+       "give"),
+    to("reward_weights", "reward.weights algorithm.overlong_penalty", None, lost_rewards, "give"),
     to("use_vllm", "algorithm.importance", False, lost_vllm),
     to("vllm_importance_sampling_correction", "algorithm.importance", True),
-    to("vllm_importance_sampling_mode", "algorithm.importance", "sequence_mask"),
+    to("vllm_importance_sampling_mode", "algorithm.importance", "sequence_mask", lost_mode, "result"),
     to("vllm_importance_sampling_clip_max", "algorithm.importance_cap", 3.0),
     to("vllm_importance_sampling_cap", "algorithm.importance_cap"),
-    *none("importance weights are truncated from above only", "vllm_importance_sampling_clip_min", neutral=(None,)),
+    *changes("isoloss truncates importance weights from above only", "vllm_importance_sampling_clip_min",
+             when=lambda s: vllm_mode(s) is not None),
     *none("you start SGLang servers and name them in rollout.servers", "vllm_*"),
-    *none("isoloss samples by temperature alone", "generation_kwargs", "cache_implementation", "use_transformers_*",
+    *changes("isoloss samples by temperature alone", "generation_kwargs", neutral=({},)),
+    *none("isoloss generates by its own code, or on SGLang servers", "cache_implementation", "use_transformers_*",
           "transformers_*", neutral=(None, False)),
     *none("evaluations have one completion per prompt", "num_generations_eval", neutral=(None, 1)),
-    *none("the reward is the weighted sum of the functions; TRL's normalized each first", "multi_objective_aggregation",
-          neutral=("sum_then_normalize",)),
+    *changes("the reward is the weighted sum of the functions; TRL's normalized each first",
+             "multi_objective_aggregation", neutral=("sum_then_normalize",)),
     *none("GRPO's denominators are told above", "average_tokens_across_devices"),
-    *none("the initial policy stays the reference", "sync_ref_model", "ref_model_*", neutral=(False, None)),
-    *none("isoloss has no such term: write a loss (docs/rl.md)", "top_entropy_quantile", "use_adaptive_entropy",
-          "off_policy_mask_threshold", "use_bias_correction_kl", neutral=(1.0, False, None)),
+    *changes("the initial policy stays the reference", "sync_ref_model"),
+    *none("a setting of a reference that moves, which isoloss lacks", "ref_model_*"),
+    *changes("isoloss has no such term: write a loss (docs/rl.md)", "top_entropy_quantile", "use_adaptive_entropy",
+             "off_policy_mask_threshold", "use_bias_correction_kl", neutral=(1.0,)),
     *none("a setting of what isoloss lacks, so nothing reads it", "sapo_*", "vespo_*", "entropy_coef_*",
           "entropy_target", "reward_model_name_or_path", neutral=(None,)),
     *none("one turn per completion", "max_tool_calling_iterations", neutral=(None,)),
@@ -243,4 +301,4 @@ ROWS = (
        "an error, or data.overlong=drop"),
     *(row for row in trl_common.ROWS if row.key not in OVERRIDDEN),
 )  # fmt: skip
-SOURCE = Source("TRL", ROWS, KEYS, lambda s: "grpo", loss, before)
+SOURCE = Source("TRL", ROWS, KEYS, lambda s: "grpo", loss, before, past)

@@ -9,7 +9,7 @@ from isoloss.tools.migrate import reading, verl_rl, verl_sft
 from isoloss.tools.migrate.table import Source
 from isoloss.tools.migrate.verl_rl_rows import ROWS
 
-REINFORCEMENT = Source("verl", ROWS, verl_rl.KEYS, verl_rl.recipe, verl_rl.loss, verl_rl.before)
+REINFORCEMENT = Source("verl", ROWS, verl_rl.KEYS, verl_rl.recipe, verl_rl.loss, verl_rl.before, verl_rl.past)
 PROGRAMS = re.compile(r"(verl\.trainer\.\w*|main_ppo\w*|main_dapo|sft_trainer\w*)(\.py)?$")
 
 

@@ -7,6 +7,7 @@ verl/workers/utils/losses.py, with the counts of verl/workers/engine. Its older 
 from typing import Any
 
 from isoloss.tools.migrate.denominator import MODES, Denominator
+from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.table import UNSET, Recipe, Settings
 
 A, R, C = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout.", "critic."
@@ -15,6 +16,10 @@ BUFFERS = ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffe
 REWARDS = ("custom_reward_function.", "reward.custom_reward_function.")
 ADVANTAGES = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "gae": "gae",
               "reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce++-baseline"}  # fmt: skip
+# What these look at besides rewards, groups and whether a reward is there.
+UNSEEN = {"remax": "the reward of a greedy completion", "opo": "lengths of completions",
+          "optimal_token_baseline": "log-probabilities", "tir_optimal_token_baseline": "log-probabilities",
+          "gdpo": "the parts of a reward"}  # fmt: skip
 LOSSES = {"vanilla": "clip", "gspo": "gspo", "cispo": "cispo"}
 ESTIMATORS = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 LAYOUT = {"tensor_model_parallel_size": "tp", "pipeline_model_parallel_size": "pp", "expert_model_parallel_size": "ep",
@@ -66,6 +71,49 @@ def expert_tensor(s: Settings) -> Any:
     return given or (s.integer(f"{A}megatron.tensor_model_parallel_size") if experts else 1)
 
 
+def megatron(s: Settings) -> bool:
+    """Whether verl trains with Megatron rather than the model of Hugging Face."""
+    keys = any(key.startswith(f"{A}megatron.") for key in s.given)
+    return keys or "megatron" in (s(f"{A}strategy"), s("model_engine"))
+
+
+def recompute(s: Settings) -> Any:
+    if megatron(s):
+        granularity = s(f"{A}megatron.override_transformer_config.recompute_granularity")
+        return granularity if granularity in ("full", "selective") else UNSET
+    return "full" if s.flag("actor_rollout_ref.model.enable_gradient_checkpointing") else UNSET
+
+
+def recompute_layers(s: Settings) -> Any:
+    """`block` recomputes the first layers of each stage; `uniform` all of them, some at a time."""
+    group = f"{A}megatron.override_transformer_config.recompute_"
+    return s.integer(f"{group}num_layers") if recompute(s) == "full" and s(f"{group}method") == "block" else UNSET
+
+
+def lora(s: Settings) -> bool:
+    model = "actor_rollout_ref.model."
+    return any(s.named(f"{model}{name}") for name in ("lora_rank", "lora.rank", "lora_adapter_path"))
+
+
+def mtp(s: Settings) -> bool:
+    """Whether its loss is trained; drafts for the rollouts alone change nothing that is learned."""
+    return all(s.on(f"actor_rollout_ref.model.mtp.{name}") for name in ("enable", "enable_train"))
+
+
+def distills(s: Settings) -> bool:
+    return s.on("distillation.enabled")
+
+
+def rejects(s: Settings) -> bool:
+    return s.has("algorithm.rollout_correction.rollout_rs")
+
+
+def agent(s: Settings) -> bool:
+    """Whether a completion has turns, or comes from a function of the user's own."""
+    own = s.named(f"{R}agent.default_agent_loop") not in (None, "single_turn_agent")
+    return s.on(f"{R}multi_turn.enable") or own or s.has(f"{R}agent.agent_loop_config_path")
+
+
 def min_lr(s: Settings) -> float:
     if s.has(f"{A}optim.min_lr"):
         return s.number(f"{A}optim.min_lr")
@@ -82,7 +130,9 @@ def warmup(s: Settings) -> Any:
 
 def lost_ratio(s: Settings) -> str | None:
     if s.number(f"{A}optim.lr_warmup_steps_ratio") and not s.positive("trainer.total_training_steps"):
-        return "a share of steps whose number is in the data: give optim.warmup_steps"
+        return (f"a share of steps whose number is in the data: optim.warmup_steps is it x trainer.total_epochs="
+                f"{s.integer('trainer.total_epochs')} x rows / {s.integer('data.train_batch_size')} x "
+                f"{steps_per_batch(s)}")  # fmt: skip
     return None
 
 
@@ -105,6 +155,9 @@ def policy(s: Settings) -> str:
 
 def lost_advantage(s: Settings) -> str | None:
     named = s.text("algorithm.adv_estimator")
+    if named in UNSEEN:
+        raise s.refusal("algorithm.adv_estimator", f"has no counterpart: an advantage of isoloss is not given "
+                        f"{UNSEEN[named]}")  # fmt: skip
     return None if named in ADVANTAGES else f"isoloss has no such advantage: write one, {advantage(s)} (docs/rl.md)"
 
 
@@ -209,7 +262,7 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
     if mode == "seq-mean-token-sum-norm" and s(f"{A}loss_scale_factor") is None:
         told.append("loss_scale_factor=null divides by the width to which the responses are padded; data."
                     f"max_response_length={length} is that only where they are padded to their limit")  # fmt: skip
-    if not any(key.startswith(f"{A}megatron.") for key in s.given) and s.number(f"{A}optim.weight_decay"):
+    if not megatron(s) and s.number(f"{A}optim.weight_decay"):
         told.append("FSDP's AdamW shrinks norms and biases too, isoloss does not (optim.weight_decay)")
     if not legacy(s):
         told.append("releases that have trainer.use_legacy_worker_impl divide within each micro-batch unless it is "
@@ -222,6 +275,26 @@ def loss(s: Settings) -> tuple[Denominator, list[str]]:
         own_loss=policy(s).startswith("losses.py"),
     )
     return theirs, told
+
+
+def past(s: Settings) -> tuple[Sizes, list[str]]:
+    mode, micro = aggregation(s), s.first(f"{A}ppo_micro_batch_size_per_gpu", f"{A}ppo_micro_batch_size")
+    split = context(s) * (s.positive(f"{A}megatron.tensor_model_parallel_size") or 1)
+    split *= s.positive(f"{A}megatron.pipeline_model_parallel_size") or 1
+    gpus = s.named("trainer.n_gpus_per_node")
+    ranks = int(gpus) * int(s.named("trainer.nnodes") or 1) // split if gpus else None
+    sequences = s.integer(f"{A}ppo_mini_batch_size") * s.integer(f"{R}n")
+    kinds = {
+        "legacy": legacy(s) and mode == "token-mean",
+        "seq-mean": mode.startswith("seq-mean") and not legacy(s),
+        "norm": mode.endswith("norm"),
+        "token-sum": mode == "sum",
+        "critic": advantage(s) == "gae" and not legacy(s),
+        "distillation": distills(s),
+    }
+    fixed = micro and not s.flag(f"{A}use_dynamic_bsz")
+    count = -(-sequences // (ranks * int(micro))) if ranks and fixed else None
+    return Sizes(ranks, count, sequences), [kind for kind, is_so in kinds.items() if is_so]
 
 
 def before(s: Settings) -> list[str]:
@@ -256,6 +329,8 @@ KEYS = {
     "optim.weight_decay": lambda s: s.number(f"{A}optim.weight_decay"),
     "optim.betas": lambda s: [float(beta) for beta in s(f"{A}optim.betas")],
     "optim.clip": lambda s: float(s.first(f"{A}optim.clip_grad", f"{A}grad_clip")),
+    "memory.recompute": recompute,
+    "memory.recompute_layers": recompute_layers,
     "train.steps": in_steps("trainer.total_training_steps", UNSET),
     "train.epochs": lambda s: s.integer("trainer.total_epochs"),
     "train.seed": lambda s: s.optional("data.seed") or UNSET,
