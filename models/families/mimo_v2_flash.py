@@ -54,7 +54,8 @@ def architecture(config: ConfigJson) -> Architecture:
     layers, scale = positive_int(config, "num_hidden_layers"), config.get("attention_value_scale", VALUE_SCALE)
     null = ("rope_parameters", "routed_scaling_factor")
     config = with_absent({**config, **_window(config)}, DEFAULTS, null=null)
-    config["layer_types"] = layer_kinds(config, layers, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
+    kinds = layer_kinds(config, layers, lambda n: SLIDING if n and (n + 1) % 6 else FULL)
+    config = {**config, "layer_types": kinds}
     of_kind = {kind: _rotating_as(config, kind) for kind in (FULL, SLIDING)}
     arch = read(
         of_kind[FULL],
