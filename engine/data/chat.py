@@ -10,9 +10,11 @@ Shape suffix: T tokens of one sample. A row has one of three forms:
 data.template_kwargs, each time.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from isoloss.parallel.runtime.errors import UserError
 # Without one of these AutoTokenizer may still build a tokenizer, of a single token, from config.json alone.
 VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
                     "sentencepiece.bpe.model", "tekken.json", "tokenizer.tiktoken")  # fmt: skip
+# How many times as long a normalizer or decoder may make a text. Published ones replace a character by a few.
+MAX_GROWTH = 100
 
 
 def load_tokenizer(folder: str, vocab_size: int):
@@ -53,6 +57,7 @@ def load_tokenizer(folder: str, vocab_size: int):
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever its parsers raise, it is these files that need mending
         raise UserError(f"tokenizer: {folder} does not load ({one_line(error)}): fix its tokenizer files") from error
+    check_growth(tokenizer, folder)
     check_templates(tokenizer, folder)
     largest = max(tokenizer.get_vocab().values(), default=-1)
     if largest < 0:
@@ -65,6 +70,26 @@ def load_tokenizer(folder: str, vocab_size: int):
     tokenizer.model_max_length = 1 << 60  # our own limit names the row; transformers would only warn of doom
     map_all_characters(tokenizer)
     return tokenizer
+
+
+def check_growth(tokenizer, folder: str) -> None:
+    """Raises UserError where a tokenizer lengthens texts without measure: a few words would take all memory."""
+    if not tokenizer.is_fast:
+        return
+    for name in ("normalizer", "decoder"):
+        part = getattr(tokenizer.backend_tokenizer, name)
+        if part is not None and (growth := _growth(json.loads(part.__getstate__()))) > MAX_GROWTH:
+            raise UserError(
+                f"tokenizer: {folder}: its {name} can make a text {growth:,.0f} times as long, more than {MAX_GROWTH}: "
+                "copy tokenizer.json again from the model's source, and do not use it if it is the same there"
+            )
+
+
+def _growth(part: Mapping[str, Any]) -> float:
+    """By how much a normalizer or decoder, of parts that follow each other, can lengthen a text."""
+    inner = prod(_growth(each) for each in part.get("normalizers", part.get("decoders", ())))
+    replaced = len(part.get("pattern", {}).get("String", "")) or 1  # a regular expression may match one character
+    return inner * max(1.0, len(part.get("content", part.get("prepend", ""))) / replaced)
 
 
 def map_all_characters(tokenizer) -> None:

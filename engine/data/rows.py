@@ -21,6 +21,10 @@ Parse = Callable[[str], dict[str, Any]]
 MAX_DEPTH = 100
 # Columns of Parquet whose objects differ in their fields, within a file.
 NESTED = ("messages", "prompt", "completion", "tools")
+# What a Parquet file may hold: a few bytes of it can stand for terabytes of the same text. No real one comes near, also
+# where all rows repeat a long system prompt.
+MAX_GROWTH, FREE_BYTES = 10_000, 64 << 20
+BATCH_ROWS = 64  # that are in memory together
 MAX_DIGITS = 500  # of an integer, for the same reason: Python's own limit depends on the environment
 
 _PICTURE = reprlib.Repr()
@@ -195,10 +199,17 @@ def parquet_rows(path: str, key: str) -> Iterator[tuple[int, Parse]]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    number = 0
+    number, left = 0, max(FREE_BYTES, MAX_GROWTH * Path(path).stat().st_size)
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
+            for batch in file.iter_batches(batch_size=BATCH_ROWS):
+                columns = [c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns]
+                left -= sum(column.nbytes for column in columns)
+                if left < 0:
+                    raise UserError(
+                        f"{key}: {path}: its rows up to {number + batch.num_rows:,} hold more than {MAX_GROWTH:,} "
+                        "times the bytes of the file: drop rows that repeat, or give them as JSON Lines"
+                    )
                 for index in range(batch.num_rows):
                     number += 1
                     yield number, partial(parquet_values, batch, index)

@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import save_file
 from support.faults.hostile import Payload, code, saved
 from support.models import families
+from tokenizers import Regex, Tokenizer, decoders, normalizers
 
 from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.data import rows
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import checksum, load_dataset
 from isoloss.engine.rl import user_functions
@@ -363,3 +365,42 @@ def test_json_of_any_size_is_not_read(name, model):
     read = {"config.json": read_architecture, "generation_config.json": declared_stops}.get(name, HFReader)
     with pytest.raises(UserError, match=rf"{name} has 268,435,457 bytes, more than the 268,435,456 that are read"):
         read(model)
+
+
+@pytest.mark.parametrize("text", ("plain", "dictionary", "nested"))
+def test_parquet_of_a_few_bytes_that_holds_too_much(text, tmp_path, monkeypatch):
+    monkeypatch.setattr(rows, "FREE_BYTES", 1 << 20)
+    same = pa.DictionaryArray.from_arrays(pa.array([0] * 640, pa.int32()), pa.array(["a" * 100_000]))
+    column = {
+        "plain": same.dictionary_decode(),
+        "dictionary": same,
+        "nested": pa.StructArray.from_arrays([same.dictionary_decode()], ["of"]),
+    }[text]
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"text": column}), path, row_group_size=64)
+    assert path.stat().st_size < 50_000
+    monkeypatch.setattr(rows, "MAX_GROWTH", 100)
+    with pytest.raises(UserError, match=r"^data.train: .*rows.parquet: its rows up to 64 hold more than 100 times"):
+        next(rows.unread_rows([str(path)], "data.train"))
+    monkeypatch.setattr(rows, "FREE_BYTES", 1 << 30)
+    assert sum(1 for _ in rows.unread_rows([str(path)], "data.train")) == 640
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    (
+        ("normalizer", normalizers.Replace("a", "a" * 101)),
+        ("normalizer", normalizers.Sequence([normalizers.NFC(), *[normalizers.Replace("a", "a" * 11)] * 2])),
+        ("normalizer", normalizers.Sequence([normalizers.Sequence([normalizers.Replace(Regex("a+"), "b" * 1000)])])),
+        ("normalizer", normalizers.Prepend("a" * 1000)),
+        ("decoder", decoders.Sequence([decoders.Replace("a", "a" * 101), decoders.ByteFallback()])),
+    ),
+)
+def test_a_tokenizer_that_lengthens_texts_without_measure(name, part, tmp_path):
+    for each in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / each, tmp_path)
+    own = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    setattr(own, name, part)
+    own.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=rf"^tokenizer: .*: its {name} can make a text 1.* times as long"):
+        load_tokenizer(str(tmp_path), 2048)
