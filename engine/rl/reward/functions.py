@@ -13,7 +13,7 @@ def exact_match(completion_final: str, answer: object, finish: str) -> float:
     itself. An answer that is a number is compared by value with a number in decimal digits."""
     if answer is None:
         raise ValueError("the row has no answer")
-    said = completion_final.strip()
+    said = completion_final.rpartition("</think>")[2].strip()  # a user's function may give it a whole completion
     if isinstance(answer, str | bool):
         right = said == str(answer).strip()
     elif isinstance(answer, Number) and NUMBER.fullmatch(str(answer)):
