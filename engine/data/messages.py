@@ -97,6 +97,11 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
     """The text of content that is given as a list of parts, {"type": "text", "text": ...}, without anything between."""
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
+        if weights := [field for field in WEIGHTS if isinstance(part, dict) and part.get(field) is not None]:
+            raise UserError(
+                f"{place}: `{key}[{number}].{weights[0]}` would not be obeyed: a turn is learned whole or not; give "
+                "it to the message"
+            )
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"a part of type {listed([str(kind)])!r}" if kind else shown(part)
             raise UserError(
@@ -114,10 +119,10 @@ def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
         )
 
     def parse(arguments: Any, where: str) -> Any:
-        if not isinstance(arguments, str):
-            return arguments
+        value = {} if arguments is None else arguments
         try:
-            value = parse_json(arguments) if arguments.strip() else {}
+            if isinstance(value, str):
+                value = parse_json(value) if value.strip() else {}
         except ValueError as error:
             raise UserError(f"{place}: `{where}` is {error}: fix the call, or take the row out") from None
         if not isinstance(value, dict):
@@ -160,11 +165,17 @@ def as_named_by(template: str, messages: Messages, key: str, place: str) -> Mess
                 f"{place}: `{key}[{number}].role` is {listed([role], 40)!r}, which the chat template does not name: a "
                 f"role is one of {', '.join(ROLES)}"
             )
-        if len(thoughts) == 1:
-            message = {thoughts[0] if field in THOUGHTS else field: entry for field, entry in message.items()}
+        given = [field for field in THOUGHTS if message.get(field)]
+        if wrong := [field for field in given if not isinstance(message[field], str)]:
+            raise UserError(f"{place}: `{key}[{number}].{wrong[0]}` must be text, not {shown(message[wrong[0]])}")
+        if len(thoughts) == 1 and given:
+            if len({message[field] for field in given}) > 1:
+                raise UserError(f"{place}: `{key}[{number}]` has several thoughts, {listed(given)}: keep one of them")
+            kept = {field: entry for field, entry in message.items() if field not in THOUGHTS}
+            message = kept | {thoughts[0]: message[given[0]]}
         renamed.append(message)
         for field, entry in message.items():
-            if entry and field != "content" and not says_who(field) and not names(template, field):
+            if entry not in ("", [], {}) and field != "content" and not says_who(field) and not names(template, field):
                 raise UserError(
                     f"{place}: `{key}[{number}].{field}` is not read by the chat template, so the model would not see "
                     "it: take the field out, or use a template that reads it"
