@@ -34,6 +34,7 @@ ROWS = {
         (r"\boxed{42} or \fbox{4", "42", 0),
         ("42", r"we try \boxed{41}, and have \boxed{42}", 1),
         ("41", r"we try \boxed{41}, and have \boxed{42}", 0),
+        ("42", "The answer is $42$, found in $3$ steps.", 1),
     ],
     "percent, degrees, dollars, thousands, minus": [
         (r"\boxed{42\%}", "42%", 1),
@@ -74,3 +75,6 @@ def test_what_is_right(kind):
 def test_exact_match_of_a_whole_completion():
     texts = {"<think>41</think>\n42": 1, "<think>42</think> 41": 0, "<think>42": 0, "42": 1}
     assert {text: exact_match(text, "42", "stop") for text in texts} == texts
+    for answer in "", None:
+        with pytest.raises(ValueError, match="no answer"):
+            exact_match("", answer, "stop")

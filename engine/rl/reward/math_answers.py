@@ -29,10 +29,12 @@ def math(completion_final: str, answer: object) -> float:
 
     answer: a number, an expression as LaTeX or plain, or a solution that ends in \\boxed{}, $...$ or #### (GSM8K).
     """
-    text = "" if answer is None else str(answer).rpartition("####")[2].strip()
-    solution = BOX.search(text) or re.search(r"(?<!\\)\$", text)
+    text = tidied("" if answer is None else str(answer).rpartition("####")[2].strip())
+    box = last_box(text)
+    if box is not None or not re.search(r"(?<!\\)\$", text):
+        text = boxed(text if box is None else box)
     # Its time limits are alarms; the limit of a call is the pool's.
-    gold = parse(said_in(text)[0] if solution else boxed(tidied(text)), parsing_timeout=0)
+    gold = parse(text, parsing_timeout=0)
     if not gold:
         raise ValueError(f"math-verify finds no expression in the answer {str(answer)[:60]!r}")
     # A function of the user's may give it a whole completion.
