@@ -113,7 +113,7 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
 
 def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments are objects: OpenAI's wire form, which agents log, has them as JSON text."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and called(call) for call in calls):
         raise UserError(
             f"{place}: `{key}` must be a list of calls, {{function: {{name, arguments}}}}, not {shown(calls)}"
         )
@@ -130,6 +130,12 @@ def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
         return value
 
     return [map_arguments(call, parse, f"{key}[{number}]") for number, call in enumerate(calls)]
+
+
+def called(call: dict[str, Any]) -> bool:
+    """Whether a call says of what function."""
+    function = call.get("function", call)
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def map_arguments(call: dict[str, Any], change: Callable[[Any, str], Any], where: str = "") -> dict[str, Any]:

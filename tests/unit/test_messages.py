@@ -89,6 +89,9 @@ def test_arguments_that_are_json_text_become_an_object(given, taken):
         (calling('"{}"'), "`messages[0].tool_calls[0].function.arguments` must be a JSON object, not str '{}'"),
         ({"role": "assistant", "tool_calls": "f()"}, "`messages[0].tool_calls` must be a list of calls"),
         ({"role": "assistant", "tool_calls": ["f()"]}, "`messages[0].tool_calls` must be a list of calls"),
+        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "`messages[0].tool_calls` must be a list of calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, "`messages[0].tool_calls` must be"),
+        ({"role": "assistant", "tool_calls": [{"name": "", "arguments": {}}]}, "`messages[0].tool_calls` must be"),
     ],
 )
 def test_calls_that_are_none_are_refused(message, said):
