@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from isoloss.parallel.runtime.errors import UserError
 
 ConfigJson = Mapping[str, Any]  # parsed
+MAX_LAYERS = 10_000  # more would fill the memory with a list of them before anything could be said
 
 
 def refuse(name: str, value: object, why: str) -> NoReturn:
@@ -23,6 +24,8 @@ def positive_int(config: ConfigJson, name: str, inside: str = "") -> int:
         missing(inside + name)
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         refuse(inside + name, value, "must be a positive integer")
+    if name == "num_hidden_layers" and value > MAX_LAYERS:
+        refuse(inside + name, value, f"must be at most {MAX_LAYERS}")
     return value
 
 
