@@ -6,11 +6,16 @@ from isoloss.engine.rl.reward.functions import exact_match
 from isoloss.engine.rl.reward.math_answers import math
 
 ROWS = {
-    "the last expression, whatever is called the answer": [
-        ("The answer is 41... no, 42", "42", 1),
+    "the last that is called the answer, else the last expression": [
+        ("The answer is 41. No, the answer is 42.", "42", 1),
+        ("The answer is 42. No, the answer is 41.", "42", 0),
         ("First 42. The answer is 41", "42", 0),
-        ("The final answer is $41$. I hope it is correct. No: $42$", "42", 1),
-        ("The answer is 42. No, 41", "42", 0),
+        ("The final answer is $41$. I hope it is correct. No: the final answer is $42$", "42", 1),
+        ("The answer is 42 dollars for 3 days", "42", 1),
+        ("The answer to question 3 is 42", "42", 1),
+        ("Answer = 41, no, **Answer**: 42 (see step 3)", "42", 1),
+        ("I get 41, no, 42", "42", 1),
+        ("So 42 is the answer.", "42", 1),
         ("so x = 42.", "x = 42", 1),
         ("It is 42 cm^2", "42", 1),
         (r"Thus $x \in [0, 1]$.", "[0,1]", 1),

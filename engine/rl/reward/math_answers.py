@@ -18,14 +18,15 @@ SPACE = r"(?:\\[,;:! ]|[~ \u00a0\u202f])"
 THOUSANDS = re.compile(rf"(?<![0-9.])[0-9]{{1,3}}(?:{SPACE}[0-9]{{3}})+(?![0-9])")
 ROOT = re.compile(r"√\s*([0-9]+|\w)")
 SIGNS = str.maketrans({"−": "-", "°": r"^\circ ", "∞": r"\infty ", "~": " "})
-# math-verify prefers what follows this word to what is said later.
-ANSWER = re.compile(r"answer", re.IGNORECASE)
-LEAD = re.compile(r"\banswer\b(?:\s+is\b)?\s*:?|####", re.IGNORECASE)
+# What says the answer; and a word that math-verify takes for such in any other place.
+LEAD = re.compile(r"\banswer\b[\s*]*(?:\bis\b[\s*]*:?|:|=)|####", re.IGNORECASE)
+ANSWER = re.compile("answer", re.IGNORECASE)
 WORDS = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}|\n|[0-9]\s+[0-9]")
 
 
 def math(completion_final: str, answer: object) -> float:
-    """1 where math-verify finds the last box of the completion's answer, else its last expression, equal to the row's.
+    """1 where math-verify finds the last box of the completion's answer equal to the row's; without a box, what follows
+    the last "answer is", "answer:" or ####; without these, the last expression.
 
     answer: a number, an expression as LaTeX or plain, or a solution that ends in \\boxed{}, $...$ or #### (GSM8K).
     """
@@ -49,9 +50,17 @@ def said_in(text: str) -> list[str]:
     box = last_box(text)
     if box is not None:
         return [boxed(box)]
-    last = LEAD.split(text)[-1].strip(" \t\n*`\"'").removesuffix(".").strip("*`\"'")
-    alone = [] if "$" in last or WORDS.search(last) else [boxed(last)]
-    return [ANSWER.sub("", text), *alone]
+    leads = list(LEAD.finditer(text))
+    # math-verify takes the first expression that follows such a lead, and the last of a text without one.
+    last = text[leads[-1].start() :] if leads else ""
+    said = last if last and parse(last, parsing_timeout=0) else ANSWER.sub("", text)
+    return [said, *_alone(text[leads[-1].end() :] if leads else text)]
+
+
+def _alone(text: str) -> list[str]:
+    """A text that is one expression, in a box: where it is not LaTeX math-verify reads only numbers of a text."""
+    text = text.strip(" \t\n*`\"'").removesuffix(".").strip("*`\"'")
+    return [] if "$" in text or WORDS.search(text) else [boxed(text)]
 
 
 def last_box(text: str) -> str | None:
