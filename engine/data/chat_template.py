@@ -87,7 +87,22 @@ def template_file(folder: str) -> Path:
 def render(messages: Messages, template: Template, prompt: bool = False) -> tuple[str, list[int]]:
     """(text, token ids) of a conversation; `prompt` adds what comes before the assistant's next turn."""
     text = template(messages, tokenize=False, add_generation_prompt=prompt)
+    check_asked(messages, text, template.place)
     return text, list(template.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def check_asked(messages: Messages, text: str, place: str) -> None:
+    """UserError for a message that the template passes over, which the model would not see. The assistant's may lose
+    their thoughts, and `turns` looks at those that are learned."""
+    for number, message in enumerate(messages):
+        content = message.get("content", "").strip()
+        if message["role"] == "assistant" or content in text:
+            continue
+        if any(word not in text for word in re.findall(r"\w+", content)):  # it may be written in quotes, or escaped
+            raise UserError(
+                f"{place}: the chat template does not write the message {number} of the role {message['role']}: take "
+                "it out, or use a template that knows such messages"
+            )
 
 
 def as_the_template_reads(messages: Messages, key: str, template: Template, otherwise: str) -> Messages:

@@ -11,10 +11,11 @@ FORMS_TOLD = "`messages`, or `prompt` and `completion`, or `text`"
 # Columns of other kinds of data, of which none may be passed over: the model would learn something else.
 REFUSED = {
     "isoloss trains on text alone: take the column out, or the row": (
-        "image", "images", "video", "videos", "audio", "audios",
+        "image", "images", "image_url", "image_path", "video", "videos", "audio", "audios",
     ),
     "give it as the first message, {role: system}": ("system", "system_prompt", "developer_prompt"),
     "put it into the message that it belongs to": ("history", "documents", "instruction", "input", "query"),
+    "give data.template_kwargs, for all rows": ("chat_template_kwargs", "template_kwargs", "enable_thinking"),
     "give it as `tools`": ("functions", "function_call", "available_tools"),
     "isoloss has no training on preferences yet: take the column out": ("chosen", "rejected", "rejected_response"),
     "set `weight` of a message to 0 instead": ("weight", "weights", "loss_mask", "loss", "train", "sample_weight"),
@@ -38,8 +39,9 @@ def form_of(values: Mapping[str, Any], place: str) -> tuple[str, ...]:
 
 def check_columns(values: Mapping[str, Any], place: str) -> None:
     """UserError for a column that has something in it, and would be passed over."""
-    for name, cure in WHY_NOT.items():
-        if values.get(name) not in (None, "", [], {}):
+    for name, value in values.items():
+        cure = WHY_NOT.get(name.lower())
+        if cure and value not in (None, "", [], {}):
             raise UserError(f"{place}: `{name}` would not be seen by the model: {cure}")
 
 

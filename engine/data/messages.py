@@ -97,6 +97,11 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
     """The text of content that is given as a list of parts, {"type": "text", "text": ...}, without anything between."""
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, dict) else None
+        if weights := [field for field in WEIGHTS if isinstance(part, dict) and part.get(field) is not None]:
+            raise UserError(
+                f"{place}: `{key}[{number}].{weights[0]}` would not be obeyed: a turn is learned whole or not; give "
+                "it to the message"
+            )
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"a part of type {listed([str(kind)])!r}" if kind else shown(part)
             raise UserError(
@@ -108,16 +113,16 @@ def join_parts(parts: list[Any], key: str, place: str) -> str:
 
 def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
     """Tool calls whose arguments are objects: OpenAI's wire form, which agents log, has them as JSON text."""
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+    if not isinstance(calls, list) or not all(isinstance(call, dict) and called(call) for call in calls):
         raise UserError(
             f"{place}: `{key}` must be a list of calls, {{function: {{name, arguments}}}}, not {shown(calls)}"
         )
 
     def parse(arguments: Any, where: str) -> Any:
-        if not isinstance(arguments, str):
-            return arguments
+        value = {} if arguments is None else arguments
         try:
-            value = parse_json(arguments) if arguments.strip() else {}
+            if isinstance(value, str):
+                value = parse_json(value) if value.strip() else {}
         except ValueError as error:
             raise UserError(f"{place}: `{where}` is {error}: fix the call, or take the row out") from None
         if not isinstance(value, dict):
@@ -125,6 +130,12 @@ def check_calls(calls: Any, key: str, place: str) -> list[dict[str, Any]]:
         return value
 
     return [map_arguments(call, parse, f"{key}[{number}]") for number, call in enumerate(calls)]
+
+
+def called(call: dict[str, Any]) -> bool:
+    """Whether a call says of what function."""
+    function = call.get("function", call)
+    return isinstance(function, dict) and isinstance(function.get("name"), str) and bool(function["name"])
 
 
 def map_arguments(call: dict[str, Any], change: Callable[[Any, str], Any], where: str = "") -> dict[str, Any]:
@@ -160,11 +171,17 @@ def as_named_by(template: str, messages: Messages, key: str, place: str) -> Mess
                 f"{place}: `{key}[{number}].role` is {listed([role], 40)!r}, which the chat template does not name: a "
                 f"role is one of {', '.join(ROLES)}"
             )
-        if len(thoughts) == 1:
-            message = {thoughts[0] if field in THOUGHTS else field: entry for field, entry in message.items()}
+        given = [field for field in THOUGHTS if message.get(field)]
+        if wrong := [field for field in given if not isinstance(message[field], str)]:
+            raise UserError(f"{place}: `{key}[{number}].{wrong[0]}` must be text, not {shown(message[wrong[0]])}")
+        if len(thoughts) == 1 and given:
+            if len({message[field] for field in given}) > 1:
+                raise UserError(f"{place}: `{key}[{number}]` has several thoughts, {listed(given)}: keep one of them")
+            kept = {field: entry for field, entry in message.items() if field not in THOUGHTS}
+            message = kept | {thoughts[0]: message[given[0]]}
         renamed.append(message)
         for field, entry in message.items():
-            if entry and field != "content" and not says_who(field) and not names(template, field):
+            if entry not in ("", [], {}) and field != "content" and not says_who(field) and not names(template, field):
                 raise UserError(
                     f"{place}: `{key}[{number}].{field}` is not read by the chat template, so the model would not see "
                     "it: take the field out, or use a template that reads it"

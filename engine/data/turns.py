@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
-from isoloss.engine.data.chat_template import Template
+from isoloss.engine.data.chat_template import Template, check_asked
 from isoloss.engine.data.messages import Conversation, Messages
 from isoloss.engine.data.turn_ends import TurnEnds, ends_of_turns, generation_prompt, in_common, special_ids
 from isoloss.parallel.runtime.errors import UserError
@@ -24,6 +24,7 @@ GENERATION_MARK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 def tokenize_chat(conversation: Conversation, template: Template) -> TokensAndMask:
     """Token ids [T] and mask [T] of the turns that are learned. UserError names the row and the turn."""
     rendered = Rendered(conversation.messages, template)
+    check_asked(conversation.messages, rendered.written, template.place)
     if GENERATION_MARK.search(template.text) and maps_characters(template.tokenizer):
         return marked_turns(conversation, rendered)
     ids, mask_T = list(rendered.text.ids), [False] * len(rendered.text.ids)
@@ -84,10 +85,14 @@ class Rendered:
         self._speaks: dict[str, Speaks] = {}
         self._begins: dict[int, int] = {}
 
+    @cached_property
+    def written(self) -> str:
+        return self._render(self.messages, self._prompt)
+
     # A template that marks its turns is asked for neither, unless a turn is not learned.
     @cached_property
     def text(self) -> "Text":
-        return Text(self._render(self.messages, self._prompt), self.template.tokenizer)
+        return Text(self.written, self.template.tokenizer)
 
     @cached_property
     def _content_ends(self) -> dict[int, int]:

@@ -99,7 +99,9 @@ def _yarn(given: Mapping[str, Any], factor: float, inside: str, max_positions: i
         default if optional[name] is None else positive_number(given, name, inside)
         for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0))
     )
-    mscale, all_dim = (given.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
+    mscale, all_dim = (
+        0.0 if (value := given.get(name)) in (None, False) else value for name in ("mscale", "mscale_all_dim")
+    )
     for name, value in (("mscale", mscale), ("mscale_all_dim", all_dim)):
         if not isinstance(value, int | float) or isinstance(value, bool):
             refuse(inside + name, value, "must be a number")

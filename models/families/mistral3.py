@@ -27,7 +27,7 @@ BESIDE = ("vision_tower.", "multi_modal_projector.")
 def architecture(config: ConfigJson) -> Architecture:
     text = text_config(config, "mistral3", irrelevant=VISION)
     name = text.get("model_type", "mistral")
-    if name not in TEXT:
+    if not isinstance(name, str) or name not in TEXT:
         refuse("text_config.model_type", name, f"is not supported within mistral3; one of {', '.join(TEXT)} is")
     read, text_class = TEXT[name]
     return replace(

@@ -62,6 +62,8 @@ REFUSED: Mapping[str, str] = {
 }
 # The folder inside of a checkpoint that holds all of the Hugging Face folder but the weights.
 HUGGINGFACE = "huggingface"
+# Of peft: transformers puts the adapter on whatever model it names.
+ADAPTER = "adapter_config.json"
 
 
 def family_of(name: str) -> ModuleType:
@@ -128,6 +130,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(
             f"model.path={folder} is not a folder; give one with config.json, tokenizer and safetensors"
             + hub_hint(folder)
+        )
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"model.path={folder} holds an adapter ({ADAPTER}), which would not be read: merge it into its model "
+            "(merge_and_unload of peft), or take its files out of the folder"
         )
     if not path.is_file():
         raise UserError(f"model.path={folder} has no config.json; give the folder of a Hugging Face model")

@@ -12,7 +12,11 @@ def stops_of(path: Path, largest: int | None = None) -> tuple[int, ...]:
     largest: of the model's token ids; None: unknown.
     Raises UserError where the file is not JSON, or names something that is no token.
     """
-    declared = read_json(path, "copy it again from the model's source, or delete it").get("eos_token_id")
+    said = read_json(path, "copy it again from the model's source, or delete it")
+    inner = said.get("text_config")  # of a multimodal model, in config.json
+    declared = said.get("eos_token_id")
+    if declared is None and isinstance(inner, dict):
+        declared = inner.get("eos_token_id")
     tokens = declared if isinstance(declared, list) else [] if declared is None else [declared]
     for token in tokens:
         if type(token) is not int or token < 0 or (largest is not None and token > largest):

@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 
 from isoloss.engine.data.chat import load_tokenizer, tokenize_row
-from isoloss.engine.data.chat_template import check_template_kwargs
+from isoloss.engine.data.chat_template import Template, check_template_kwargs, render
 from isoloss.engine.data.rows import Row
 from isoloss.engine.data.turns import maps_characters
 from isoloss.parallel.runtime.errors import UserError
@@ -427,6 +427,25 @@ def test_marks_that_leave_the_end_out(tokenizer):
     assert targets(tokenizer, {"messages": CHAT}) == ["Four.<|im_end|>", "Six,\nit is.\n<|im_end|>"]
     tokenizer.chat_template = MARKS_WITHOUT_END.replace("{% endgeneration %}", "{% endgeneration %}{{ ' ' }}")
     check_refused(tokenizer, {"messages": CHAT}, ["out of its {% generation %} marks"])
+
+
+@pytest.mark.parametrize("template", [None, CHATML], ids=("marks", "no marks"))
+@pytest.mark.parametrize("role", ["system", "tool", "user"])
+def test_a_message_that_the_template_passes_over_is_refused(tokenizer, template, role):
+    template = template or tokenizer.chat_template
+    tokenizer.chat_template = (
+        f"{{% set messages = messages | rejectattr('role', 'equalto', '{role}') | list %}}{template}"
+    )
+    chat = [CHAT[1], CHAT[2], {"role": role, "content": "Say What."}, CHAT[2]]
+    said = f"the chat template does not write the message {0 if role == 'user' else 2} of the role {role}"
+    check_refused(tokenizer, {"messages": chat}, [said])
+    with pytest.raises(UserError, match=said):
+        render(chat[:3], Template(tokenizer, "rows.jsonl:7", None, {}), prompt=True)
+    tokenizer.chat_template = template.replace("m['content']", "(m['content'] | tojson)").replace(
+        "message['content']", "(message['content'] | tojson)"
+    )
+    quoted = {"role": "system", "content": 'Say "4",\n\tno more.'}
+    render([quoted, CHAT[1]], Template(tokenizer, "rows.jsonl:7", None, {}), prompt=True)
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=("marks", "no marks"))

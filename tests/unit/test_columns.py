@@ -44,6 +44,8 @@ def test_a_column_that_could_change_what_is_learned_is_refused_unless_it_is_empt
     with pytest.raises(UserError) as error:
         form_of({"messages": TALK, name: ["x"]}, "r:1")
     assert str(error.value).startswith(f"r:1: `{name}` would not be seen by the model: {WHY_NOT[name]}")
+    with pytest.raises(UserError, match=f"`{name.title()}`"):
+        check_columns({"messages": TALK, name.title(): "x"}, "r:1")
 
 
 def test_columns_that_say_nothing_to_the_model_are_listed():

@@ -721,6 +721,10 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     with pytest.raises(UserError, match=r"nowhere is not a folder"):
         read_architecture(tmp_path / "nowhere")
     refused("has no config.json")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    refused("holds an adapter .* merge it into its model")
+    refused("holds an adapter .* merge it into its model", '{"architectures": ["LlamaForCausalLM"]}')
+    (tmp_path / "adapter_config.json").unlink()
     refused("is not valid JSON", "{")
     refused("must hold a JSON object, not list", "[]")
     refused("architectures=None must be a list of one name; known are LlamaForCausalLM, Mistral", "{}")

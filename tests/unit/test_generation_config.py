@@ -43,6 +43,16 @@ def test_what_is_no_token_is_refused(text, says, tmp_path):
     assert "\n" not in str(error.value)
 
 
+def test_what_the_text_model_of_a_multimodal_one_names(tmp_path):
+    path = tmp_path / "config.json"
+    for said, stops in ((None, (4,)), (3, (3,)), ([], ())):
+        path.write_text(json.dumps({"eos_token_id": said, "text_config": {"eos_token_id": 4}}))
+        assert stops_of(path, 9) == stops
+    path.write_text('{"text_config": {"eos_token_id": "4"}}')
+    with pytest.raises(UserError, match="eos_token_id='4' must be"):
+        stops_of(path, 9)
+
+
 def test_a_token_of_another_vocabulary(tmp_path):
     (tmp_path / GENERATION).write_text('{"eos_token_id": [3, 10]}')
     assert stops_of(tmp_path / GENERATION, 10) == stops_of(tmp_path / GENERATION) == (3, 10)

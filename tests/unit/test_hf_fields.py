@@ -116,6 +116,17 @@ def check(name: str, config_class: type[PreTrainedConfig], config: Config) -> in
     return compared
 
 
+def check_types(config: Config) -> int:
+    """How many files with a list where another value stands are refused; others say nothing of the model."""
+    understood, refused = ours(config), 0
+    for path in paths(config):
+        value = [] if not isinstance(at(config, path), list) else {"a": 1}
+        found = ours(changed(config, path, value)) if path != ("architectures",) else None
+        assert found in (None, understood), f"{path} of another type"
+        refused += found is None
+    return refused
+
+
 @pytest.fixture(autouse=True)
 def quiet():
     """transformers warns of the odd files."""
@@ -128,7 +139,10 @@ def quiet():
 def test_a_field_left_out_or_null_means_what_transformers_takes_it_for(name):
     config_class, _ = families.MODELS[name]
     config = json.loads(families.config(name).to_json_string(use_diff=False))
-    assert check(name, config_class, config | {"architectures": families.published(name)["architectures"]}) >= 9
+    config |= {"architectures": families.published(name)["architectures"]}
+    assert check(name, config_class, config) >= 9 and check_types(config) >= 9
+    for layers in 10_001, 10**400:
+        assert ours(config | {"num_hidden_layers": layers}) is None
 
 
 @pytest.mark.parametrize("name", WRAPPED)
@@ -137,7 +151,7 @@ def test_within_a_multimodal_model(name):
     inner = families.config(name, **({"pad_token_id": 0} if name == "gemma-4" else {})).to_dict()
     whole = config_class(text_config=inner, vision_config=vision, **more)
     config = json.loads(whole.to_json_string()) | {"architectures": [architecture]}
-    assert check(name, config_class, config) >= 5
+    assert check(name, config_class, config) >= 5 and check_types(config) >= 5
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ def test_other_weights_are_refused(weights, said):
     assert str(error.value).startswith(f"r:1: {said}")
 
 
+@pytest.mark.parametrize(("field", "value"), [("train", False), ("weight", 0), ("loss_mask", 1)])
+def test_a_part_of_a_turn_is_not_learned_apart(field, value):
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", field: value}]
+    with pytest.raises(UserError) as error:
+        check_messages([USER, answer(content=parts)], "messages", "r:1")
+    assert str(error.value).startswith(f"r:1: `messages[1].content[1].{field}` would not be obeyed")
+    parts[1][field] = None
+    assert check_messages([answer(content=parts)], "messages", "r:1").messages == [answer(content="ab")]
+
+
 @pytest.mark.parametrize("empty", [{"content": ""}, {"content": " \n"}, {"content": "", "tool_calls": [], "name": "x"}])
 def test_an_empty_turn_is_context(empty):
     found = check_messages([USER, {"role": "assistant"} | empty, USER, answer()], "messages", "r:1")
@@ -59,7 +69,7 @@ def test_an_empty_turn_is_context(empty):
         ('{"a": 1, "b": ["x"]}', {"a": 1, "b": ["x"]}),
         ("", {}),
         ({"a": None}, {"a": None}),
-        (None, None),
+        (None, {}),
     ],
 )
 def test_arguments_that_are_json_text_become_an_object(given, taken):
@@ -74,9 +84,14 @@ def test_arguments_that_are_json_text_become_an_object(given, taken):
     [
         (calling('{"a": 1'), "`messages[0].tool_calls[0].function.arguments` is not JSON"),
         (calling("[1]"), "`messages[0].tool_calls[0].function.arguments` must be a JSON object, not list [1]"),
+        (calling([1]), "`messages[0].tool_calls[0].function.arguments` must be a JSON object, not list [1]"),
+        (calling(True), "`messages[0].tool_calls[0].function.arguments` must be a JSON object, not bool True"),
         (calling('"{}"'), "`messages[0].tool_calls[0].function.arguments` must be a JSON object, not str '{}'"),
         ({"role": "assistant", "tool_calls": "f()"}, "`messages[0].tool_calls` must be a list of calls"),
         ({"role": "assistant", "tool_calls": ["f()"]}, "`messages[0].tool_calls` must be a list of calls"),
+        ({"role": "assistant", "tool_calls": [{"function": "f"}]}, "`messages[0].tool_calls` must be a list of calls"),
+        ({"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, "`messages[0].tool_calls` must be"),
+        ({"role": "assistant", "tool_calls": [{"name": "", "arguments": {}}]}, "`messages[0].tool_calls` must be"),
     ],
 )
 def test_calls_that_are_none_are_refused(message, said):
@@ -103,6 +118,9 @@ def named(*messages: dict, template: str = GENERIC) -> list[dict]:
 def test_thoughts_have_the_name_that_the_template_has():
     for name in ("reasoning_content", "reasoning", "thinking"):
         assert named(USER, answer(**{name: "hm"})) == [USER, answer(thinking="hm")]
+        others = {other: "" for other in ("reasoning_content", "reasoning", "thinking") if other != name}
+        assert named(answer(**{name: "hm"}, **others)) == named(answer(**others, **{name: "hm"}))
+        assert named(answer(**{name: "hm"}, **others)) == [answer(thinking="hm")]
     both = GENERIC + "{{ m.reasoning_content }}"
     assert named(answer(thinking="a", reasoning_content="b"), template=both) == [
         answer(thinking="a", reasoning_content="b")
@@ -118,6 +136,10 @@ def test_thoughts_have_the_name_that_the_template_has():
         (answer(content_type="html"), "`messages[1].content_type` is not read"),
         (answer() | {"role": "asistant"}, "`messages[1].role` is 'asistant', which the chat template does not name"),
         (answer() | {"role": "gpt"}, "`messages[1].role` is 'gpt'"),
+        (answer(trainable=False), "`messages[1].trainable` is not read"),
+        (answer(step_loss_mask=0), "`messages[1].step_loss_mask` is not read"),
+        (answer(reasoning="a", thinking="b"), "`messages[1]` has several thoughts, reasoning, thinking"),
+        (answer(thinking=["a"]), "`messages[1].thinking` must be text, not list"),
     ],
 )
 def test_what_the_template_does_not_read_is_refused_by_name(message, said):

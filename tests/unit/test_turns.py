@@ -111,8 +111,8 @@ WITHOUT_TOOLS = ("cohere", "cohere2", "gemma", "gemma3", "lfm2", "llama3", "phi3
 WITHOUT_THOUGHTS = (*WITHOUT_TOOLS, "deepseek_r1_distill", "deepseekv3", "gemma4_v2", "lfm2_v2", "llama3_1", "llama3_2",
                     "qwen2_5", "qwen3_instruct_2507", "qwen3_vl")  # fmt: skip
 IN_PARTS = {
-    "idefics3": "does not write all",
-    "smolvlm": "does not write all",
+    "idefics3": "does not write the message 0",
+    "smolvlm": "does not write the message 0",
     "llava_next": "refuses these",
 }
 REFUSED = (

@@ -11,6 +11,7 @@ from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import load_prompts
+from isoloss.engine.rl.reward.answer import Texts
 from isoloss.engine.rl.reward.math_answers import math
 from isoloss.engine.rl.reward.signatures import Attempt, Parameter, RewardFunction, recognise
 from isoloss.engine.rl.setup import load_data
@@ -92,8 +93,8 @@ def test_a_reward_function_of_verl(data):
     names = ("data_source", "solution_str", "ground_truth", "extra_info")
     parameters = tuple(Parameter(name, "POSITIONAL_OR_KEYWORD", name != "extra_info") for name in names)
     convention = recognise("f", parameters, prompts)
-    attempt = Attempt(prompts[1], Completion("id", (1,), (0.0,), (0,), "stop"), "Answer: -7")
-    (call,) = RewardFunction(0, "f", 1.0, convention, parameters).calls([attempt])
+    attempt = Attempt(prompts[1], Completion("id", (1,), (0.0,), (0,), "stop"), Texts(*["Answer: -7"] * 3))
+    (call,) = RewardFunction(0, "f", "f", 1.0, convention, parameters).calls([attempt])
     assert convention == "verl" and call.arguments == {
         "data_source": "math_dapo",
         "solution_str": "Answer: -7",

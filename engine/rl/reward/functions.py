@@ -11,9 +11,9 @@ THOUGHT_AND_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>(?:(?!</?
 def exact_match(completion_final: str, answer: object, finish: str) -> float:
     """1 where the completion's answer is that of the row, but for white space around it, and the completion ends by
     itself. An answer that is a number is compared by value with a number in decimal digits."""
-    if answer is None:
+    if answer is None or answer == "":  # which an unfinished thought would match
         raise ValueError("the row has no answer")
-    said = completion_final.strip()
+    said = completion_final.rpartition("</think>")[2].strip()  # a user's function may give it a whole completion
     if isinstance(answer, str | bool):
         right = said == str(answer).strip()
     elif isinstance(answer, Number) and NUMBER.fullmatch(str(answer)):
