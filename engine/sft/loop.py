@@ -12,7 +12,6 @@ from isoloss.engine.data import remarks
 from isoloss.engine.data.bad_rows import RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import (
-    TokenDataset,
     check_files,
     load_dataset,
     step_indices,
@@ -21,6 +20,7 @@ from isoloss.engine.data.dataset import (
 )
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
+from isoloss.engine.data.token_dataset import TokenDataset
 from isoloss.engine.run.folder import (
     Fingerprint,
     cache_folder,

@@ -20,9 +20,10 @@ from support.runs.runs import write_rows
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import DataConfig
-from isoloss.engine.data import dataset as data
+from isoloss.engine.data import dataset, token_cache, token_dataset
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.dataset import DataStats, TokenDataset, load_dataset, step_indices, steps_for_epochs
+from isoloss.engine.data.dataset import load_dataset, step_indices, steps_for_epochs
+from isoloss.engine.data.token_dataset import DataStats, TokenDataset, fingerprint
 from isoloss.parallel.runtime.errors import UserError
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
@@ -55,7 +56,7 @@ def never(*_):
 
 
 def same(a: TokenDataset, b: TokenDataset) -> bool:
-    return a.stats == b.stats and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in data.ROWS)
+    return a.stats == b.stats and all(np.array_equal(getattr(a, name), getattr(b, name)) for name in token_dataset.ROWS)
 
 
 # --------------------------------------------------------------------------------------------------------------- files
@@ -160,7 +161,7 @@ def test_bad_files(load, write, tmp_path):
 def test_cache_hit_does_not_tokenize(load, write, monkeypatch, tmp_path):
     path = write(*ROWS)
     first = load(path)
-    monkeypatch.setattr(data, "load_tokenizer", never)
+    monkeypatch.setattr(dataset, "load_tokenizer", never)
     moved = tmp_path / "moved.jsonl"
     shutil.copy(path, moved)  # the contents count, not the name
     second = load(moved)
@@ -207,7 +208,7 @@ def test_fingerprint(load, write):
     assert len(found | {first}) == 6
 
     def of(tokens, mask, offsets):
-        return data.fingerprint({"tokens": np.array(tokens), "mask": np.array(mask), "offsets": np.array(offsets)})
+        return fingerprint({"tokens": np.array(tokens), "mask": np.array(mask), "offsets": np.array(offsets)})
 
     assert of([1, 2, 3], [0, 1, 1], [0, 3]) == of([1, 2, 3], [0, 1, 1], [0, 3])
     changed = {
@@ -272,7 +273,7 @@ def test_damaged_cache_is_rebuilt(load, write, tmp_path, name, damage):
 def test_leftovers_of_a_killed_process(load, write, tmp_path, monkeypatch):
     path = write(*ROWS)
     with monkeypatch.context() as patch:
-        patch.setattr(data.os, "rename", never)
+        patch.setattr(token_cache.os, "rename", never)
         with pytest.raises(AssertionError):
             load(path)
     assert len(load(path)) == 3
@@ -303,7 +304,7 @@ def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):
             file.write("tokenized\n")
         return load_tokenizer(*arguments)
 
-    monkeypatch.setattr(data, "load_tokenizer", logged)
+    monkeypatch.setattr(dataset, "load_tokenizer", logged)
     with ThreadPoolExecutor(4) as threads:
         first, *others = threads.map(load, [path] * 4)
     assert all(same(first, other) for other in others)
@@ -312,19 +313,19 @@ def test_one_of_many_ranks_tokenizes(load, write, tmp_path, monkeypatch):
 
 def test_another_machine_may_be_faster(load, write, tmp_path, monkeypatch):
     """Its lock is in a temporary folder of its own. What it has put there, and reads, stays the very files."""
-    path, faster, inodes, alone = write(*ROWS), [], [], data.tokenize
+    path, faster, inodes, alone = write(*ROWS), [], [], dataset.tokenize
 
     def overtaken(*arguments):
         made = alone(*arguments)
         with monkeypatch.context() as patch:
-            patch.setattr(data, "tokenize", alone)
-            patch.setattr(data, "exclusively", lambda folder: contextlib.nullcontext())
-            patch.setattr(data.platform, "node", lambda: "other")
+            patch.setattr(dataset, "tokenize", alone)
+            patch.setattr(dataset, "exclusively", lambda folder: contextlib.nullcontext())
+            patch.setattr(token_cache.platform, "node", lambda: "other")
             faster.append(load(path))
         inodes.append(os.stat(faster[0].tokens.filename).st_ino)
         return made
 
-    monkeypatch.setattr(data, "tokenize", overtaken)
+    monkeypatch.setattr(dataset, "tokenize", overtaken)
     ours = load(path)
     assert same(ours, faster[0])
     (file,) = (tmp_path / "cache").glob("*/tokens.npy")
@@ -346,7 +347,7 @@ def test_another_machine_may_mend_a_cache_at_the_same_time(load, write, tmp_path
             whole.write_bytes(kept)
         rename(source, target)
 
-    monkeypatch.setattr(data.os, "rename", mended_meanwhile)
+    monkeypatch.setattr(token_cache.os, "rename", mended_meanwhile)
     assert len(load(path)) == 3
     assert (folder / "tokens.npy").stat().st_ino == inode and list((tmp_path / "cache").iterdir()) == [folder]
 
@@ -354,7 +355,7 @@ def test_another_machine_may_mend_a_cache_at_the_same_time(load, write, tmp_path
 def test_a_cache_that_another_machine_takes_away_is_not_needed(load, write, tmp_path, monkeypatch):
     path = write(*ROWS)
     first = load(path)
-    monkeypatch.setattr(data, "load_cached", lambda *arguments: None)
+    monkeypatch.setattr(dataset, "load_cached", lambda *arguments: None)
     assert same(load(path), first)
 
 
@@ -371,7 +372,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 def test_the_lock_is_in_a_folder_of_its_own_and_goes_away(temporary, tmp_path):
-    with data.exclusively(tmp_path / "cache"):
+    with token_cache.exclusively(tmp_path / "cache"):
         (own,) = temporary.iterdir()
         assert own.stat().st_mode & 0o777 == 0o700 and len(list(own.iterdir())) == 1
     assert list(own.iterdir()) == []
@@ -383,15 +384,15 @@ def test_no_link_is_followed_to_a_lock(temporary, tmp_path):
     victim.mkdir(mode=0o700)
     own.symlink_to(victim)
     refused = pytest.raises(UserError, match=rf"{own} is not a folder of yours alone: delete it")
-    with refused, data.exclusively(tmp_path / "cache"):
+    with refused, token_cache.exclusively(tmp_path / "cache"):
         pass
     assert list(victim.iterdir()) == []
     own.unlink()
-    with data.exclusively(tmp_path / "cache"):
+    with token_cache.exclusively(tmp_path / "cache"):
         (lock,) = own.iterdir()
     (victim / "text").write_text("precious")
     lock.symlink_to(victim / "text")
-    with pytest.raises(OSError, match="symbolic links"), data.exclusively(tmp_path / "cache"):
+    with pytest.raises(OSError, match="symbolic links"), token_cache.exclusively(tmp_path / "cache"):
         pass
     assert (victim / "text").read_text() == "precious"
 
@@ -401,7 +402,7 @@ def test_a_folder_that_others_may_enter_holds_no_lock(mode, temporary, tmp_path)
     own = temporary / f"isoloss-{os.getuid()}"
     own.mkdir()
     own.chmod(mode)
-    with pytest.raises(UserError, match=r"is not a folder of yours alone"), data.exclusively(tmp_path / "cache"):
+    with pytest.raises(UserError, match=r"is not a folder of yours alone"), token_cache.exclusively(tmp_path / "cache"):
         pass
 
 
@@ -410,7 +411,7 @@ def test_a_lock_that_was_deleted_holds_nobody(temporary, tmp_path):
     inside, most = [], []
 
     def turn(number):
-        with data.exclusively(tmp_path / "cache"):
+        with token_cache.exclusively(tmp_path / "cache"):
             inside.append(number)
             most.append(len(inside))
             time.sleep(0.001)

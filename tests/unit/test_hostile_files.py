@@ -24,7 +24,8 @@ from tokenizers import Regex, Tokenizer, decoders, normalizers
 from isoloss.engine.config.schema import Config, DataConfig
 from isoloss.engine.data import rows
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.dataset import checksum, load_dataset
+from isoloss.engine.data.dataset import load_dataset
+from isoloss.engine.data.token_cache import checksum
 from isoloss.engine.rl import user_functions
 from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.engine.rl.prompts import load_prompts

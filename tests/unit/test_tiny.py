@@ -11,7 +11,8 @@ import pytest
 
 from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.chat import load_tokenizer
-from isoloss.engine.data.dataset import DataStats, TokenDataset, load_dataset, unigram_nats
+from isoloss.engine.data.dataset import load_dataset, unigram_nats
+from isoloss.engine.data.token_dataset import DataStats, TokenDataset
 from isoloss.tools.dev import make_tiny
 
 TINY = str(files("isoloss.recipes") / "assets" / "tiny")
