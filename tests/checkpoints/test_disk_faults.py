@@ -138,13 +138,13 @@ def test_whatever_a_disk_refuses_at_the_start_is_one_line(number, arguments, cap
     """And what was in the run's folder stays. Another error keeps its traceback."""
     assert launch.main("sft", Config, sft.run, arguments) == 0
     before = Path("out/config.yaml").read_text()
-    write = Path.write_text
+    write = Path.write_bytes
 
-    def refuse(path, text, **options):
-        write(path, text[:10], **options)
+    def refuse(path, data):
+        write(path, data[:10])
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(Path, "write_bytes", refuse)
     start = partial(launch.main, "sft", Config, sft.run, [*arguments, "checkpoint.resume=true", "train.steps=3"])
     capsys.readouterr()
     if number == errno.EPIPE:

@@ -124,13 +124,15 @@ def test_where_sigint_is_ignored_it_stays_so():
 def test_a_program_of_ones_own_gets_the_second_one():
     """Without the recipes' thread: the first saves, the second is Python's, and afterwards the first is again."""
     preemption = Preemption(None)  # pyright: ignore[reportArgumentType]
-    preemption.begin()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had these tests ignore it
     try:
+        preemption.begin()
         signal.raise_signal(signal.SIGINT)
         assert preemption._received == signal.SIGINT
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-    finally:
         preemption.end()
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
