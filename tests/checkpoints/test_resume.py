@@ -94,9 +94,12 @@ TOLD = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 @pytest.mark.parametrize("told", TOLD, ids=lambda told: told.name)
-def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monkeypatch):
+def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monkeypatch, request):
     """It says what it saved, and the signals then do what they did before."""
     check = run.BadStepGuard.check
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell may have had these tests ignore it
+        request.addfinalizer(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def tell(self, step, *rest):
         if step == 1:

@@ -126,8 +126,8 @@ def test_a_run_is_that_of_a_plain_loop(precision, tolerance, inputs, model, plai
     unigram = -(counts / counts.sum()).log()[torch.cat([row.tokens_T[row.mask_T] for row in plain.eval])].mean().item()
     first, last = plain.evaluations[0], plain.evaluations[-1]
     assert told[-2] == (
-        f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; better by "
-        f"{unigram - last:.3f}"
+        f"eval loss {last:.3f} nats/token (before training {first:.3f}); unigram baseline {unigram:.3f}; worse "
+        f"than a unigram model by {last - unigram:.3f}"
     )
     exported = load_file("out/hf/model.safetensors")
     for name, weight in plain.weights.items():

@@ -122,9 +122,8 @@ def test_a_killed_server_is_started_again_with_the_present_weights(sorter, tmp_p
 
 
 def test_a_server_that_is_not_there_is_one_line_and_status_2(sorter, tmp_path):
-    command = [
-        part for part in arguments(sorter, tmp_path / "run", DOUBLE, "broadcast") if "server_command" not in part
-    ]
+    given = arguments(sorter, tmp_path / "run", DOUBLE, "broadcast")
+    command = [part for part in given if not part.startswith(("rollout.server_command=", "rollout.timeout="))]
     done = warm.run([*command, "rollout.timeout=2"], capture_output=True, text=True)
     told = [line for line in done.stderr.splitlines() if line.startswith("isoloss: error: ")]
     assert done.returncode == 2 and len(told) == 1 and "Traceback" not in done.stderr
