@@ -200,6 +200,10 @@ ON_SERVERS = (SERVERS, ("rollout.backend", "sglang"))
         ([("data.overlong", "truncate")], "data.overlong='truncate' would ask another question; choose error or drop"),
         ([("algorithm.advantage", "ppo")], "algorithm.advantage='ppo' is not one of grpo, dr-grpo, rloo, reinforce++"),
         ([("algorithm.kl_coef", float("nan"))], "algorithm.kl_coef=nan must be a finite number"),
+        (
+            [("algorithm.dual_clip", 4), ("algorithm.loss", "reinforce")],
+            "algorithm.dual_clip=4.0 goes with algorithm.loss=clip (it is reinforce); set it to null",
+        ),
     ],
 )
 def test_mistakes(changes, said):
