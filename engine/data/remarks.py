@@ -1,4 +1,4 @@
-"""What is odd about rows that can be trained on: counted while they are read, and told when a run begins."""
+"""What is odd about rows that can be trained on: counted while they are read, and logged when a run begins."""
 
 import hashlib
 import unicodedata
@@ -18,7 +18,7 @@ TOLD = {
 
 
 def remarks(row: Row, form: Sequence[str], tokens_T: Sequence[int], tokenizer) -> list[str]:
-    """Those of TOLD that a tokenized row deserves. form: its columns, of which messages are looked at."""
+    """The keys of TOLD that apply to a tokenized row. form: the columns that the row is read from."""
     learned = form[-1]
     if not isinstance(row.values[learned], list):
         return []

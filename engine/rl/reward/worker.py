@@ -3,10 +3,11 @@
 It imports the standard library alone, and what the functions import: importing `isoloss.engine` would bring torch and
 Megatron-Core with it, hundreds of megabytes and seconds for each worker.
 
-The parent sends, over CONNECTION, sys.path and the functions, FILE.py:NAME or MODULE:NAME, and is told of each its
-parameters, or why it cannot be had. Then it sends calls, (number of the function, keyword arguments, batched), and each
-is answered by a number or, as text, what was wrong; a batched one by a list of those and None, or by text. An answer is
-a line of JSON on ANSWERS: the parent makes nothing else of what this process, which runs anybody's code, sends.
+The parent sends, over CONNECTION, sys.path and the functions, FILE.py:NAME or MODULE:NAME. The worker answers with the
+parameters of each function, or why it cannot be loaded. Then the parent sends calls, (number of the function, keyword
+arguments, batched), and each is answered by a number or, as text, what was wrong; a batched one by a list of those and
+None, or by text. An answer is a line of JSON on ANSWERS: the parent makes nothing else of what this process, which runs
+anybody's code, sends.
 """
 
 import asyncio
