@@ -106,19 +106,30 @@ def no_target(row: Row) -> str | None:
     )
 
 
+class FirstSteps:
+    """What a number was at the beginning."""
+
+    def __init__(self):
+        self._values: list[float] = []
+
+    def median(self, now: float) -> float | None:
+        """Of the first FIRST_STEPS values; None while `now` is one of them."""
+        if len(self._values) < FIRST_STEPS:
+            self._values.append(now)
+            return None
+        return statistics.median(self._values)
+
+
 class Longer:
     """Completions have become long."""
 
     def __init__(self):
-        self._first: list[float] = []
+        self._first = FirstSteps()
 
     def __call__(self, row: Row) -> str | None:
         mean = row["response_length_mean"]
-        if len(self._first) < FIRST_STEPS:
-            self._first.append(mean)
-            return None
-        before = statistics.median(self._first)
-        if mean < LONGER * before:
+        before = self._first.median(mean)
+        if before is None or mean < LONGER * before:
             return None
         return (
             f"completions have {mean:,.0f} tokens, and had {before:,.0f} in the first steps: if that is not what you "
@@ -130,17 +141,14 @@ class LessEntropy:
     """The policy has all but stopped to explore."""
 
     def __init__(self):
-        self._first: list[float] = []
+        self._first = FirstSteps()
 
     def __call__(self, row: Row) -> str | None:
         entropy = row["entropy"]
         if not row["valid_tokens"]:  # of no token
             return None
-        if len(self._first) < FIRST_STEPS:
-            self._first.append(entropy)
-            return None
-        before = statistics.median(self._first)
-        if not entropy < LESS_ENTROPY * before:
+        before = self._first.median(entropy)
+        if before is None or not entropy < LESS_ENTROPY * before:
             return None
         return (
             f"the entropy is {entropy:.3g}, and was {before:.3g} in the first steps: completions of a prompt become "

@@ -28,7 +28,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Offloadable, Rollout
-from isoloss.engine.run.folder import Fingerprint
+from isoloss.engine.run.folder import Fingerprint, tokenizer_folder
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -91,7 +91,7 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt within {key}="
             f"{limits[key]}; lower the one or raise the other"
         )
-    tokenizer = load_tokenizer(str(hf_folder(config.model.tokenizer or folder)), arch.vocab_size)
+    tokenizer = load_tokenizer(str(tokenizer_folder(config)), arch.vocab_size)
     options = {"max_prompt_tokens": room, "limit": f"{key} - rollout.max_new_tokens"}
     train = load_prompts(config.data, "train", tokenizer, duplicates=config.data.duplicates, **options)
     evaluation = load_prompts(config.data, "eval", tokenizer, **options) if config.data.eval else None

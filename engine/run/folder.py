@@ -120,8 +120,7 @@ def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fin
 def with_date(config: AnyConfig, run_name: str) -> AnyConfig:
     """The configuration with a data.date, where a chat template asks for one: that of the checkpoint which the run goes
     on from, or today's. Enters no collective."""
-    tokenizer = Path(hf_folder(config.model.tokenizer or config.model.path))
-    if config.data.date is not None or not asks_for_the_date(tokenizer):
+    if config.data.date is not None or not asks_for_the_date(tokenizer_folder(config)):
         return config
     folder = run_folder(config, run_name) / "checkpoints"
     found = checkpoint.newest_whole(folder, checkpoint.read_extra) if config.checkpoint.resume else None
@@ -168,6 +167,11 @@ def settings_told(config: Config, before: Mapping[str, object]) -> list[str]:
 def run_folder(config: Config, run_name: str) -> Path:
     """The run's folder, before it is numbered."""
     return Path(config.output_dir or f"runs/{run_name}")
+
+
+def tokenizer_folder(config: Config) -> Path:
+    """The folder of tokenizer and chat templates: of model.tokenizer, or else of the model."""
+    return hf_folder(config.model.tokenizer or config.model.path)
 
 
 def cache_folder(config: Config) -> Path:

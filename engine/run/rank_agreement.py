@@ -9,9 +9,8 @@ from typing import Any
 
 from isoloss.engine.checkpoint.checkpoint import newest_first
 from isoloss.engine.config.schema import Config
-from isoloss.engine.run.folder import Fingerprint, run_folder
+from isoloss.engine.run.folder import Fingerprint, run_folder, tokenizer_folder
 from isoloss.engine.step.model_source import ModelSource
-from isoloss.models.families.registry import hf_folder
 from isoloss.models.weights.side_files import sidecars
 from isoloss.parallel import UserError
 from isoloss.parallel.collectives import gather_objects
@@ -72,7 +71,7 @@ def of_configuration(config: Config) -> list[Fingerprint]:
 
 def of_model(config: Config, source: ModelSource) -> list[Fingerprint]:
     """The architecture, the tokenizer's files, and samples of the weights' files."""
-    tokenizer = Path(hf_folder(config.model.tokenizer or config.model.path))
+    tokenizer = tokenizer_folder(config)
     files = {name: _digest((tokenizer / name).read_bytes()) for name in sidecars(tokenizer)}
     found = [
         Fingerprint("the architecture of model.path", _digest(repr(source.arch).encode()), "its config.json"),

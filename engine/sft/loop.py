@@ -27,6 +27,7 @@ from isoloss.engine.run.folder import (
     check_fingerprints,
     check_folder,
     open_folder,
+    tokenizer_folder,
     with_date,
 )
 from isoloss.engine.run.health import Watched
@@ -126,7 +127,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
             f"data.max_length={config.data.max_length} is more than max_position_embeddings={arch.max_positions} in "
             f"{folder}/config.json: set it to at most {arch.max_positions}"
         )
-    tokenizer = tokenizer_folder(config)
+    tokenizer = str(tokenizer_folder(config))
     options = {"vocab_size": arch.vocab_size, "cache_dir": cache_folder(config)}
     train = load_dataset(config.data, "train", tokenizer, **options)
     evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None
@@ -169,14 +170,10 @@ def first_rows(config: Config, data: RunData, vocab_size: int) -> list[str]:
     count = min(rows_to_show(config.data), len(data.train))
     if not count:
         return []
-    tokenizer = load_tokenizer(tokenizer_folder(config), vocab_size)
+    tokenizer = load_tokenizer(str(tokenizer_folder(config)), vocab_size)
     samples = [data.train[index] for index in range(count)]
     shown = (shown_row(s.id, s.tokens_T.tolist(), s.mask_T.tolist(), tokenizer, coloured()) for s in samples)
     return [line for lines in shown for line in lines]
-
-
-def tokenizer_folder(config: Config) -> str:
-    return str(hf_folder(config.model.tokenizer or hf_folder(config.model.path)))
 
 
 def unused_columns(data: RunData) -> Sequence[str]:
