@@ -279,17 +279,17 @@ def _loss(model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor) ->
     """What is differentiated of a micro-batch, and its `StepTotals.flat`."""
     inputs = _token_inputs(model, micro_batch, hidden, loss)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-    value, sums, magnitudes = hidden.new_zeros(()), [], []
+    value, magnitude, sums = hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.float64), []
     for term in loss.terms:
         terms_N = weights_AN[loss.aggregations.index(term.aggregation)] * term.values(inputs)
         value = value + term.coefficient * terms_N.sum()
         sums.append(terms_N.detach().sum(dtype=torch.float64))
-        magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
+        magnitude = magnitude + abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64)
     with torch.no_grad():
         totals = StepTotals(
             weight_sums=[*weights_AN.sum(1, dtype=torch.float64)],
             terms=sums,
-            magnitude=[sum(magnitudes)],
+            magnitude=[magnitude],
             means=[per_token(inputs).sum(dtype=torch.float64) for per_token in loss.mean_metrics.values()],
             moments=[sum_ for pair in loss.correlation_metrics.values() for sum_ in moments_of(*pair(inputs))],
             largest=[largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()],
