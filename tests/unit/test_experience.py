@@ -109,7 +109,7 @@ def config_of(batch=BATCH, seed=0, loss=None, **algorithm):
 
 def prepared(batch=BATCH, step=0, asked=None, **options):
     config = config_of(batch, **options)
-    asked = asked or models()
+    asked = SimpleNamespace(**vars(asked or models()))
     if not config.algorithm.uses_reference:
         asked.reference = None
     if not config.algorithm.uses_critic:
