@@ -7,7 +7,7 @@ from typing import Any
 
 from isoloss.engine.config.parse import defaults, known_keys
 from isoloss.parallel import UserError
-from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.migrate import releases
 from isoloss.tools.migrate.denominator import Denominator, example
 from isoloss.tools.migrate.table import NO_DISTILLATION, Account, Recipe, Settings, Source, account, translate
@@ -55,7 +55,7 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str], release
     settings = Settings(source.trainer, given, source.rows)
     told = account(source, settings, {})  # is it one of that trainer's at all?
     recipe = source.recipe(settings)
-    kind = CONFIGS[recipe]
+    kind = RECIPES[recipe].config
     theirs = translate(source, settings)
     values = flat(defaults(kind)) | {key: value for key, value in theirs.items() if key in known_keys(kind)}
     plain = flat(compose_config(recipe, kind, ["preset=plain", "model.path=MODEL"])[1]) | {"model.path": ""}
