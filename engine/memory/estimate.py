@@ -1,32 +1,32 @@
-"""Device memory of a training step by arithmetic, in microseconds: what a search over layouts ranks by.
+"""Estimate the device memory of a training step: what a search over layouts ranks by, and what a start checks.
 
-It knows the local layers of Megatron-Core and the kernels that torch chooses on CUDA. `isoloss.tools.plan` counts the
-same in a dry run; the two are compared in tests/numerics/test_memory_estimate.py.
-
-Letters: t tokens of a micro-batch on a rank, s of them between matrices (fewer under sequence parallelism), h hidden
-size, f width of the MLP of a rank.
+One layer of each kind, the embedding and the loss head are counted once a setting (`isoloss.engine.memory.counting`);
+here they are added up for the layers of a stage. `isoloss.tools.plan` counts a whole rank in a dry run; the two are
+compared in tests/numerics/test_memory_estimate.py.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cache
+from math import lcm
 
 import torch
 
 from isoloss.engine.config.schema import Config
-from isoloss.engine.memory.attention import backward_by_blocks, is_by_blocks, kept_by_attention
-from isoloss.engine.memory.delta import DeltaMemory, delta_memory
+from isoloss.engine.memory.counting import Counted, Setting, counted
 from isoloss.models.architecture import Architecture
+from isoloss.models.mcore.activation_memory import ActivationMemory
+from isoloss.models.mcore.kernels import Kernels
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.mappings import ParamMapping
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
-from isoloss.parallel.vocab import FUSED_CHUNK_ELEMENTS
 
 EMBEDDING = "embedding"
-BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}
+FEW, MANY = 1024, 2048  # tokens of a rank for which layers are counted
+EP = 8  # most ranks that experts are divided over where only attention is wanted
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class StageMemory:
 
 
 def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
-    """Of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
+    """Return the memory of every pipeline rank, for full rows (batch.max_tokens) whose tokens all are targets."""
     split = stage_layers(arch, layout, config.parallel.stage_layers)
     starts = [sum(split[:stage]) for stage in range(len(split))]
     stages = [range(start, start + count) for start, count in zip(starts, split)]
@@ -55,7 +55,7 @@ def step_memory(config: Config, arch: Architecture, layout: Layout) -> list[Stag
 
 
 def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> StageMemory:
-    width = BYTES[config.train.precision]
+    width = DTYPES[config.train.precision].itemsize
     dense, experts = parameters(arch, layout, rank, chunks)
     master = 8 if width == 8 else 4  # bytes of a gradient (unless it is bf16), of a main weight and of a moment
     replicas = (layout.dp * layout.context, layout.world_size // layout.pp // (layout.ep * layout.etp))
@@ -65,10 +65,16 @@ def _rank_memory(config: Config, arch: Architecture, layout: Layout, rank: int, 
     state = trained * (3 if width == 2 else 2) * master * (1 - config.memory.offload_optimizer)
     return StageMemory(
         models * width * (dense + experts),
-        trained * (2 if config.parallel.grad_reduce_dtype == "bf16" else master) * (dense + experts),
+        trained * _gradient_dtype(config).itemsize * (dense + experts),
         sum(state * part / ranks for part, ranks in zip((dense, experts), replicas)),
         _activations(config, arch, layout, rank, chunks),
     )
+
+
+def _gradient_dtype(config: Config) -> torch.dtype:
+    if config.parallel.grad_reduce_dtype == "bf16":
+        return torch.bfloat16
+    return torch.float64 if config.train.precision == "fp64" else torch.float32
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -105,56 +111,69 @@ def _shard(mapping: ParamMapping, shape: tuple[int, ...], size: int) -> int:
 
 
 @dataclass(frozen=True)
-class _Sizes:
-    """See the module. received: rows of tokens that a rank's experts get, with free places. delta: of a layer of Gated
-    DeltaNet, where there are any."""
+class _Part:
+    """Bytes that a part of a chunk keeps until its backward, and the most that it adds on the way there and back."""
 
-    t: int
-    s: int
-    h: int
-    f: int
-    width: int
-    sequence_parallel: bool
-    grouped: bool
-    received: float
-    delta: DeltaMemory | None
+    kept: float
+    peak: float
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of a model on a rank, for some number of tokens. layers: of each kind of layer.
+
+    row: bytes of the hidden states of a row, which stages send each other, and which is all that is kept of a layer
+        that is computed again. buffer: for rows that are gathered.
+    """
+
+    embedding: _Part
+    layers: Sequence[Sequence[_Part]]
+    head: _Part
+    row: int
+    buffer: float
+
+    def layer(self, kind: int, again: bool) -> Sequence[_Part]:
+        attention, mlp = self.layers[kind]
+        if not again:
+            return attention, mlp
+        return (_Part(self.row, max(attention.peak, attention.kept + mlp.peak)),)
 
 
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
-    """Bytes that consecutive layers keep of a micro-batch until its backward."""
-    return _chunk(config, arch, layout, layers, _sizes(config, arch, layout))
-
-
-def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
-    tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
-    return _Sizes(
-        tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
-        arch.intermediate_size // layout.tp, width,
-        layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
-        delta_memory(arch.delta, layout, tokens, width) if arch.delta else None,
-    )  # fmt: skip
-
-
-def _received(config: Config, arch: Architecture, layout: Layout) -> float:
-    if arch.experts is None:
-        return 0
-    tokens = config.batch.max_tokens // layout.context // (layout.tp if layout.sequence_parallel else 1)
-    most = layout.ep * min(1, arch.experts.count / layout.ep / arch.experts.top_k)
-    return tokens * arch.experts.top_k * layout.etp * min(config.moe.dispatch_bound or 1, most)
+    """Return the bytes that consecutive layers, and their input, keep of a micro-batch until its backward."""
+    parts = _parts_of(config, arch, layout)
+    return parts.row + sum(part.kept for part in _of_layers(config, arch, parts, layers))
 
 
 def _activations(config: Config, arch: Architecture, layout: Layout, rank: int, chunks: Sequence[range]) -> float:
-    z = _sizes(config, arch, layout)
-    kept = [_chunk(config, arch, layout, chunk, z) for chunk in chunks]
-    gathered = z.width * z.t * z.h * z.sequence_parallel  # the buffer that rows are gathered in
-    moments = []
-    for chunk, held in _held_before_backwards(layout, rank, kept):
-        moments.append(held + gathered + _backward(config, arch, layout, chunks[chunk][-1], z))
-        moments.append(held + gathered + _delta_backward(config, arch, layout, chunks[chunk], z))
-        moments.append(held + gathered + _block_backward(config, arch, layout, chunks[chunk], z))
+    parts = _parts_of(config, arch, layout)
+    sequences = []
+    for chunk, layers in enumerate(chunks):
+        first = rank == 0 and chunk == 0
+        sequence = [parts.embedding if first else _Part(parts.row, parts.row), *_of_layers(config, arch, parts, layers)]
         if rank == layout.pp - 1 and chunk == layout.vpp - 1:
-            moments.append(held + gathered + _head(config, arch, layout, z))
-    return max(moments)
+            sequence.append(_Part(0, parts.head.peak))
+        sequences.append(sequence)
+    kept = [sum(part.kept for part in sequence) for sequence in sequences]
+    added = [_most(sequence) - sum(part.kept for part in sequence) for sequence in sequences]
+    return parts.buffer + max(held + added[chunk] for chunk, held in _held_before_backwards(layout, rank, kept))
+
+
+def _most(parts: Sequence[_Part]) -> float:
+    """Return the most bytes that parts add which follow each other."""
+    kept, most = 0.0, 0.0
+    for part in parts:
+        most = max(most, kept + part.peak)
+        kept += part.kept
+    return most
+
+
+def _of_layers(config: Config, arch: Architecture, parts: _Parts, layers: range) -> Iterator[_Part]:
+    again, (_, kinds) = 0, distinct_layers(arch)
+    if config.memory.recompute == "full":
+        again = len(layers) if config.memory.recompute_layers is None else config.memory.recompute_layers
+    for place, layer in enumerate(layers):
+        yield from parts.layer(kinds[layer], place < again)
 
 
 def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> Iterator[tuple[int, float]]:
@@ -175,129 +194,77 @@ def _held_before_backwards(layout: Layout, rank: int, kept: Sequence[float]) -> 
         held -= kept[ended]
 
 
-def _chunk(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """What the layers of a chunk keep of a micro-batch until its backward, and the chunk's input."""
-    return z.width * z.s * z.h + sum(_by_layers(config, arch, layout, layers, z))
+
+def _parts_of(config: Config, arch: Architecture, layout: Layout) -> _Parts:
+    """Count, or look up, the parts of a model in this layout with these settings."""
+    memory = ActivationMemory(**{field.name: getattr(config.memory, field.name) for field in fields(ActivationMemory)})
+    if memory.recompute == "full":  # which `_Parts.layer` knows
+        memory = replace(memory, recompute="none", recompute_layers=None)
+    precision = DTYPES[config.train.precision]
+    accumulates = config.accumulates_in_products(on_gpu=True)
+    setting = Setting(
+        arch, _model_only(layout), memory, config.kernels, precision, _gradient_dtype(config), accumulates,
+        config.moe.dispatch_bound,
+    )  # fmt: skip
+    return _parts(setting, config.batch.max_tokens // layout.context)
 
 
-def _by_layers(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> list[float]:
-    recomputed, count = 0, config.memory.recompute_layers
-    if config.memory.recompute == "full":
-        recomputed = len(layers) if count is None else min(count, len(layers))
-    modules = _recomputed_modules(config)
-    whole = [z.width * z.s * z.h] * recomputed
-    return whole + [_layer(arch, layout, n, modules, z) for n in layers[recomputed:]]
+@cache
+def _parts(setting: Setting, tokens: int) -> _Parts:
+    arch, layout = setting.arch, setting.layout
+    setting = replace(setting, arch=distinct_layers(arch)[0])
+    # Attention is alike in all divisions of experts, and all that is behind it in all divisions of the context.
+    ep = max(ranks for ranks in range(1, EP + 1) if arch.experts is None or arch.experts.count % ranks == 0)
+    of_attention = _model_only(replace(layout, ep=ep if arch.experts else 1, etp=1))
+    of_mlp = _model_only(replace(layout, ulysses=1, ring=1))
+    attention, mlp = (
+        [counted(replace(setting, layout=part), number, "layers") for number in (FEW, MANY)]
+        for part in (of_attention, of_mlp)
+    )
+    layers = [
+        (
+            _at(tokens, *(half for half, _ in few_many)),
+            _at(tokens, *(other for _, other in others)),
+        )
+        for few_many, others in zip(zip(*(c.layers for c in attention)), zip(*(c.layers for c in mlp)))
+    ]
+    head = counted(replace(setting, layout=_model_only(replace(of_mlp, ep=1, etp=1))), tokens, "head").head
+    embedding = _at(tokens, *(counts.embedding for counts in mlp))
+    shards = layout.tp if layout.sequence_parallel else 1
+    row = setting.dtype.itemsize * tokens // shards * arch.hidden_size
+    buffer = setting.dtype.itemsize * tokens * arch.hidden_size * layout.sequence_parallel
+    return _Parts(embedding, layers, _Part(head.kept, head.levels.max()), row, buffer)
 
 
-def _recomputed_modules(config: Config) -> tuple[str, ...]:
-    return (config.memory.recompute_modules or ("core_attn",)) if config.memory.recompute == "selective" else ()
+def _model_only(layout: Layout) -> Layout:
+    """Return the layout of the fewest ranks, with one stage, that divides layers like this one."""
+    ranks = lcm(layout.tp * layout.context, layout.ep * layout.etp)
+    return replace(layout, pp=1, vpp=1, dp=ranks // (layout.tp * layout.context))
 
 
-def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
-    """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms, and
-    what is normed behind attention and MLP; the MLP."""
-    if z.delta is not None and arch.is_linear(layer):
-        kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
+def _at(tokens: int, few: Counted, many: Counted) -> _Part:
+    """Return a part at another number of tokens. Every level of memory is affine in it. Where the two have other ops,
+    because loops over tokens are longer, the highest is taken for affine."""
+    share = (tokens - FEW) / (MANY - FEW)
+    if len(few.levels) == len(many.levels):
+        peak = (few.levels + share * (many.levels - few.levels)).max()
     else:
-        kept = kept_by_attention(arch, layout, layer, modules, z.t, z.width)
-    norms = (0 if "layernorm" in modules else 1) + 2 + 2 * arch.sandwich_norm
-    kept += z.width * z.s * z.h * norms
-    return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
+        peak = few.levels.max() + share * (many.levels.max() - few.levels.max())
+    return _Part(few.kept + share * (many.kept - few.kept), peak)
 
 
-def _grouped(config: Config, arch: Architecture) -> bool:
-    """Whether all experts of a rank are run at once."""
-    plain = not arch.clamped_swiglu and not arch.linear_bias and not config.model.transformer_engine
-    return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
-
-
-def _mlp(modules: Sequence[str], z: _Sizes) -> float:
-    """The norm's output; gate and up; their product."""
-    kept = 0 if "layernorm" in modules else z.width * z.s * z.h
-    inside = 0 if "mlp" in modules else 2 if "mlp_act" in modules else 3
-    return kept + z.width * z.t * inside * z.f
-
-
-def _experts(arch: Architecture, layout: Layout, modules: Sequence[str], z: _Sizes) -> float:
-    """What the router sees, in fp32; what shared experts keep, and their output before its gate; tokens by expert; gate
-    and up; and where experts run one by one, their product and that weighted."""
-    experts = arch.experts
-    assert experts is not None
-    if "moe" in modules:
-        return 0 if "layernorm" in modules else z.width * z.s * z.h
-    inner = experts.intermediate_size // layout.etp
-    router = 4 * z.s * (z.h + 3 * experts.count)
-    shared = z.width * (z.t * 3 * experts.shared_size // layout.tp + z.s * z.h * experts.shared_gate)
-    inside = 0 if "experts" in modules else 2 * inner if z.grouped else 4 * inner
-    return router + shared + z.width * z.received * (z.h + inside)
-
-
-def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z: _Sizes) -> float:
-    """What the backward of the last layer adds: gradients inside of its MLP, and first what it computes again."""
-    modules = _recomputed_modules(config)
-    gradients = z.width * 2 * z.s * z.h
-    if arch.has_experts(layer):
-        gradients += max(_experts_backward(arch, layout, z), _sum_over_etp(layout, z))
-        again = _experts(arch, layout, (), z) if {"moe", "experts"} & {*modules} else 0
-        again -= _experts(arch, layout, ("experts",), z) if "experts" in modules and "moe" not in modules else 0
-    else:
-        gradients += z.width * z.t * 3 * z.f
-        again = _mlp((), z) if "mlp" in modules else z.width * z.t * z.f if "mlp_act" in modules else 0
-    if config.memory.recompute == "full" and config.memory.recompute_layers is None:
-        again = _layer(arch, layout, layer, (), z)
-    return gradients + again
-
-
-def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """Gradients of tokens; where all experts run at once also those inside, what the activation gave once more, the
-    first matrices side by side and the gradients of all, of the first both before and after those of idle experts are
-    cleared."""
-    experts = arch.experts
-    assert experts is not None
-    if not z.grouped:
-        return z.width * z.received * 3 * z.h
-    inner = experts.intermediate_size // layout.etp
-    matrices = 7 * experts.count // layout.ep * inner * z.h
-    return z.width * (z.received * (z.h + 4 * inner) + matrices)
-
-
-def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """What the backward of the last layer of Gated DeltaNet adds, less what it and those behind it no longer keep."""
-    last = max((n for n in layers if arch.is_linear(n)), default=None)
-    if last is None or z.delta is None:
-        return 0
-    gone = _by_layers(config, arch, layout, layers, z)[last - layers.start :]
-    return z.delta.backward + z.width * 4 * z.s * z.h - sum(gone)
-
-
-def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
-    """As `_delta_backward`, of the last layer whose heads are too wide for a kernel. Its MLP is behind it."""
-    last = max((n for n in layers if is_by_blocks(arch, n)), default=None)
-    if last is None or config.train.precision != "bf16":
-        return 0
-    gone = sum(_by_layers(config, arch, layout, layers, z)[last - layers.start :])
-    whole = config.memory.recompute == "full" and config.memory.recompute_layers is None
-    modules = () if whole else tuple(module for module in _recomputed_modules(config) if module != "core_attn")
-    left = _layer(arch, layout, last, modules, z) - _mlp(modules, z) - z.width * z.s * z.h * arch.sandwich_norm
-    return left - gone + z.width * 2 * z.s * z.h + backward_by_blocks(arch, layout, last, z.t)
-
-
-def _sum_over_etp(layout: Layout, z: _Sizes) -> float:
-    """What the forward of the last layer adds where ETP ranks sum the outputs of experts: these, and in the order that
-    they go back in; the same in at least fp32, this rank's part of the sum, and that rounded."""
-    if layout.etp == 1:
-        return 0
-    exact = max(4, z.width)
-    return z.received * z.h * (2 * z.width + exact + (exact + z.width) / layout.etp)
-
-
-def _head(config: Config, arch: Architecture, layout: Layout, z: _Sizes) -> float:
-    """The loss head: hidden states and their gradient; a chunk of logits in fp32 and its gradient, rounded; and the
-    gradient of the output matrix, in fp32 where the head does not add it to the buffer of gradients. In the end,
-    without the chunk, that is rounded, or memory without meaning stands for it.
-    """
-    columns = math.ceil(arch.vocab_size / layout.tp)
-    chunk, matrix = min(z.t * columns, FUSED_CHUNK_ELEMENTS), columns * z.h
-    added = config.accumulates_in_products(on_gpu=True) and config.parallel.grad_reduce_dtype == "fp32"
-    added &= not (arch.tie_embeddings and layout.pp == 1)
-    return z.width * 2 * z.t * z.h + (0 if added else 4 * matrix) + max(chunk * (4 + z.width), z.width * matrix)
+@cache
+def distinct_layers(arch: Architecture) -> tuple[Architecture, Sequence[int]]:
+    """Return a model that has one layer of each kind of this one, and for each layer of this one its like there."""
+    alike = [(arch.window(n), arch.has_sinks(n), arch.is_linear(n), arch.has_experts(n)) for n in range(arch.num_layers)]
+    kinds = list(dict.fromkeys(alike))
+    windows, sinks, linear, sparse = zip(*kinds)
+    one_each = replace(
+        arch,
+        num_layers=len(kinds),
+        windows=windows if arch.windows else (),
+        sinks=sinks if arch.sinks else (),
+        delta=arch.delta and replace(arch.delta, layers=linear),
+        experts=arch.experts and replace(arch.experts, dense_layers=sparse.count(False)),
+    )
+    return one_each, [kinds.index(kind) for kind in alike]
