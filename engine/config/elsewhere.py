@@ -1,12 +1,12 @@
-"""What other trainers call a key: TRL and Hugging Face's Trainer, verl, slime and Megatron-LM.
+"""Map names of other trainers to keys: TRL and Hugging Face's Trainer, verl, slime and Megatron-LM.
 
-`isoloss.tools.migrate` translates whole configurations, with their values; here are the names that people type.
+These are the names that people type. `isoloss.tools.migrate` translates whole configurations, with their values.
 """
 
 import re
 
-# By the last part of a name, without the prefixes of groups. Where several keys are needed, the first is the guess.
-OURS = {
+# Key by the last part of a name, without the groups before it. If a name needs several keys, this is the first of them.
+KEYS_BY_NAME = {
     "model_name_or_path": "model.path",
     "hf_checkpoint": "model.path",
     "pretrained_model_name_or_path": "model.path",
@@ -126,7 +126,7 @@ OURS = {
     "rm_type": "reward.function",
     "reward_weights": "reward.weights",
 }
-# By a word of a name: what there is no key for, and what there is instead.
+# Explanation by a word of a name that has no key.
 WITHOUT_A_KEY = {
     **dict.fromkeys(("lora", "qlora", "peft", "adapter"), "there are no adapters yet: all weights are trained"),
     **dict.fromkeys(
@@ -139,12 +139,12 @@ WITHOUT_A_KEY = {
 
 
 def key_of(name: str) -> str | None:
-    """Our key for a name of another trainer, also with the groups of that trainer before it."""
-    return OURS.get(name.rsplit(".", 1)[-1])
+    """Return the key for a name of another trainer, which may have that trainer's groups before it."""
+    return KEYS_BY_NAME.get(name.rsplit(".", 1)[-1])
 
 
-def told_of(name: str) -> str | None:
-    """What to say of a name for which there is no key."""
+def explanation(name: str) -> str | None:
+    """Return why there is no key for a name, if the name has a known word."""
     parts = name.split(".")
     words = [*parts, *re.split(r"[._]", name)]
     return next((WITHOUT_A_KEY[word] for word in words if word in WITHOUT_A_KEY), None)

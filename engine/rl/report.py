@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.data.remarks import repeats_told
+from isoloss.engine.data.remarks import repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
@@ -160,10 +160,10 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).told(run.output_dir)]
+    lines = [prompts, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
         held_out_digests = data.eval.digests() if data.eval else ()
-        lines += repeats_told(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+        lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
     lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
 

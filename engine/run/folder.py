@@ -89,7 +89,7 @@ def check_writable(folder: Path, key: str) -> None:
 
 def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
     """Refuse to go on from a checkpoint of a run that differs in its `resume_fingerprint`."""
-    found = checkpoint.newest_whole(checkpoints, checkpoint.read_extra)
+    found = checkpoint.newest_undamaged(checkpoints, checkpoint.read_extra)
     if found is None:
         return
     newest, extra, _ = found
@@ -104,7 +104,7 @@ def check_resume(config: Config, checkpoints: Path, arch: Architecture) -> None:
 def check_fingerprints(config: Config, run_name: str, fingerprints: Sequence[Fingerprint]) -> None:
     """As `check_resume`, of what is in the files that the configuration names. Enters no collective."""
     folder = run_folder(config, run_name) / "checkpoints"
-    found = checkpoint.newest_whole(folder, checkpoint.read_extra) if config.checkpoint.resume else None
+    found = checkpoint.newest_undamaged(folder, checkpoint.read_extra) if config.checkpoint.resume else None
     if found is None:
         return
     newest, extra, _ = found
@@ -123,7 +123,7 @@ def with_date(config: AnyConfig, run_name: str) -> AnyConfig:
     if config.data.date is not None or not asks_for_the_date(tokenizer_folder(config)):
         return config
     folder = run_folder(config, run_name) / "checkpoints"
-    found = checkpoint.newest_whole(folder, checkpoint.read_extra) if config.checkpoint.resume else None
+    found = checkpoint.newest_undamaged(folder, checkpoint.read_extra) if config.checkpoint.resume else None
     day = found[1].get(DATE_KEY) if found else None
     return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day or str(date.today())))
 

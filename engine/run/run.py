@@ -19,8 +19,8 @@ from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.console import say
-from isoloss.engine.instruments.garbage import Garbage
 from isoloss.engine.instruments.profiling import StepProfile
+from isoloss.engine.instruments.startup import Garbage
 from isoloss.engine.instruments.watchdog import Watchdog
 from isoloss.engine.memory import preflight
 from isoloss.engine.run.folder import DATE_KEY, Fingerprint, resume_fingerprint, settings, settings_told
@@ -263,7 +263,7 @@ class Run:
     def _load_newest(self) -> dict[str, Any] | None:
         """Go on from the newest checkpoint that is whole; damaged ones are told of and kept under another name, so that
         their steps can be saved again. Raises DamagedError, and renames nothing, where all are damaged."""
-        found = checkpoint.newest_whole(self.output_dir / "checkpoints", self._engine.load)
+        found = checkpoint.newest_undamaged(self.output_dir / "checkpoints", self._engine.load)
         if found is None:
             return None
         folder, state, damaged = found

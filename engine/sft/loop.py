@@ -109,7 +109,7 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
         random or ", its weights",
         [
             rows,
-            *data.rejects(config.data).told(run.output_dir),
+            *data.rejects(config.data).lines(run.output_dir),
             *unused_columns(data),
             *(odd_rows(config, data) if is_main() else ()),
             *other_ends(data, hf_folder(config.model.path)),
@@ -122,9 +122,9 @@ def banner(config: Config, data: RunData, run: Run) -> list[str]:
 def odd_rows(config: Config, data: RunData) -> list[str]:
     """Lines about rows that may not be what was meant."""
     held_out = data.eval.digests() if data.eval else ()
-    lines = remarks.repeats_told(data.train.digests(), held_out, config.batch.global_size, "row", "step")
+    lines = remarks.repeat_lines(data.train.digests(), held_out, config.batch.global_size, "row", "step")
     for key, rows in (("data.train", data.train), ("data.eval", data.eval)):
-        lines += remarks.told(key, rows.stats.forms, rows.stats.remarks) if rows else []
+        lines += remarks.remark_lines(key, rows.stats.forms, rows.stats.remarks) if rows else []
     return lines
 
 
