@@ -109,7 +109,7 @@ def load_cached(folder: Path, paths: Sequence[str]) -> TokenDataset | None:
         arrays = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         return TokenDataset(
             **arrays,
-            paths=paths,
+            paths=tuple(paths),
             stats=DataStats(**meta["stats"]),
             fingerprint=meta["fingerprint"],
             rejects=tuple(Reject(**reject) for reject in meta["rejects"]),

@@ -55,7 +55,7 @@ class TokenDataset:
     mask: np.ndarray
     offsets: np.ndarray
     origins: np.ndarray
-    paths: Sequence[str]
+    paths: tuple[str, ...]
     stats: DataStats
     fingerprint: str
     rejects: Sequence[Reject] = ()

@@ -95,8 +95,7 @@ class Run:
     ):
         self._engine, self._config, self._fingerprints = engine, config, fingerprints
         self.output_dir, self.total_steps = output_dir, total_steps
-        state = self._load_newest() if config.checkpoint.resume else None
-        self._state = state
+        self._state = state = self._load_newest() if config.checkpoint.resume else None
         self._changed = changed_settings(config, (state or {}).get("settings", {}))
         self.done = 0 if state is None else int(state["step"])
         self.metrics = MetricsLog(output_dir, enabled=is_main(), total_steps=total_steps, start_step=self.done)
@@ -117,9 +116,8 @@ class Run:
         self._last_eval: Mapping[str, float] = {}
 
     def pop_resume_state(self) -> Mapping[str, Any] | None:
-        """Return the state passed to `save` in the resumed checkpoint, and free it, as it may be large; None for a new
-        run."""
-        state, self._state = self._state, None
+        """Return the state given to `save` in the resumed checkpoint; None for a new run. May be called once."""
+        state, self._state = self._state, None  # freed, as it may be large
         return state
 
     def __enter__(self) -> "Run":
@@ -135,7 +133,7 @@ class Run:
         self._garbage.end()
         self.metrics.close()
         dist.destroy_process_group(self._group)
-        del self._group  # whose threads end with it
+        del self._group  # ends its threads
 
     def steps(
         self, evaluate: Callable[[int], Mapping[str, float]], save: Callable[[], None] | None = None
@@ -144,8 +142,7 @@ class Run:
 
         evaluate: function of the number of steps done that returns metrics, empty without rows to evaluate on; called
             before the first step, every train.eval_every steps and after the last.
-        save: function that writes a checkpoint, by default `save`; called every checkpoint.every and after the last
-            step.
+        save: function that writes a checkpoint, by default `save`; called every checkpoint.every and after the last.
 
         Raises PreemptedError, after a checkpoint, if a rank received a signal to end.
         """
@@ -227,10 +224,7 @@ class Run:
         self._saver.save(*((partial(beside, self.output_dir, self.done), stage) if beside else (stage,)))
 
     def finish(self) -> RunResult:
-        """Wait for the last checkpoint, and with checkpoint.export_hf export the model. Raises NotWrittenError.
-
-        Collective over the world.
-        """
+        """Wait for the last checkpoint and export the model. Raises NotWrittenError. Collective over the world."""
         self.metrics.end_progress()
         self._saver.wait(last=True)
         folder = step_folder(self.output_dir, self.done)
@@ -247,9 +241,8 @@ class Run:
     def banner(self, weights: str, data: Sequence[str], work: str) -> list[str]:
         """Return lines about the model, the data and the outputs, so that a wrong path or preset shows at the start.
 
-        weights: source of the weights, in words.
+        weights, work: source of the weights and contents of a step, in words.
         data: lines about the data.
-        work: contents of a step, in words.
         """
         config, model = self._config, self._engine.model
         layers = transformer_engine.description(config.model.transformer_engine)

@@ -79,8 +79,8 @@ def model(tmp_path) -> Path:
 
 
 def differing(one: list[Fingerprint], other: list[Fingerprint]) -> list[str]:
-    assert [each.of for each in one] == [each.of for each in other]
-    return [each.of for each, again in zip(one, other) if each.value != again.value]
+    assert [each.name for each in one] == [each.name for each in other]
+    return [each.name for each, again in zip(one, other) if each.value != again.value]
 
 
 def test_every_key_is_compared_but_for_paths_of_a_node(model):
@@ -136,7 +136,7 @@ def test_texts_of_functions_are_compared_where_they_are_files(tmp_path):
     (before,) = function_fingerprints(functions)
     (tmp_path / "own.py").write_text("def reward(): return 2\n")
     (after,) = function_fingerprints(functions)
-    assert before.of == after.of == "the file of reward.function[0]"
+    assert before.name == after.name == "the file of reward.function[0]"
     assert before.value != after.value
     (tmp_path / "own.py").unlink()  # on another node, which calls no rewards
     assert function_fingerprints(functions) == []
