@@ -30,19 +30,19 @@ SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
 # SGLang has no classes for these, and runs those of transformers, whose experts a weight sync does not reach.
 UNKNOWN_TO_SGLANG = ("mistral4",)
 
-Refusals = Iterator[tuple[str, str, str]]  # (key, why its value is impossible, remedy)
+Refusals = Iterator[tuple[str, str, str]]  # a key, why its value cannot be, and what would do
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run consists of. layout: layout with its dp, if the size of the world is known."""
+    """A run before it exists. layout: with its dp, where the world is known."""
 
     config: Config
     arch: Architecture
     layout: Layout
 
     def value(self, key: str) -> Any:
-        """Return the value of a key; for a degree that of the layout."""
+        """What the user set a key to; of a degree, what the layout says."""
         group, name = key.split(".")
         if group == "parallel" and hasattr(self.layout, name):
             return getattr(self.layout, name)
@@ -54,7 +54,7 @@ class Setup:
 
 
 def check(config: Config, arch: Architecture, layout: Layout) -> None:
-    """Raise UserError for the first rule that the setup breaks."""
+    """Raises UserError for the first rule that the setup breaks."""
     setup = Setup(config, arch, layout)
     for subject in SUBJECTS:
         for key, why, remedy in subject(setup):
@@ -114,7 +114,7 @@ def shared_prefixes(setup: Setup) -> Refusals:
 
 
 def shares_prefixes(config: Config) -> bool:
-    """Return batch.share_prefixes, or the default that null stands for."""
+    """What batch.share_prefixes is, where it is null as well."""
     if config.batch.share_prefixes is not None:
         return config.batch.share_prefixes
     return config.samples_begin_alike and config.parallel.cp_kernel == "isoloss"

@@ -64,7 +64,7 @@ class TokenDataset:
 
     @cached_property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sequence, int64 [n]."""
+        """Return the number of tokens of each sequence, int64 [n]."""
         return np.diff(self.offsets).astype(np.int64)
 
     def __len__(self) -> int:

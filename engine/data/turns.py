@@ -90,18 +90,18 @@ class Rendered:
 
     @cached_property
     def written(self) -> str:
-        """The rendered text."""
+        """Return the rendered text."""
         return self._render(self.messages, self._prompt)
 
     # Computed on demand: a template that marks its turns needs the next two only if a turn is not learned.
     @cached_property
     def text(self) -> "Text":
-        """The rendered text with its tokens."""
+        """Return the rendered text with its tokens."""
         return Text(self.written, self.template.tokenizer)
 
     @cached_property
     def _content_ends(self) -> dict[int, int]:
-        """Positions in the text where the content of turns and of their neighbours ends, by message, where found."""
+        """Return where the contents of turns and of their neighbours end in the text, by message, if known."""
         count = len(self.messages)
         turns = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         turns += [count] * self._prompt

@@ -202,12 +202,12 @@ class Run:
     def save(
         self,
         state: Mapping[str, object] = {},
-        beside: Callable[[Path, int, HostCopies | None], checkpoint.Staged] | None = None,
+        stage_other: Callable[[Path, int, HostCopies | None], checkpoint.Staged] | None = None,
     ) -> None:
         """Write a checkpoint and delete the oldest ones. Collective over the world.
 
         state: further state of the run, in plain containers and tensors; the engine's is saved anyway.
-        beside: function of (output_dir, step, copies) that stages another checkpoint, written before this one.
+        stage_other: function of (output_dir, step, copies) that stages another checkpoint, written before this one.
         Raises NotWrittenError if two in a row could not be written, and DivergedError if replicas of weights differ.
         """
         folder = step_folder(self.output_dir, self.done)
@@ -221,7 +221,7 @@ class Run:
         progress = {"step": self.done, "guard": self._guard.state(), "settings": settings(self._config)}
         extra = {**progress, DATE_KEY: self._config.data.date, **fingerprint, **contents, **state}
         stage = partial(self._engine.stage, folder, extra)
-        self._saver.save(*((partial(beside, self.output_dir, self.done), stage) if beside else (stage,)))
+        self._saver.save(*((partial(stage_other, self.output_dir, self.done), stage) if stage_other else (stage,)))
 
     def finish(self) -> RunResult:
         """Wait for the last checkpoint and export the model. Raises NotWrittenError. Collective over the world."""
