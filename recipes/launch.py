@@ -46,11 +46,8 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe.
-
-    config: class of its configuration.
-    loop: MODULE:FUNCTION, called with a configuration and the name of the run.
-    """
+    """A recipe: the class of its configuration, and as MODULE:FUNCTION its loop, a function of that and a run's
+    name."""
 
     config: type[Config]
     loop: str

@@ -19,12 +19,9 @@ READING = (
 
 @dataclasses.dataclass(frozen=True)
 class KeyHelp:
-    """The description of a key.
+    """The description of a key: its dotted name, the values that it takes in words, and its meaning.
 
-    name: dotted name.
-    takes: values that the key takes, in words.
     default: default as a command line has it; None if the key is required.
-    text: meaning of the key.
     """
 
     name: str
@@ -44,11 +41,8 @@ class KeyHelp:
 
 @dataclasses.dataclass(frozen=True)
 class KeyGroup:
-    """The description of a group.
-
-    name: "" for the keys without a group.
-    text: first paragraph of the docstring of the group's class.
-    """
+    """The description of a group: its name, "" for keys without one, and the first paragraph of its class's
+    docstring."""
 
     name: str
     text: str

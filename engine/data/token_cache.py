@@ -126,8 +126,7 @@ def checksum(path: Path) -> int:
 
 @contextlib.contextmanager
 def exclusively(folder: Path) -> Iterator[None]:
-    """Run the block in one process of this machine at a time, per cache folder. Raises UserError as
-    `own_temporary_folder` does."""
+    """Run the block in one process of this machine at a time, per cache folder. Raises UserError."""
     # The lock is in the system's temporary folder: a process that is killed while it waits (torchrun kills all ranks if
     # one fails) leaves no file where the run writes. Any user may write there, so the lock is in a folder of this user
     # alone, no link is followed, and the file is deleted afterwards.
@@ -157,8 +156,7 @@ def is_of(descriptor: int, path: Path) -> bool:
 
 
 def own_temporary_folder() -> Path:
-    """Return a folder in the system's temporary folder that only this user may enter. Raises UserError if another user
-    has taken its name."""
+    """Return a temporary folder that only this user may enter. Raises UserError if another user has taken its name."""
     folder = Path(tempfile.gettempdir()) / f"isoloss-{os.getuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)

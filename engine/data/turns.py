@@ -78,10 +78,7 @@ class GenerationPrompt:
 
 
 class Rendered:
-    """Renders the messages of a row, and finds where turns begin and end in the text.
-
-    prompt: append the generation prompt.
-    """
+    """Renders the messages of a row, and finds where turns begin and end. prompt: append the generation prompt."""
 
     def __init__(self, messages: Messages, template: Template, prompt: bool = False):
         self.messages, self.template, self._prompt = messages, template, prompt
@@ -111,10 +108,7 @@ class Rendered:
         return self.template(messages, tokenize=False, add_generation_prompt=prompt)
 
     def _find_ends(self, numbers: Iterable[int]) -> dict[int, int]:
-        """Return the positions where the content of these messages ends in the text.
-
-        Messages without content are missing, and those whose content the template changes.
-        """
+        """Return where the contents of these messages end in the text, but for those that the template changes."""
         numbers = [i for i in numbers if self.messages[i].get("content", "").strip()]
         suffix = next(n for n in range(10**9) if f"Quartz{n}q" not in self.text.text)
         word = f"Quartz{suffix}q"
@@ -124,10 +118,7 @@ class Rendered:
         return ends
 
     def _ends_together(self, numbers: Sequence[int], word: str) -> dict[int, int] | None:
-        """Render with `word` at the end of these messages, and return where their contents end.
-
-        None if the words change more of the rendering than themselves.
-        """
+        """Return where these contents end, by a rendering with `word` after each; None if it changes more than that."""
         messages = list(self.messages)
         for i in numbers:
             content = messages[i]["content"]
@@ -180,10 +171,8 @@ class Rendered:
         return start + begin
 
     def _end_in_prompt(self, turn: int, prompt: str) -> int:
-        """Return where the message before a turn ends in a prompt that is not a prefix of the text.
-
-        Raises UserError if the two differ before the assistant's first turn already.
-        """
+        """Return where the message before a turn ends in a prompt that differs from the text. Raises UserError if the
+        two differ before the assistant's first turn already."""
         first = next(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
         before = Rendered(self.messages[:turn], self.template, prompt=True)._content_ends if first < turn else {}
         if turn - 1 not in before or common_prefix(prompt, self.text.text) < self._content_ends.get(first - 1, 0):

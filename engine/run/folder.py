@@ -79,9 +79,7 @@ def check_writable(folder: Path, key: str) -> None:
     if not existing.is_dir():
         raise UserError(f"{key}={folder} cannot be a folder: {existing} is a file; choose another path")
     try:
-        os.rmdir(
-            tempfile.mkdtemp(prefix=".isoloss-", dir=existing)
-        )  # tried: /proc refuses all users
+        os.rmdir(tempfile.mkdtemp(prefix=".isoloss-", dir=existing))  # tried: /proc refuses all users
     except OSError as error:
         why = f"no permission in {existing}" if isinstance(error, PermissionError) else f"{existing}: {error.strerror}"
         raise UserError(f"{key}={folder} cannot be written: {why}; choose another path") from None

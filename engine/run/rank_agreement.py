@@ -26,11 +26,9 @@ ABSENT = "absent"
 
 
 def check_ranks_agree(config: Config, run_name: str, source: ModelSource, given: Sequence[Fingerprint]) -> None:
-    """Join the world, and raise UserError on every rank if ranks were given different inputs, naming these and the
-    ranks.
+    """Join the world, and raise UserError on every rank if inputs differ, naming them and the ranks. One all-gather.
 
     given: fingerprints of all inputs but the model and the configuration.
-    One all-gather over the world.
     """
     process_group.init_process_group()
     fingerprints = [

@@ -21,11 +21,7 @@ from isoloss.parallel.runtime import device
 
 
 class Rows(Protocol):
-    """The rows of a split.
-
-    fingerprint: digest of all that is learned from the rows.
-    rejects: bad rows that were left out.
-    """
+    """The rows of a split: a digest of all that is learned from them, and the bad rows that were left out."""
 
     @property
     def fingerprint(self) -> str: ...
