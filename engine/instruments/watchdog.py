@@ -53,7 +53,7 @@ class Position:
     """Where a rank stands.
 
     collective: collective in which it waits for others; None: it is in none.
-    frame: line of isoloss that entered the collective; without one the innermost frame.
+    frame: innermost frame of isoloss for a rank in a collective, else the innermost frame of all.
     """
 
     collective: str | None
