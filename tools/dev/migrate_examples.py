@@ -18,7 +18,7 @@ from typing import Any
 
 from isoloss.parallel import UserError
 from isoloss.tools import command_line
-from isoloss.tools.migrate.command import READERS
+from isoloss.tools.migrate.__main__ import READERS
 from isoloss.tools.migrate.result import migrate
 
 GOLDEN = Path("tests/oracles/migrate/examples.json")  # from the root of the repository
