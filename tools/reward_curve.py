@@ -7,12 +7,12 @@ Reads eval.jsonl of each run, and from metrics.jsonl the groups that dynamic sam
 panel of their own. Prints a line for each run: where its reward started, where it ended, and the rise.
 """
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from isoloss.engine.run.records import RunRecords
 from isoloss.parallel.runtime.errors import UserError
 from isoloss.tools import command_line
 
@@ -63,11 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def read_curve(run: Path, label: str) -> Curve:
     """Raises UserError where the folder holds no evaluated run."""
-    evaluations = [row for row in read_rows(run / "eval.jsonl") if "reward_mean" in row]
+    evaluations = [row for row in RunRecords(run).evaluations() if "reward_mean" in row]
     if not evaluations:
         raise UserError(f"{run}/eval.jsonl holds no reward_mean: give a run of grpo or dapo that had data.eval")
     # Every optimizer step tells of its batch, and several may share one: the count of prompts so far tells which.
-    rows = [row for row in read_rows(run / "metrics.jsonl") if "prompts_drawn" in row]
+    rows = [row for row in RunRecords(run).metrics() if "prompts_drawn" in row]
     first = {row["prompts_drawn"]: row for row in reversed(rows)}
     batches = sorted((row["step"], row["groups_drawn"], row["groups_dropped"]) for row in first.values())
     return Curve(
@@ -76,21 +76,6 @@ def read_curve(run: Path, label: str) -> Curve:
         tuple(row["reward_mean"] for row in evaluations),
         tuple(batches),
     )
-
-
-def read_rows(path: Path) -> list[dict]:
-    """The rows of a JSON Lines file; a last line without its newline is still being written."""
-    if not path.is_file():
-        raise UserError(f"{path} does not exist: give the output_dir of a run")
-    rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
-        if not line.endswith("\n"):
-            break
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not JSON ({error.msg}); copy the file again") from None
-    return rows
 
 
 def summary(curve: Curve) -> str:

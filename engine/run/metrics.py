@@ -1,7 +1,6 @@
 """What a run reports: metrics.jsonl, TensorBoard scalars, a progress bar; and model FLOPs utilisation (MFU)."""
 
 import contextlib
-import json
 import math
 import re
 import sys
@@ -17,6 +16,7 @@ import torch
 
 from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
+from isoloss.engine.run.records import EVALUATIONS, METRICS, RunRecords
 
 # Dense bf16 FLOPs per second of a device, from NVIDIA's data sheets (which give twice this, with sparsity). The first
 # pattern found in torch.cuda.get_device_name() counts, so variants come before the plain name.
@@ -69,8 +69,8 @@ class MetricsLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
-        self._train = self.file("metrics.jsonl")
-        self._eval = self.file("eval.jsonl", of_evaluations=True)
+        self._train = self.file(METRICS)
+        self._eval = self.file(EVALUATIONS, of_evaluations=True)
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(start_step, total_steps)
 
@@ -101,11 +101,10 @@ class MetricsLog:
             say(f"evaluation after step {step}: {summary(row)}", error=True)
 
     def earlier(self) -> list[defaultdict[str, float]]:
-        """The rows of the steps that a resumed run has done, with 0 for what an earlier isoloss did not tell."""
+        """Return the rows of the steps that a resumed run has done, with 0 for keys of later versions of isoloss."""
         if not self.enabled or not self._start_step:
             return []
-        with self._train.path.open(encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
+        rows = RunRecords(self._folder).metrics()
         return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
     def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
