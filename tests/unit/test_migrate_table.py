@@ -9,12 +9,8 @@ from isoloss.tools.migrate.releases import Past
 from isoloss.tools.migrate.settings import UNSET, Settings
 from isoloss.tools.migrate.table import Source, load
 
-HEAD = '[source]\ntrainer = "X"\nrecipe = "always sft"\nloss = "loss"\n'
+HEAD = '[source]\ntrainer = "X"\nrecipe = "always sft"\n'
 ROW = '[keys]\na = {to = "optim.lr", as = "number", default = 2}\n'
-
-
-def loss(s: Settings) -> Denominator:
-    return Denominator("token-mean")
 
 
 def doubled(s: Settings, key: str) -> float:
@@ -42,6 +38,9 @@ def valued(source: Source, ours: str, **given):
         ("positive b or 1", {}, 1),
         ("has b and number or none", {}, "none"),
         ("has b and number or none", {"b": 1}, 2),
+        ("has b and number or none", {"b": 1, "a": 0}, 0),
+        ("has b and flag", {}, False),
+        ("value b or null", {}, None),
         ("not has b", {}, True),
         ("either yes no", {"a": False}, "no"),
     ],
@@ -87,6 +86,7 @@ def test_the_longest_group_has_a_key_without_a_row_of_its_own(tmp_path):
         ('[keys]\na = {to = "x", why = "it is {nombre}"}', "there is no function 'nombre'"),
         (ROW + '[ours]\n"optim.clip" = "number b"', r"\[ours\] optim.clip: no row has the key 'b'"),
         (ROW + '[ours]\n"optim.clip" = "pair a"', "pair a: missing a required argument: 'second_key'"),
+        ('[loss]\nmodes = "always sum"', r"\[loss\] modes: field 'modes' is none of count_fully_masked"),
         (ROW + '[before]\nx = "flag"', r"\[before\] x: flag: missing a required argument: 'key'"),
     ],
 )
@@ -101,6 +101,14 @@ def test_a_row_of_a_file_that_is_included_is_a_second_row(tmp_path):
     assert valued(source, "optim.lr") == 2
     with pytest.raises(ValueError, match=r"x.toml: \[keys\] a: a has two rows"):
         source_of(tmp_path, 'include = "common"\n' + '[keys]\na = {to = "y"}')
+
+
+def test_a_loss_and_its_history_are_of_the_configuration(tmp_path):
+    loss = '[loss]\nmode = "always token-mean"\nlength = "has a and number a or null"\n'
+    source = source_of(tmp_path, ROW + loss + '[past]\nshort = "has a"\nlong = "not has a"\n')
+    short, long = source.settings({"a": 3}), source.settings({})
+    assert [source.loss(s) for s in (short, long)] == [Denominator("token-mean", length=3), Denominator("token-mean")]
+    assert [source.past(s)[1] for s in (short, long)] == [["short"], ["long"]]
 
 
 def test_a_field_that_a_release_has_not_is_an_error():

@@ -104,8 +104,8 @@ class Settings:
         value = self(key)
         return [] if value is None else [str(item) for item in value] if isinstance(value, list) else [str(value)]
 
-    def always(self, text: str) -> str:
-        return text
+    def always(self, *words: str) -> str:
+        return " ".join(words)
 
     def either(self, key: str, true: str, false: str) -> str:
         return true if self.flag(key) else false

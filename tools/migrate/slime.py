@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.tools.migrate import reading
-from isoloss.tools.migrate.denominator import Denominator
 from isoloss.tools.migrate.settings import UNSET, Settings
 from isoloss.tools.migrate.table import Recipe, Source, load
 
@@ -63,18 +62,15 @@ def batch(s: Settings) -> int:
     return prompts(s) * s.integer("--n-samples-per-prompt") // minibatches(s) if fine_tunes(s) else prompts(s)
 
 
-def in_steps(s: Settings, key: str) -> int:
-    """Return optimizer steps, where slime counts rollouts."""
-    return (s.positive(key) or 0) * minibatches(s)
-
-
-def total_steps(s: Settings) -> int:
-    return in_steps(s, "--num-rollout") if s.positive("--num-rollout") else 0
+def in_steps(s: Settings, key: str) -> int | None:
+    """Return optimizer steps, where slime counts rollouts; None for none."""
+    rollouts = s.positive(key)
+    return rollouts * minibatches(s) if rollouts else None
 
 
 def warmup(s: Settings) -> int:
     if s.has("--lr-warmup-fraction"):
-        return int(s.number("--lr-warmup-fraction") * total_steps(s))
+        return int(s.number("--lr-warmup-fraction") * (in_steps(s, "--num-rollout") or 0))
     return s.integer("--lr-warmup-iters")
 
 
@@ -155,39 +151,22 @@ def dual_clip(s: Settings) -> Any:
     return None if s("--eps-clip-c") is None else s.number("--eps-clip-c")
 
 
-def kl(s: Settings) -> tuple[float, str]:
-    """Return the coefficient, and where the KL is. Estimators that look at the group alone do not read --kl-coef."""
+def kl(s: Settings, part: str) -> Any:
+    """Return `coef` or `in` of the KL. Estimators that look at the group alone do not read --kl-coef."""
+    values: dict[str, Any] = {"coef": 0.0, "in": "loss"}
     if s.flag("--use-kl-loss"):
-        return s.number("--kl-loss-coef"), "loss"
-    return (s.number("--kl-coef"), "reward") if not by_group(s) and s.number("--kl-coef") else (0.0, "loss")
-
-
-def kl_coef(s: Settings) -> float:
-    return kl(s)[0]
-
-
-def kl_in(s: Settings) -> str:
-    return kl(s)[1]
+        values["coef"] = s.number("--kl-loss-coef")
+    elif not by_group(s) and s.number("--kl-coef"):
+        values = {"coef": s.number("--kl-coef"), "in": "reward"}
+    return values[part]
 
 
 def kl_estimator(s: Settings) -> Any:
-    return s.text("--kl-loss-type").replace("low_var_kl", "k3") if kl_coef(s) else UNSET
+    return s.text("--kl-loss-type").replace("low_var_kl", "k3") if kl(s, "coef") else UNSET
 
 
 def reads_kl_coef(s: Settings) -> bool:
-    return kl_in(s) == "reward"
-
-
-def cap(s: Settings) -> Any:
-    return s.number("--tis-clip") if s.flag("--use-tis") else UNSET
-
-
-def value_clip(s: Settings) -> Any:
-    return s.number("--value-clip") if estimator(s) == "ppo" else UNSET
-
-
-def number_if_given(s: Settings, key: str) -> Any:
-    return s.number(key) if s.has(key) else UNSET
+    return kl(s, "in") == "reward"
 
 
 def other_filter(s: Settings, key: str) -> bool:
@@ -218,18 +197,12 @@ def aggregation(s: Settings) -> str:
     return "token-mean" if tokens else "seq-mean-token-mean"
 
 
-def counts_masked(s: Settings) -> bool:
+def own_loss(s: Settings) -> bool:
+    return s.equals("--loss-type", "custom_loss") or s.has("--custom-pg-loss-reducer-function-path")
+
+
+def averages_sequences(s: Settings) -> bool:
     return aggregation(s) == "seq-mean-token-mean"
-
-
-def loss(s: Settings) -> Denominator:
-    tokens = s.flag("--calculate-per-token-loss")
-    return Denominator(
-        "token-mean" if tokens else "seq-mean-token-mean",
-        count_fully_masked=not tokens,
-        masked_is_a_token=tokens,
-        own_loss=s.equals("--loss-type", "custom_loss") or s.has("--custom-pg-loss-reducer-function-path"),
-    )
 
 
 SLIME = load("slime", globals())

@@ -2,7 +2,7 @@
 
 A file `NAME.toml` has these sections; a wrong one raises ValueError when it is loaded.
 
-[source]   trainer: its name; recipe, loss: expressions; past: an expression, or missing; include: another file
+[source]   trainer: its name; recipe: an expression; sizes: an expression for Sizes, or missing; include: a file
 [keys]     a key of the source = {fields}, one a line:
              to       keys of isoloss that it decides, separated by spaces; `key|other`: only if `other` is not set
              as       expression for the value of the first of them
@@ -17,14 +17,17 @@ A file `NAME.toml` has these sections; a wrong one raises ValueError when it is 
              [changes] also keeps null and false.
 [ours]     a key of isoloss = expression, for those that more than one key of the source decides
 [before]   what a user must still give = expression: when
+[loss]     a field of Denominator = expression
 [remarks]  a remark on the loss = expression: when
+[past]     a kind of releases.toml = expression: whether the configuration has that loss
 
 `name.*` and `--name-*` stand for all keys that begin so and have no row of their own. An expression is a function of
 the trainer's module or of Settings, and its arguments: `integer data.max_length`. In a row, a function that lacks its
-first key gets the row's. `not f`, `f and g`, and `f or 1` (if f is empty or 0) are expressions too; `unset` leaves
-isoloss's default.
+first key gets the row's. `not f`, `f and g`, and `f or 1` are expressions too: g or false, and 1 for what is false,
+null or empty. `unset` leaves isoloss's default.
 """
 
+import dataclasses
 import inspect
 import re
 import tomllib
@@ -41,9 +44,10 @@ Recipe = Literal["sft", "grpo", "dapo"]
 Matter = Literal["nothing", "give", "result"]
 Expression = Callable[[Settings], Any]
 GROUPS: dict[str, Matter] = {"changes": "result", "give": "give", "without": "nothing"}
-SECTIONS = {"source", "keys", "ours", "before", "remarks", *GROUPS}
+SECTIONS = {"source", "keys", "ours", "before", "loss", "remarks", "past", *GROUPS}
 FIELDS = {
-    "source": {"trainer", "recipe", "loss", "past", "include"},
+    "source": {"trainer", "recipe", "sizes", "include"},
+    "loss": {field.name for field in dataclasses.fields(Denominator)},
     "keys": {"to", "as", "default", "why", "keeps", "when", "matter"},
     **{section: {"keys", "keeps", "when"} for section in GROUPS},
 }
@@ -111,7 +115,7 @@ class _Loader:
         self.module, self.folder, self.place = module, folder, ""
         self.rows: dict[str, Row] = {}
         self.texts: dict[str, list[tuple[Callable[[Settings], str], Expression]]] = {"before": [], "remarks": []}
-        self.ours: dict[str, Expression] = {}
+        self.expressions: dict[str, dict[str, Expression]] = {"ours": {}, "loss": {}, "past": {}}
         self.named: list[tuple[str, str]] = []  # keys in expressions, with their places
 
     def load(self, name: str) -> Source:
@@ -121,9 +125,18 @@ class _Loader:
                 raise ValueError(f"{place}: no row has the key {key!r}")
         before, remarks = (lambda s, pairs=pairs: [text(s) for text, when in pairs if when(s)]
                            for pairs in self.texts.values())  # fmt: skip
-        recipe, loss = (self._expression(source[field]) for field in ("recipe", "loss"))
-        past = self._expression(source["past"]) if "past" in source else lambda s: (Sizes(), [])
-        return Source(source["trainer"], tuple(self.rows.values()), self.ours, recipe, loss, past, before, remarks)
+        recipe, ours, loss, past = self._expression(source["recipe"]), *self.expressions.values()
+        sizes = self._expression(source["sizes"]) if "sizes" in source else lambda s: Sizes()
+        return Source(
+            source["trainer"],
+            tuple(self.rows.values()),
+            ours,
+            recipe,
+            lambda s: Denominator(**{field: value(s) for field, value in loss.items()}),
+            lambda s: (sizes(s), [kind for kind, holds in past.items() if holds(s)]),
+            before,
+            remarks,
+        )
 
     def _read(self, name: str) -> dict[str, Any]:
         """Add the rows of a file and of those that it includes. Return its section [source]."""
@@ -138,8 +151,9 @@ class _Loader:
         for section, entries in tables.items():
             for entry, value in entries.items():
                 self.place = f"{file}: [{section}] {entry}"
-                if section == "ours":
-                    self._our(entry, value)
+                if section in self.expressions:
+                    self._check({entry: value}, FIELDS.get(section, {entry}))
+                    self._named(section, entry, value)
                 elif section in self.texts:
                     self.texts[section].append((self._text(entry), self._expression(value)))
                 elif section == "keys":
@@ -161,7 +175,7 @@ class _Loader:
         if matter not in GROUPS.values():
             raise ValueError(f"{self.place}: matter {matter!r} is none of {', '.join(GROUPS.values())}")
         if "as" in fields:
-            self._our(to[0].partition("|")[0] if to else "", fields["as"], key)
+            self._named("ours", to[0].partition("|")[0] if to else "", fields["as"], key)
         self._add(key, fields, to=tuple(to), default=fields.get("default"), matter=matter)
 
     def _group(self, section: str, why: str, fields: dict[str, Any]) -> None:
@@ -183,10 +197,10 @@ class _Loader:
             **known,
         )
 
-    def _our(self, ours: str, text: str, key: str = "") -> None:
-        if ours in self.ours or not ours:
-            raise ValueError(f"{self.place}: {ours or 'no key of isoloss'} has {'two values' if ours else 'a value'}")
-        self.ours[ours] = self._expression(text, key)
+    def _named(self, section: str, name: str, text: str, key: str = "") -> None:
+        if name in self.expressions[section] or not name:
+            raise ValueError(f"{self.place}: {name or 'no key of isoloss'} has {'two values' if name else 'a value'}")
+        self.expressions[section][name] = self._expression(text, key)
 
     def _text(self, text: str, key: str = "") -> Callable[[Settings], str]:
         """Compile a text with {expressions}."""
@@ -198,16 +212,13 @@ class _Loader:
 
     def _expression(self, text: str, key: str = "") -> Expression:
         head, alternative, literal = text.partition(" or ")
-        calls = [self._call(part, key) for part in head.split(" and ")]
-        otherwise = UNSET if literal == "unset" else int(literal) if literal.isdigit() else literal
+        *conditions, call = [self._call(part, key) for part in head.split(" and ")]
+        otherwise = int(literal) if literal.isdigit() else {"unset": UNSET, "null": None}.get(literal, literal)
 
         def evaluate(s: Settings) -> Any:
-            value = None
-            for call in calls:
-                value = call(s)
-                if not value:
-                    break
-            return otherwise if alternative and not value else value
+            value = call(s) if all(condition(s) for condition in conditions) else False
+            empty = value is False or (not value and not isinstance(value, (int, float)))
+            return otherwise if alternative and empty else value
 
         return evaluate
 

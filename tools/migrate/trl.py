@@ -14,7 +14,6 @@ from typing import Any
 
 from isoloss.parallel import UserError
 from isoloss.tools.migrate import reading
-from isoloss.tools.migrate.denominator import Denominator
 from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.settings import SCHEDULES, UNSET, Settings
 from isoloss.tools.migrate.table import Source, load
@@ -46,9 +45,6 @@ def _added(words: Sequence[str]) -> dict[str, Any]:
     return reading.assignments(words[:at]) | {
         name.removeprefix("--"): value for name, value in reading.flags(words[at:]).items()
     }
-
-
-# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def window(s: Settings) -> int:
@@ -108,10 +104,6 @@ def lost_interval(s: Settings, key: str, strategy_key: str) -> str:
     return f"a share of steps whose number is in the data: {OURS[key]} is it x {run_steps(s)}" if unknown else ""
 
 
-def precision(s: Settings) -> str:
-    return "fp32" if s("bf16") is False else "bf16"
-
-
 def epochs(s: Settings) -> int:
     return max(1, math.ceil(s.number("num_train_epochs")))
 
@@ -132,13 +124,11 @@ def turned_off(s: Settings, key: str) -> bool:
     return s.named(key) is False
 
 
-def sft_loss(s: Settings) -> Denominator:
-    over_ranks = s.flag("average_tokens_across_devices")
-    own = s("loss_type") not in (None, "nll", "chunked_nll")
-    return Denominator("token-mean", scope="step" if over_ranks else "rank", own_loss=own)
+def own_sft_loss(s: Settings) -> bool:
+    return s("loss_type") not in (None, "nll", "chunked_nll")
 
 
-# ---- GRPO: batches ---------------------------------------------------------------------------------------------------
+# ---- GRPO ------------------------------------------------------------------------------------------------------------
 
 
 def generated(s: Settings) -> int:
@@ -184,9 +174,6 @@ def max_tokens(s: Settings) -> int:
     return s.integer("per_device_train_batch_size") * s.integer("max_completion_length")
 
 
-# ---- GRPO: the algorithm ---------------------------------------------------------------------------------------------
-
-
 def mode(s: Settings) -> str:
     name = s.text("loss_type")
     if name not in AGGREGATIONS:
@@ -206,8 +193,16 @@ def aggregation(s: Settings) -> str:
     return "seq-mean-token-mean" if policy(s) == "gspo" else AGGREGATIONS[mode(s)]
 
 
-def counts_masked(s: Settings) -> bool:
+def averages_sequences(s: Settings) -> bool:
     return aggregation(s).startswith("seq")
+
+
+def denominator(s: Settings) -> str:
+    return AGGREGATIONS[mode(s)]
+
+
+def counts_masked(s: Settings) -> bool:
+    return denominator(s).startswith("seq")
 
 
 def policy(s: Settings) -> str:
@@ -301,31 +296,19 @@ def overlong_buffer(s: Settings) -> int:
     return 0 if overlong_penalty(s) is UNSET else 256
 
 
-# ---- GRPO: the loss --------------------------------------------------------------------------------------------------
+def scope(s: Settings) -> str:
+    if mode(s) == "bnpo":
+        return "micro-batch"
+    return "generated batch" if by_tokens(s) and minibatches(s) > 1 else "step"
 
 
-def grpo_loss(s: Settings) -> Denominator:
-    name, steps = mode(s), minibatches(s)
-    scope = "micro-batch" if name == "bnpo" else "generated batch" if by_tokens(s) and steps > 1 else "step"
-    return Denominator(
-        AGGREGATIONS[name],
-        scope=scope,
-        length=s.integer("max_completion_length") if name == "dr_grpo" else None,
-        count_fully_masked=AGGREGATIONS[name].startswith("seq"),
-        steps=steps if scope == "generated batch" else 1,
-        own_loss=own_loss(s),
-    )
+def feeds_several_steps(s: Settings) -> bool:
+    return scope(s) == "generated batch"
 
 
-def grpo_past(s: Settings) -> tuple[Sizes, list[str]]:
-    kinds = {
-        "bnpo": mode(s) == "bnpo",
-        "generated": by_tokens(s) and minibatches(s) > 1,
-        "truncated": by_tokens(s) and s.flag("mask_truncated_completions"),
-    }
+def sizes(s: Settings) -> Sizes:
     ranks = s.integer("processes") if s.has("processes") else None
-    sizes = Sizes(ranks, s.integer("gradient_accumulation_steps"), window(s) if ranks else None, minibatches(s))
-    return sizes, [kind for kind, is_so in kinds.items() if is_so]
+    return Sizes(ranks, s.integer("gradient_accumulation_steps"), window(s) if ranks else None, minibatches(s))
 
 
 SFT, GRPO = load("trl_sft", globals()), load("trl_grpo", globals())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from isoloss.tools.migrate import reading
-from isoloss.tools.migrate.denominator import MODES, Denominator
+from isoloss.tools.migrate.denominator import MODES
 from isoloss.tools.migrate.releases import Sizes
 from isoloss.tools.migrate.settings import UNSET, Settings
 from isoloss.tools.migrate.table import Recipe, Source, load
@@ -43,9 +43,6 @@ def read(path: Path | None, words: Sequence[str]) -> tuple[Source, dict[str, Any
     given |= reading.assignments(overrides)
     fine_tuning = not any(key.startswith(("actor_rollout_ref.", "algorithm.")) for key in given)
     return (SFT if fine_tuning else RL), given, unread
-
-
-# ---- both ------------------------------------------------------------------------------------------------------------
 
 
 def lora(s: Settings, group: str) -> bool:
@@ -87,15 +84,7 @@ def sft_recompute(s: Settings) -> Any:
     return "full" if s.flag("model.enable_gradient_checkpointing") else UNSET
 
 
-def sft_loss(s: Settings) -> Denominator:
-    return Denominator("token-mean")
-
-
-def sft_past(s: Settings) -> tuple[Sizes, list[str]]:
-    return Sizes(), ["sft"]
-
-
-# ---- reinforcement learning: batches and layout ----------------------------------------------------------------------
+# ---- reinforcement learning ------------------------------------------------------------------------------------------
 
 
 def minibatches(s: Settings) -> int:
@@ -110,9 +99,9 @@ def steps_per_batch(s: Settings) -> int:
     return minibatches(s) * s.integer(f"{A}ppo_epochs")
 
 
-def in_steps(s: Settings, key: str) -> int:
-    """Return optimizer steps, where verl counts generated batches."""
-    return (s.positive(key) or 0) * steps_per_batch(s)
+def in_steps(s: Settings, key: str) -> int | None:
+    """Return optimizer steps, where verl counts generated batches; None for none."""
+    return (s.positive(key) or 0) * steps_per_batch(s) or None
 
 
 def rl_warmup(s: Settings) -> int:
@@ -167,9 +156,6 @@ def recompute_layers(s: Settings) -> Any:
     return s.integer(f"{group}num_layers") if recompute(s) == "full" and s(f"{group}method") == "block" else UNSET
 
 
-# ---- reinforcement learning: the algorithm ---------------------------------------------------------------------------
-
-
 def agent(s: Settings) -> bool:
     """Return whether a completion has turns, or comes from a function of the user's own."""
     own = s.named(f"{R}agent.default_agent_loop") not in (None, "single_turn_agent")
@@ -195,18 +181,9 @@ def unknown_advantage(s: Settings) -> bool:
     return name not in ADVANTAGES
 
 
-def critic(s: Settings, key: str) -> Any:
-    """Return a number of a run with a critic."""
-    return s.number(key) if s.text("algorithm.adv_estimator") == "gae" else UNSET
-
-
 def policy(s: Settings) -> str:
     name = s.text(f"{A}policy_loss.loss_mode")
     return LOSSES.get(name, f"losses.py:{name}")
-
-
-def dual_clip(s: Settings) -> Any:
-    return s.number(f"{A}clip_ratio_c") if policy(s) == "clip" else UNSET
 
 
 def clip(s: Settings, side: str) -> float:
@@ -279,9 +256,6 @@ def recipe(s: Settings) -> Recipe:
     return "dapo" if s.flag("algorithm.filter_groups.enable") else "grpo"
 
 
-# ---- reinforcement learning: the loss --------------------------------------------------------------------------------
-
-
 def aggregation(s: Settings) -> str:
     if s.text(f"{A}policy_loss.loss_mode") in ("gspo", "sapo"):
         return "seq-mean-token-mean"  # whatever loss_agg_mode says
@@ -292,14 +266,14 @@ def aggregation(s: Settings) -> str:
     return mode
 
 
+def aggregates(s: Settings, prefix: str) -> bool:
+    return aggregation(s).startswith(prefix)
+
+
 def norm_length(s: Settings) -> Any:
     if aggregation(s) != "seq-mean-token-sum-norm":
         return UNSET
     return s.optional(f"{A}loss_scale_factor") or s.integer("data.max_response_length")
-
-
-def by_padded_width(s: Settings) -> bool:
-    return aggregation(s) == "seq-mean-token-sum-norm" and s(f"{A}loss_scale_factor") is None
 
 
 def legacy(s: Settings) -> bool:
@@ -307,39 +281,20 @@ def legacy(s: Settings) -> bool:
     return s("trainer.use_legacy_worker_impl") in ("auto", "enable")
 
 
-def counts_masked(s: Settings) -> bool:
-    return aggregation(s).startswith("seq") and not legacy(s)
+def own_loss(s: Settings) -> bool:
+    return policy(s).startswith("losses.py")
 
 
-def rl_loss(s: Settings) -> Denominator:
-    length = norm_length(s)
-    return Denominator(
-        aggregation(s),
-        scope="sample share" if legacy(s) else "step",
-        length=None if length is UNSET else length,
-        count_fully_masked=counts_masked(s),
-        own_loss=policy(s).startswith("losses.py"),
-    )
-
-
-def rl_past(s: Settings) -> tuple[Sizes, list[str]]:
-    mode, micro = aggregation(s), s(f"{A}ppo_micro_batch_size_per_gpu", f"{A}ppo_micro_batch_size")
+def sizes(s: Settings) -> Sizes:
+    micro = s(f"{A}ppo_micro_batch_size_per_gpu", f"{A}ppo_micro_batch_size")
     split = context(s) * (s.positive(f"{A}megatron.tensor_model_parallel_size") or 1)
     split *= s.positive(f"{A}megatron.pipeline_model_parallel_size") or 1
     gpus = s.named("trainer.n_gpus_per_node")
     ranks = int(gpus) * int(s.named("trainer.nnodes") or 1) // split if gpus else None
     sequences = s.integer(f"{A}ppo_mini_batch_size") * s.integer(f"{R}n")
-    kinds = {
-        "legacy": legacy(s) and mode == "token-mean",
-        "seq-mean": mode.startswith("seq-mean") and not legacy(s),
-        "norm": mode.endswith("norm"),
-        "token-sum": mode == "sum",
-        "critic": advantage(s) == "gae" and not legacy(s),
-        "distillation": s.on("distillation.enabled"),
-    }
     fixed = micro and not s.flag(f"{A}use_dynamic_bsz")
     count = -(-sequences // (ranks * int(micro))) if ranks and fixed else None
-    return Sizes(ranks, count, sequences), [kind for kind, is_so in kinds.items() if is_so]
+    return Sizes(ranks, count, sequences)
 
 
 SFT, RL = load("verl_sft", globals()), load("verl_rl", globals())
