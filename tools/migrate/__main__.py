@@ -1,4 +1,4 @@
-"""Translate a configuration of verl, TRL or slime into ours, and say what its loss was and what it becomes.
+"""Translate a configuration of verl, TRL or slime into ours, and compare the two losses.
 
     python -m isoloss.tools.migrate verl run.sh
     python -m isoloss.tools.migrate verl config.yaml actor_rollout_ref.actor.ppo_mini_batch_size=128

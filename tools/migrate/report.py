@@ -1,4 +1,4 @@
-"""What a migration says, on paper."""
+"""Write the report and the preset of a migration."""
 
 import shlex
 import textwrap
@@ -12,8 +12,8 @@ WIDTH = 118
 
 
 def report(result: Migration, written: str | None) -> str:
-    """written: the file that holds the keys instead."""
-    told = result.account
+    """Return the report. written: the file that holds the keys instead, if any."""
+    account = result.account
     if written is None:
         keys = [shlex.quote(line) for line in result.lines]
         start = [f"Keys for isoloss-{result.recipe}:", "", *keys]
@@ -23,17 +23,17 @@ def report(result: Migration, written: str | None) -> str:
             "preset=NAME, its name without .yaml.",
         ]
     parts = [
-        _grouped("What changes the result", told.changes),
+        _grouped("What changes the result", account.changes),
         "\n".join(start),
         _list("Give these before you run", result.before),
         _list("Not read, because it stands in another file", result.unread),
         _loss(result),
         _list("What your old run computed, by its release", result.past),
-        _list("Translated", told.translated),
-        _list(f"Not named: {result.trainer}'s defaults, which are not those of the preset", told.implied),
-        _list("The same by default", told.same),
-        _grouped("No counterpart, and what we do instead", told.without),
-        _list("Unknown", told.unknown),
+        _list("Translated", account.translated),
+        _list(f"Not named: {result.trainer}'s defaults, which are not those of the preset", account.implied),
+        _list("The same by default", account.same),
+        _grouped("No counterpart, and what we do instead", account.without),
+        _list("Unknown", account.unknown),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -43,7 +43,7 @@ def past_report(name: str, lines: Sequence[str]) -> str:
 
 
 def preset(result: Migration, origin: str) -> str:
-    """A preset of the recipe."""
+    """Return a preset of the recipe. origin: the name of the source."""
     head = f"# @package _global_\n# From {origin}, a configuration of {result.trainer}.\n"
     return head + yaml.safe_dump(result.preset, sort_keys=False)
 
@@ -59,9 +59,9 @@ def _loss(result: Migration) -> str:
 
 
 def _grouped(title: str, pairs: Sequence[tuple[str, str]]) -> str:
-    """Each reason once, with its keys."""
+    """List each reason once, with its keys."""
     reasons = dict.fromkeys(why for _, why in pairs)
-    return _list(title, [f"{why}:\n{_keys([key for key, of in pairs if of == why])}" for why in reasons])
+    return _list(title, [f"{why}:\n{_keys([key for key, reason in pairs if reason == why])}" for why in reasons])
 
 
 def _keys(keys: Sequence[str]) -> str:

@@ -19,12 +19,12 @@ UNQUOTED = re.compile(r"[A-Za-z_./@+][\w./@+:-]*")
 
 @dataclass(frozen=True)
 class Account:
-    """Where each key that a configuration names went; each line begins with the key.
+    """An account of every key that a configuration names. Each line begins with the key.
 
-    changes: what the run learned by it, and isoloss's does not. give: what of it a user must give otherwise.
-    without: what has no counterpart, and what isoloss does instead. These three are pairs of a line and a reason.
-    translated: what became keys of isoloss. same: what asks for isoloss's defaults. unknown: names that the trainer
-    does not have. implied: keys of isoloss that the trainer's defaults decide.
+    changes: keys by which the run learned something else. give: keys whose meaning the user must give otherwise.
+    without: keys without a counterpart. These three are pairs of a line and a reason. translated: keys that became
+    keys of isoloss. same: keys that ask for isoloss's defaults. unknown: names that the trainer does not have.
+    implied: keys of isoloss that the trainer's defaults decide.
     """
 
     changes: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -38,13 +38,13 @@ class Account:
 
 @dataclass(frozen=True)
 class Migration:
-    """What a configuration became.
+    """The result of a migration.
 
     trainer: the name of the source's trainer. recipe: the recipe of isoloss. lines: `key=value` after the recipe's
-    plain preset. preset: all keys that are not isoloss's defaults, for a preset of one's own. account: of its keys.
-    theirs, ours: what each divides its loss by. differs: where the numbers are not the same. remarks: on the loss.
-    before: what must still be given. unread: parts of a script that were not read. past: what a run of the given
-    release computed.
+    plain preset. preset: all keys that are not isoloss's defaults, for a preset of one's own. account: the account of
+    the source's keys. theirs, ours: the denominators of the losses. differs: the differences of these. remarks: lines
+    on the loss. before: lines on keys that the user must still give. unread: parts of a script that were not read.
+    past: lines on the loss of the given release.
     """
 
     trainer: str
@@ -156,7 +156,7 @@ def _shown(value: Any) -> str:
 
 
 def _refusal(source: Source, outcome: Account, error: UserError) -> UserError:
-    """What is refused without a key that decides what is learned was not what the run needed: that key comes first."""
+    """Return the error that names a key without which the result is not the user's run, before isoloss's refusal."""
     if not outcome.changes:
         return error
     teacher = next((change for change in outcome.changes if change[1] == NO_DISTILLATION), None)
@@ -166,7 +166,7 @@ def _refusal(source: Source, outcome: Account, error: UserError) -> UserError:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys of a configuration; a mapping that is a value of ours stays one."""
+    """Return values by dotted keys. A mapping that is the value of a key stays one."""
     values = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
@@ -186,7 +186,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def text(value: Any) -> str:
-    """As Hydra reads it."""
+    """Return a value as Hydra reads it."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):

@@ -23,7 +23,7 @@ BUFFERS = ("reward_model.overlong_buffer.", "reward.reward_kwargs.overlong_buffe
 REWARDS = ("custom_reward_function.", "reward.custom_reward_function.")
 ADVANTAGES = {"grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "gae": "gae",
               "reinforce_plus_plus": "reinforce++", "reinforce_plus_plus_baseline": "reinforce++-baseline"}  # fmt: skip
-# What these look at besides rewards, groups and whether a reward is there.
+# Inputs of these estimators that an advantage of isoloss does not get.
 UNSEEN = {"remax": "the reward of a greedy completion", "opo": "lengths of completions",
           "optimal_token_baseline": "log-probabilities", "tir_optimal_token_baseline": "log-probabilities",
           "gdpo": "the parts of a reward"}  # fmt: skip
