@@ -1,4 +1,4 @@
-"""What somebody typed: mistakes that show before a configuration is composed of it."""
+"""Refuse mistakes in typed words before a configuration is composed of them."""
 
 import shlex
 import typing
@@ -52,9 +52,9 @@ def refuse_repeated(cls: Any, overrides: Sequence[str]) -> None:
 
 
 def refuse_options(options: Collection[str], words: Sequence[str]) -> None:
-    """Raises UserError for an option that does not exist, such as --lr 1e-4, with the key that says it.
+    """Raise UserError for an option that does not exist, such as --lr 1e-4, with the key that is meant.
 
-    options: those of `words` that nobody knows.
+    options: unknown options among `words`.
     """
     if not options:
         return
@@ -113,7 +113,7 @@ def refuse_missing_ranks(recipe: str, config: Config, words: Sequence[str]) -> N
     """Raises UserError for a layout of several ranks in a process that torchrun did not start, with the command that
     does.
 
-    words: of the command line.
+    words: arguments of the command line.
     """
     layout = config.parallel.layout()
     shared = layout.ep * layout.etp  # by the ranks of a pipeline stage

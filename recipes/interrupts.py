@@ -48,7 +48,7 @@ def watched() -> Iterator[None]:
 
 
 def _left_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Python tells the thread of signals that have a handler."""
+    """Leave the signal to the thread: Python reports only signals that have a handler."""
 
 
 def _watch(signals: socket.socket) -> None:
@@ -69,15 +69,15 @@ def _watch(signals: socket.socket) -> None:
 
 
 def _again(number: int, seconds: float, torchrun: bool) -> bool:
-    """Whether a signal that came so many seconds after the first SIGINT is another Ctrl-C. The agent of torchrun, which
-    leaves its own handling of the first by an exception, passes the second on as SIGTERM."""
+    """Return whether a signal, `seconds` after the first SIGINT, is another Ctrl-C. The agent of torchrun, which leaves
+    its own handling of the first by an exception, passes the second on as SIGTERM."""
     if number == signal.SIGINT:
         return not torchrun or seconds > SAME_SECONDS
     return torchrun and number == signal.SIGTERM
 
 
 def _end(why: str) -> None:
-    """What this process has started ends with it (`isoloss.parallel.runtime.processes`)."""
+    """End this process, and with it the processes that it started (`isoloss.parallel.runtime.processes`)."""
     _tell(why)
     os._exit(STATUS)
 

@@ -51,10 +51,10 @@ def main(
 ) -> int:
     """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
 
-    argv: None: of this process, on which a key may stand once. In a list that a program gives, the last one counts.
+    argv: arguments, of which the last one of a key counts. None: those of this process, where a key may stand once.
 
-    Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (told once on standard error); 75
-    told to end by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
+    Returns the exit status: 0 done; 2 a mistake of the user, or a disk that refused (reported once on standard error);
+    75 ended by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
     """
     with interrupts.watched():
         return _main(recipe, config_class, run, argv)
@@ -169,7 +169,7 @@ def compose_config(
 def end_torchrun(told: signal.Signals) -> None:
     """End the agent that started this rank, if one did: it would take this for a crash, and start the ranks again.
 
-    After SIGTERM or SIGINT it has nothing to be told: it got one itself, or has sent SIGTERM to start the ranks anew
+    After SIGTERM or SIGINT the agent needs no signal: it got one itself, or has sent SIGTERM to start the ranks anew
     with other nodes.
     """
     agent = environment.torchrun_agent()
@@ -181,7 +181,7 @@ def end_torchrun(told: signal.Signals) -> None:
 
 
 def print_once(text: str) -> None:
-    """What was asked for, on standard output: rank 0 says it for all."""
+    """Print an answer on standard output, on rank 0 alone."""
     if environment.rank_and_world()[0] == 0:
         print(text, end="")
 

@@ -41,7 +41,7 @@ MAX_NEW_TOKENS, SEED = 6, 0
 
 @dataclass(frozen=True)
 class Step:
-    """Of an optimizer step. reward: the mean of the generated batch that it learns from."""
+    """The numbers of an optimizer step. reward: the mean of the generated batch that the step learns from."""
 
     reward: float
     loss: float
@@ -54,7 +54,7 @@ def reward(text: str, completion: Completion, prompt: Prompt) -> float:
 
 
 def group_advantages(rewards_PG: Tensor) -> Tensor:
-    """How much better than the other completions of its prompt, [P, G]: Shao et al. 2024, arXiv 2402.03300."""
+    """Return by how much each completion is better than its group, [P, G]: Shao et al. 2024, arXiv 2402.03300."""
     return (rewards_PG - rewards_PG.mean(1, keepdim=True)) / (rewards_PG.std(1, keepdim=True) + 1e-6)
 
 
@@ -74,7 +74,7 @@ def to_sample(prompt: Prompt, completion: Completion, advantage: float) -> Sampl
 
 
 class Policy:
-    """What generates, with the weights of the engine, and what its completions are worth."""
+    """Generate completions with the weights of the engine, and reward them."""
 
     def __init__(self, engine: Engine, folder: str):
         self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
@@ -95,9 +95,9 @@ class Policy:
 
 
 def main(folder: str, steps: int = 60, *, task: Path = SORT) -> list[Step]:
-    """Train the model of a Hugging Face folder; returns what every optimizer step told.
+    """Train the model of a Hugging Face folder. Return the numbers of every optimizer step.
 
-    task: a folder with rl.jsonl, the problems to learn from, and eval.jsonl, those to be judged by.
+    task: a folder with the training problems, rl.jsonl, and the evaluation problems, eval.jsonl.
     """
     config = Config(
         model=ModelConfig(path=folder),

@@ -33,7 +33,7 @@ from isoloss.tools.prove.routing import (
     merge_routing,
     routing_faults,
 )
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import rollout_fields
 
 WHOLE = Measurement(2.0, 2.0, {"kl": 0.5}, 1.0, 1.0, 1, None, {"a": Norms(1.0, 1.0, 0.0)})
 TOLERANCE = Tolerance(loss=1e-12, gradient=1e-10)

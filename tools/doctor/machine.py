@@ -1,12 +1,16 @@
-"""The machine: its GPUs and driver, shared memory, disk, ports and limits."""
+"""Check the machine (GPUs, driver, shared memory, disk, ports, limits) and the rollout servers that it reaches."""
 
+import json
 import os
 import resource
 import shutil
 import socket
+import urllib.error
+import urllib.request
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from isoloss.parallel.runtime import versions
 from isoloss.parallel.runtime.nvidia_smi import Driver
@@ -18,6 +22,9 @@ GIB = 1 << 30
 SHARED_MEMORY = Path("/dev/shm")
 LEAST_SHARED_BYTES = GIB  # what NCCL's and torch's exchange between the ranks of a node may take
 MANY_FILES = 65536
+SERVER_SECONDS = 10.0
+ENDPOINTS = ("/server_info", "/get_server_info")  # older servers have the second only
+WAY_OUT = "set rollout.weight_sync=tensor (servers on the trainer's GPUs) or disk"
 WHY_NO_GPU = (
     "import sys, torch; from isoloss.parallel.runtime import device; "
     "torch.cuda.is_available() or sys.exit(device.why_no_gpu())"
@@ -48,7 +55,7 @@ def check_gpus(driver: Driver | None, installed: Installed) -> Iterator[Finding]
 
 
 def check_driver(version: str, cuda: str) -> Finding:
-    """cuda: what torch was built for."""
+    """cuda: the CUDA release of the torch build."""
     oldest = versions.OLDEST_DRIVER.get(int(cuda.partition(".")[0]))
     if oldest is None:
         return note("driver", f"{version}; which one CUDA {cuda} needs is not known here")
@@ -110,3 +117,52 @@ def check_limits() -> Iterator[Finding]:
 
 def _gib(size: int) -> str:
     return f"{size / GIB:.1f} GiB"
+
+
+# ---- rollout servers -------------------------------------------------------------------------------------------------
+
+
+def check_servers(urls: Sequence[str], weight_sync: str, installed: Installed) -> Iterator[Finding]:
+    """Check that the servers answer. weight_sync: the run's rollout.weight_sync."""
+    for url in (url.rstrip("/") for url in urls):
+        try:
+            info = ask(url)
+        except (OSError, ValueError) as error:
+            yield problem(url, f"no answer: {error}", "start a server there, or correct the URL")
+            continue
+        sglang, on_gpu = info.get("version"), str(info.get("device", "cuda")).startswith("cuda")
+        yield ok(url, f"SGLang {sglang or 'of unknown version'}, {info.get('device', 'unknown device')}")
+        if weight_sync == "broadcast" and on_gpu:
+            yield check_nccl_of(url, sglang, installed)
+
+
+def check_nccl_of(url: str, sglang: str | None, installed: Installed) -> Finding:
+    """Compare NCCL with that of a server on GPUs, with which a broadcast of weights forms a group."""
+    what, here = f"NCCL with {url}", installed.nccl
+    theirs = versions.nccl_of_sglang(sglang)
+    if theirs is None or here is None or installed.torch is None:
+        unknown = "of the server" if theirs is None else "of this environment"
+        return note(what, f"the version {unknown} is not known; both must be the same", f"else {WAY_OUT}")
+    both = f"{here} here, {theirs} with SGLang {sglang}"
+    if versions.foreign_nccl(installed.torch, here, sglang) is not None:
+        return problem(what, f"{both}: NCCL forms no group across versions", WAY_OUT)
+    if here != theirs:
+        return note(what, f"{both} from its wheel; see that the server has the one here", f"else {WAY_OUT}")
+    return ok(what, both)
+
+
+def ask(url: str) -> Mapping[str, Any]:
+    """Return the server's report on itself. Raise OSError if there is none, ValueError if it is no JSON object."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # proxies are for the internet
+    for endpoint in ENDPOINTS:
+        try:
+            with opener.open(url + endpoint, timeout=SERVER_SECONDS) as reply:
+                info = json.load(reply)
+        except urllib.error.HTTPError as error:
+            if error.code != 404 or endpoint == ENDPOINTS[-1]:
+                raise
+            continue
+        if not isinstance(info, dict):
+            raise ValueError(f"{url}{endpoint} is no JSON object")
+        return info
+    raise AssertionError("the last endpoint answers or raises")

@@ -51,7 +51,7 @@ def check_torch(installed: Installed) -> Finding:
 
 
 def check_nccl(installed: Installed) -> Finding:
-    """Of a torch that was built for CUDA."""
+    """Check the NCCL of a torch that was built for CUDA."""
     pin, found = installed.pinned_nccl, installed.nccl
     if pin is None:
         return note("NCCL", f"torch {installed.torch} does not say in its metadata which it has")
@@ -103,7 +103,7 @@ def check_apex() -> Iterator[Finding]:
 
 
 def check_sglang(installed: Installed) -> Finding:
-    """Of this environment, where it need not be."""
+    """Check an SGLang in this environment, where it need not be."""
     if installed.sglang is None:
         return ok("SGLang", "not in this environment; servers have one of their own")
     needs = installed.sglang_torch
