@@ -64,5 +64,5 @@ def _cuda_of_torch() -> str | None:
     spec = PathFinder.find_spec("torch")
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = [path for folder in folders if (path := Path(folder) / "version.py").is_file()]
-    told = re.search(r"^cuda\b.*= *'([\d.]+)'", files[0].read_text(), re.M) if files else None
-    return told[1] if told else None
+    release = re.search(r"^cuda\b.*= *'([\d.]+)'", files[0].read_text(), re.M) if files else None
+    return release[1] if release else None

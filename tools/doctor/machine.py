@@ -40,18 +40,18 @@ def check_gpus(driver: Driver | None, installed: Installed) -> Iterator[Finding]
         yield problem("GPUs", f"nvidia-smi failed: {driver.failure}", "install or restart the NVIDIA driver")
         return
     kinds = Counter(driver.gpus)
-    told = ", ".join(f"{number} x {name}" for name, number in kinds.items())
+    state = ", ".join(f"{number} x {name}" for name, number in kinds.items())
     if len(kinds) == 1:
-        yield ok("GPUs", told)
+        yield ok("GPUs", state)
     else:
-        yield note("GPUs", told, "use those of one kind (CUDA_VISIBLE_DEVICES): the slowest and smallest decides")
+        yield note("GPUs", state, "use those of one kind (CUDA_VISIBLE_DEVICES): the slowest and smallest decides")
     if installed.cuda is not None:
         yield check_driver(str(driver.version), installed.cuda)
     failure = failure_of(WHY_NO_GPU) if installed.torch is not None else None
     if failure is not None:
         build = "install a torch that is built for CUDA" if installed.cuda is None else "fix the driver"
-        told = f"torch does not see the {len(driver.gpus)} GPU(s) of nvidia-smi: {failure}"
-        yield problem("CPU fallback", told, f"{build}, or set train.device=cpu")
+        state = f"torch does not see the {len(driver.gpus)} GPU(s) of nvidia-smi: {failure}"
+        yield problem("CPU fallback", state, f"{build}, or set train.device=cpu")
 
 
 def check_driver(version: str, cuda: str) -> Finding:
@@ -60,8 +60,8 @@ def check_driver(version: str, cuda: str) -> Finding:
     if oldest is None:
         return note("driver", f"{version}; which one CUDA {cuda} needs is not known here")
     if int(version.partition(".")[0]) < oldest:
-        told = f"{version}, older than the {oldest} that CUDA {cuda} needs"
-        return problem("driver", told, f"install driver {oldest} or newer, or a torch for an older CUDA")
+        state = f"{version}, older than the {oldest} that CUDA {cuda} needs"
+        return problem("driver", state, f"install driver {oldest} or newer, or a torch for an older CUDA")
     return ok("driver", version)
 
 
@@ -69,13 +69,13 @@ def check_shared_memory(has_gpu: bool) -> Iterator[Finding]:
     if not SHARED_MEMORY.is_dir():
         return
     size = shutil.disk_usage(SHARED_MEMORY).total
-    told = f"{SHARED_MEMORY} {_gib(size)}"
+    state = f"{SHARED_MEMORY} {_gib(size)}"
     if size >= LEAST_SHARED_BYTES:
-        yield ok("shared memory", told)
+        yield ok("shared memory", state)
         return
     fix = "start the container with --shm-size=16g or --ipc=host"
-    told += ", too small for NCCL between the ranks of a node"
-    yield problem("shared memory", told, fix) if has_gpu else note("shared memory", told, fix)
+    state += ", too small for NCCL between the ranks of a node"
+    yield problem("shared memory", state, fix) if has_gpu else note("shared memory", state, fix)
 
 
 def check_disk(folder: Path, wanted: float) -> Finding:
@@ -84,10 +84,10 @@ def check_disk(folder: Path, wanted: float) -> Finding:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         return problem("disk", f"{there} cannot be written to", "name another output_dir")
     free = shutil.disk_usage(there).free
-    told = f"{_gib(free)} free for {folder}"
+    state = f"{_gib(free)} free for {folder}"
     if free < wanted * GIB:
-        return problem("disk", f"{told}, of {wanted:g} GiB wanted", "make room, or name another output_dir")
-    return ok("disk", told)
+        return problem("disk", f"{state}, of {wanted:g} GiB wanted", "make room, or name another output_dir")
+    return ok("disk", state)
 
 
 def check_ports(ports: Sequence[int]) -> Iterator[Finding]:

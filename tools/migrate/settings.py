@@ -45,6 +45,9 @@ class Settings:
 
     value = __call__
 
+    def value_if_any(self, key: str) -> Any:
+        return self(key) or UNSET
+
     def has(self, key: str, *others: str) -> bool:
         """Return whether the configuration gives one of the keys a value other than null."""
         return any(self.given.get(name) is not None for name in (key, *others))

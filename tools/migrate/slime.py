@@ -65,7 +65,7 @@ def batch(s: Settings) -> int:
 def in_steps(s: Settings, key: str) -> int | None:
     """Return optimizer steps, where slime counts rollouts; None for none."""
     rollouts = s.positive(key)
-    return rollouts * minibatches(s) if rollouts else None
+    return (rollouts * minibatches(s) or None) if rollouts else None
 
 
 def warmup(s: Settings) -> int:

@@ -217,8 +217,8 @@ def _cpu_seconds(pid: int) -> float:
     spent = 0.0
     with contextlib.suppress(psutil.NoSuchProcess):  # one that is gone is seen where its answer is read
         process = psutil.Process(pid)
-        for each in (process, *process.children(recursive=True)):
-            spent += sum(each.cpu_times()[:4])
+        for member in (process, *process.children(recursive=True)):
+            spent += sum(member.cpu_times()[:4])
     return spent
 
 

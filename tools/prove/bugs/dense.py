@@ -12,15 +12,15 @@ from isoloss.tools.prove.bugs.bug import PlantedBug, RunTraits, gradients_change
 
 
 def _mean_of_micro_batch_means(samples, plan, mesh):
-    mine = plan.micro_batches[mesh.dp.rank()]
-    tokens = [sum(int(samples[i].mask_T.sum()) for i in micro_batch) for micro_batch in mine]
-    share = len(mine) * mesh.dp.size()
+    own = plan.micro_batches[mesh.dp.rank()]
+    tokens = [sum(int(samples[i].mask_T.sum()) for i in micro_batch) for micro_batch in own]
+    share = len(own) * mesh.dp.size()
     return lambda i, weights: torch.full_like(weights, 1 / (max(tokens[i], 1) * share))
 
 
 def _dropped_micro_batch(samples, plan, mesh):
-    mine = plan.micro_batches[mesh.dp.rank()]
-    filled = [i for i, micro_batch in enumerate(mine) if any(samples[s].mask_T.any() for s in micro_batch)]
+    own = plan.micro_batches[mesh.dp.rank()]
+    filled = [i for i, micro_batch in enumerate(own) if any(samples[s].mask_T.any() for s in micro_batch)]
     dropped = filled[-1] if len(filled) > 1 else None
     return lambda i, weights: torch.zeros_like(weights) if i == dropped else weights
 
