@@ -75,7 +75,8 @@ class Settings:
         return int(value)
 
     def optional(self, key: str) -> int | None:
-        return None if self(key) is None else self.integer(key)
+        """Return a whole number; None for null and 0."""
+        return None if self(key) is None else self.integer(key) or None
 
     def positive(self, key: str) -> int | None:
         """Return a whole number above 0; None for null, 0 and -1, by which trainers mean none."""
