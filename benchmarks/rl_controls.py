@@ -32,7 +32,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.rl import advantages
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.report import completion_stats
@@ -40,7 +39,7 @@ from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
-from isoloss.recipes import grpo, launch, sft
+from isoloss.recipes import launch
 
 LEAST_START, LEAST_RISE, CONTROL_SHARE = 0.15, 0.3, 0.5
 CONTINUED_LR = 0.3 * 2e-3  # of the peak in preset sort
@@ -49,8 +48,8 @@ EVALUATIONS = 5  # of the continued fine-tuning
 Curve = list[tuple[float, float]]
 
 
-def run(recipe: str, config_class: type, function: Callable, *overrides: str) -> None:
-    if launch.main(recipe, config_class, function, overrides) != 0:
+def run(recipe: str, *overrides: str) -> None:
+    if launch.main(recipe, overrides) != 0:
         sys.exit(1)
 
 
@@ -61,7 +60,7 @@ def seconds_of(folder: Path) -> list[float]:
 
 def train_grpo(start: Path, folder: Path, seed: int, overrides: Sequence[str]) -> Curve:
     common = (f"model.path={start}/hf", "preset=tiny", f"train.seed={seed}", f"output_dir={folder}")
-    run("grpo", RLConfig, grpo.run, *common, *overrides)
+    run("grpo", *common, *overrides)
     seconds = seconds_of(folder)
     return [(seconds[row["step"]], row["reward_mean"]) for row in RunRecords(folder).evaluations()]
 
@@ -89,7 +88,7 @@ def continue_sft(start: Path, folder: Path, seed: int, seconds: float, before: f
     of_run = (f"train.steps={every * EVALUATIONS}", f"checkpoint.every={every}", f"checkpoint.keep={EVALUATIONS}")
     model = (f"model.path={start}/hf", "model.from_scratch=false", f"output_dir={folder}")
     learning = (f"train.seed={seed + 1000}", f"optim.lr={CONTINUED_LR}", "optim.schedule=constant")
-    run("sft", Config, sft.run, "preset=sort", *of_run, *model, *learning)
+    run("sft", "preset=sort", *of_run, *model, *learning)
     spent = seconds_of(folder)
     steps = range(every, every * EVALUATIONS + 1, every)
     return [(0.0, before)] + [(spent[step], evaluate(folder / f"checkpoints/step_{step:08d}", seed)) for step in steps]
@@ -112,7 +111,7 @@ def evaluate(model: Path, seed: int) -> float:
 
 def one_seed(folder: Path, seed: int, overrides: Sequence[str]) -> dict[str, Curve]:
     start = folder / f"sft-{seed}"
-    run("sft", Config, sft.run, "preset=sort", f"train.seed={seed}", f"output_dir={start}")
+    run("sft", "preset=sort", f"train.seed={seed}", f"output_dir={start}")
     curves = {"grpo": train_grpo(start, folder / f"grpo-{seed}", seed, overrides)}
     seconds, before = curves["grpo"][-1][0], curves["grpo"][0][1]
     curves["sft continued"] = continue_sft(start, folder / f"continued-{seed}", seed, seconds, before)

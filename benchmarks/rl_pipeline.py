@@ -36,12 +36,9 @@ from unittest import mock
 from rl_controls import run, train_grpo, versions
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.backends.servers import generate
-from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.run.records import RunRecords
 from isoloss.engine.step.engine import Engine
-from isoloss.recipes import grpo, sft
 
 TESTS = Path(__file__).parents[1] / "tests"
 sys.path.append(str(TESTS))
@@ -138,7 +135,7 @@ def idle(
         stack.enter_context(mock.patch.object(generate, "complete", timed))
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         run(
-            "grpo", RLConfig, grpo.run, f"model.path={inputs}/model", f"data.train={inputs}/prompts.jsonl",
+            "grpo", f"model.path={inputs}/model", f"data.train={inputs}/prompts.jsonl",
             f"output_dir={folder}", "data.max_length=1024", f"batch.global_size={PROMPTS}", "batch.max_tokens=8192",
             f"train.steps={steps}", f"rollout.num_generations={GENERATIONS}", f"rollout.max_new_tokens={MAX_TOKENS}",
             f"rollout.concurrency={ROOM}", "reward.function=exact_match", "checkpoint.export_hf=false",
@@ -189,7 +186,7 @@ def measure_curves(args: argparse.Namespace, folder: Path) -> dict[str, object]:
     curves: dict[str, dict[str, Sequence]] = {}
     for seed in args.seeds:
         start = folder / f"sft-{seed}"
-        run("sft", Config, sft.run, "preset=sort", f"train.seed={seed}", f"output_dir={start}")
+        run("sft", "preset=sort", f"train.seed={seed}", f"output_dir={start}")
         of_seed = curves[f"seed {seed}"] = {}
         for staleness in args.staleness:
             keys = on_servers(staleness, 1.0, server_commands.DOUBLE)

@@ -139,7 +139,8 @@ def of_rank(holder: str, completions: int, tokens: int) -> dict[str, float]:
     trajectories = rank0.run(lambda: generated(completions, tokens), shown)
     groups = [Group(number, group[0].prompt, tuple(group)) for number, group in enumerate(trajectories)]
     del trajectories
-    samples = with_logprobs(groups, holds, None, None, None, config)
+    models: Any = SimpleNamespace(scatter=holds, reference=None, critic=None)
+    samples = with_logprobs(groups, models, config)
     samples = holds.make(lambda made=samples, kept=groups: with_advantages(made, kept, config))
     batch = RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], 0, config))
     del samples, groups

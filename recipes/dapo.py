@@ -7,13 +7,11 @@ python -m isoloss.recipes.dapo --help                            # presets and k
 
 import sys
 
-from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import launch
-from isoloss.recipes.grpo import run
 
 
 def main() -> int:
-    return launch.main("dapo", RLConfig, run)
+    return launch.main("dapo")
 
 
 if __name__ == "__main__":

@@ -7,19 +7,11 @@ python -m isoloss.recipes.grpo --help                            # presets and k
 
 import sys
 
-from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import launch
 
 
-def run(config: RLConfig, run_name: str) -> None:
-    # Its import takes seconds: help and a mistake in the command line do not wait for it.
-    from isoloss.engine.rl.loop import train_rl
-
-    train_rl(config, run_name)
-
-
 def main() -> int:
-    return launch.main("grpo", RLConfig, run)
+    return launch.main("grpo")
 
 
 if __name__ == "__main__":

@@ -4,11 +4,13 @@ import argparse
 import contextlib
 import errno
 import os
+import pkgutil
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,16 +42,27 @@ DEMONSTRATION, PLAIN = "tiny", "plain"
 # What a disk refuses with: nobody's mistake in the code.
 OF_THE_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 ConfigT = TypeVar("ConfigT", bound=Config)
-# What a recipe is configured by.
-CONFIGS = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """config: what configures it. loop: MODULE:FUNCTION, called with a configuration and the name of the run."""
+
+    config: type[Config]
+    loop: str
+
+
+RECIPES = {
+    "sft": Recipe(Config, "isoloss.engine.sft.loop:train_sft"),
+    "grpo": Recipe(RLConfig, "isoloss.engine.rl.loop:train_rl"),
+    "dapo": Recipe(RLConfig, "isoloss.engine.rl.loop:train_rl"),
+}
 
 OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
 
 
-def main(
-    recipe: str, config_class: type[ConfigT], run: Callable[[ConfigT, str], None], argv: Sequence[str] | None = None
-) -> int:
-    """Compose the configuration of `recipe`, build `config_class` from it and call run(config, run_name).
+def main(recipe: str, argv: Sequence[str] | None = None) -> int:
+    """Compose the configuration of `recipe`, one of RECIPES, and run it.
 
     argv: arguments, of which the last one of a key counts. None: those of this process, where a key may stand once.
 
@@ -57,12 +70,11 @@ def main(
     75 ended by a signal, and saved; 130 the same by Ctrl-C. Anything else is a crash, which keeps its traceback.
     """
     with interrupts.watched():
-        return _main(recipe, config_class, run, argv)
+        return _main(recipe, argv)
 
 
-def _main(
-    recipe: str, config_class: type[ConfigT], run: Callable[[ConfigT, str], None], argv: Sequence[str] | None
-) -> int:
+def _main(recipe: str, argv: Sequence[str] | None) -> int:
+    config_class = RECIPES[recipe].config
     parser = argparse.ArgumentParser(
         prog=f"python -m isoloss.recipes.{recipe}",
         description=f"Run the {recipe} recipe; several ranks: torchrun --nproc_per_node N -m isoloss.recipes.{recipe}",
@@ -97,7 +109,7 @@ def _main(
             return 0
         command_line.refuse_missing_ranks(recipe, config, words)
         startup.prepare(config)  # before torch is imported
-        run(config, f"{recipe}-{preset}")
+        run(recipe, config, f"{recipe}-{preset}")
         return 0
     except UserError as error:
         print_error_once(str(error))
@@ -116,6 +128,11 @@ def _main(
         with contextlib.suppress(Exception):  # after a mistake the other ranks may be gone already
             if dist is not None and dist.is_initialized():
                 dist.destroy_process_group()
+
+
+def run(recipe: str, config: Config, run_name: str) -> None:
+    # Its import takes seconds: help and a mistake in the command line do not wait for it.
+    pkgutil.resolve_name(RECIPES[recipe].loop)(config, run_name)
 
 
 def presets(recipe: str) -> list[str]:

@@ -7,19 +7,11 @@ python -m isoloss.recipes.sft --help                             # presets and k
 
 import sys
 
-from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch
 
 
-def run(config: Config, run_name: str) -> None:
-    # Its import takes seconds: help and a mistake in the command line do not wait for it.
-    from isoloss.engine.sft.loop import train_sft
-
-    train_sft(config, run_name)
-
-
 def main() -> int:
-    return launch.main("sft", Config, run)
+    return launch.main("sft")
 
 
 if __name__ == "__main__":

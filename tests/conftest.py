@@ -19,10 +19,9 @@ from support.suite import covered
 from support.suite.durations import Durations
 from support.suite.tiers import Schedule
 
-from isoloss.engine.config.schema import Config
 from isoloss.parallel import mesh
 from isoloss.parallel.runtime import process_group as ranks
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.prove.rank_pool import MAX_THREADS, WorkerPool, collect_garbage
 
 
@@ -159,5 +158,5 @@ def sorter(tmp_path_factory) -> Path:
         write_rows(folder / name, [row(problem, answer="".join(sorted(problem))) for problem in problems])
     short = ["train.steps=150", "batch.global_size=32", "optim.lr=3e-3", "optim.warmup_steps=5"]
     argv = ["preset=sort", f"data.train={data}", *short, f"output_dir={folder}/sft"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     return (folder / "sft" / "hf").rename(folder / "hf").parent

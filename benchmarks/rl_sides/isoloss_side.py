@@ -22,9 +22,9 @@ from turns import Turns
 from isoloss.engine.batching.distribute import Scatter
 from isoloss.engine.config.parse import build
 from isoloss.engine.rl.config import RLConfig
-from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.losses import policy_loss
-from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
+from isoloss.engine.rl.rollout import Rollout, sample_groups
 from isoloss.engine.rl.setup import load_data, open_rewarder, open_rollout
 from isoloss.engine.rl.trajectory import Completion, Group, Prompt, Trajectory
 from isoloss.engine.step.engine import Engine
@@ -55,9 +55,8 @@ def config_of(job: dict) -> RLConfig:
 @dataclass
 class Side:
     config: RLConfig
-    policy: Engine
+    models: Models
     rollout: Rollout
-    scatter: Scatter
     loss: Loss
     steps: int = 0
 
@@ -65,18 +64,18 @@ class Side:
         """phase: a context manager for each phase, by its name."""
         with phase("sync"):
             self.rollout.sync_weights(self.steps)
-        groups, samples = SampledGroups(), []
+        groups, samples = sample_groups(self.rollout, self.config), []
         with phase("generate"):
-            waves = list(sample_groups(self.rollout, groups, self.config))
+            waves = list(groups.waves)
         with phase("logprobs"):
             for wave in waves:
-                samples += with_logprobs(wave, self.scatter, self.policy, None, None, self.config)
+                samples += with_logprobs(wave, self.models, self.config)
         with phase("train"):
             samples = with_advantages(samples, groups.kept, self.config)
             parts = minibatches([sample.group for sample in samples], self.steps, self.config)
             samples, batch = RolloutBatch(tuple(samples), parts).next()
             assert batch.exhausted, "one optimizer step for each batch"
-            metrics, result = self.policy.train_step(samples, self.loss)
+            metrics, result = self.models.policy.train_step(samples, self.loss)
             assert result.applied
         self.steps += 1
         tokens = sum(len(t.completion.tokens) for group in groups.kept for t in group.trajectories)
@@ -93,8 +92,9 @@ class Side:
             trajectories.append(Trajectory(Prompt(str(index // count), tuple(prompt), ""), completion, "", reward))
         parts = [trajectories[i : i + count] for i in range(0, len(trajectories), count)]
         groups = [Group(draw, part[0].prompt, tuple(part)) for draw, part in enumerate(parts)]
-        samples = with_logprobs(groups, self.scatter, self.policy, None, None, self.config)
-        metrics, result = self.policy.train_step(with_advantages(samples, groups, self.config), self.loss, lr=0.0)
+        samples = with_logprobs(groups, self.models, self.config)
+        samples = with_advantages(samples, groups, self.config)
+        metrics, result = self.models.policy.train_step(samples, self.loss, lr=0.0)
         return {"loss": metrics.loss, "grad_norm": result.grad_norm}
 
     def write_profile(self, folder: Path, name: str) -> None:
@@ -131,7 +131,7 @@ def main() -> None:
         policy = Engine(config, source)
         rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, Path(job["folder"])))
         scatter = stack.enter_context(closing(Scatter(policy.mesh)))
-        side = Side(config, policy, rollout, scatter, policy_loss(config))
+        side = Side(config, Models(scatter, policy, None, None), rollout, policy_loss(config))
         versions = {"torch": torch.__version__, "transformers": transformers.__version__}
         python = platform.python_version()
         turns.loaded({**versions, "megatron-core": megatron.core.__version__, "python": python})

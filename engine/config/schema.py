@@ -463,6 +463,11 @@ class Config:
         return False
 
     @property
+    def functions(self) -> Mapping[str, str]:
+        """What may be functions of the user's, by key."""
+        return {}
+
+    @property
     def trained_models(self) -> int:
         """Number of models that are trained: the policy, and in reinforcement learning a critic."""
         return 1

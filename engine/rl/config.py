@@ -402,7 +402,6 @@ class RLConfig(Config):
 
     @property
     def functions(self) -> dict[str, str]:
-        """What may be functions of the user's, by key."""
         rewards = {f"reward.function[{index}]": name for index, name in enumerate(self.reward.function)}
         return {"algorithm.loss": self.algorithm.loss, "algorithm.advantage": self.algorithm.advantage, **rewards}
 

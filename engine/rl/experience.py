@@ -26,6 +26,16 @@ from isoloss.parallel import UserError
 
 
 @dataclass(frozen=True)
+class Models:
+    """What a batch is prepared by. scatter: carries its samples from rank 0 to the ranks that compute them."""
+
+    scatter: Scatter
+    policy: Engine
+    reference: Reference | None
+    critic: Critic | None
+
+
+@dataclass(frozen=True)
 class RolloutBatch:
     """A generated batch, and how far the run has come in it. Rank 0 has its samples, the others outlines.
 
@@ -68,14 +78,7 @@ class RolloutBatch:
 
 
 @phase("log-probabilities")
-def with_logprobs(
-    groups: Sequence[Group],
-    scatter: Scatter,
-    policy: Engine,
-    reference: Reference | None,
-    critic: Critic | None,
-    config: RLConfig,
-) -> list[Sample]:
+def with_logprobs(groups: Sequence[Group], models: Models, config: RLConfig) -> list[Sample]:
     """The completions as samples, with what the models say of each token as fields; outlines on ranks but 0.
 
     rollout_logprobs: of the backend.
@@ -87,7 +90,7 @@ def with_logprobs(
     A completion cut by mask_truncated teaches nothing, but it is compared with: its reward is in its group's mean, and
     so is what KL in the reward takes off it. The models are then asked about its tokens too, in the same passes.
     """
-    algorithm, temperature = config.algorithm, config.rollout.temperature
+    algorithm, temperature, scatter = config.algorithm, config.rollout.temperature, models.scatter
     kl_in_reward = algorithm.uses_reference and algorithm.kl_in == "reward"
     learned = scatter.make(lambda: to_samples(groups, algorithm))
     asked = learned
@@ -100,11 +103,11 @@ def with_logprobs(
             answers[name] = on_the_host(values)
 
     if kl_in_reward or (algorithm.old_logprobs == "train" and config.steps_per_batch > 1):
-        keep("train_logprobs", policy.logprobs(asked, temperature))
-    if reference is not None:
-        keep("ref_logprobs", reference.logprobs(asked, temperature))
-    if critic is not None:
-        keep("old_values", critic.values(asked))
+        keep("train_logprobs", models.policy.logprobs(asked, temperature))
+    if models.reference is not None:
+        keep("ref_logprobs", models.reference.logprobs(asked, temperature))
+    if models.critic is not None:
+        keep("old_values", models.critic.values(asked))
     return scatter.make(lambda: with_fields(learned, answers))
 
 

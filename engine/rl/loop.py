@@ -1,13 +1,13 @@
 """The reinforcement learning loop: prompts -> rollout -> reward -> advantage -> optimizer steps -> weights."""
 
-import contextlib
+from contextlib import closing
 
 from isoloss.engine.batching.distribute import Scatter
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
-from isoloss.engine.rl.experience import RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
@@ -22,13 +22,9 @@ from isoloss.engine.rl.report import (
 )
 from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
-from isoloss.engine.run.folder import check_fingerprints, check_folder, open_folder, with_date
-from isoloss.engine.run.rank_agreement import check_ranks_agree, of_functions
 from isoloss.engine.run.run import Run, RunResult
-from isoloss.engine.step.engine import Engine
-from isoloss.engine.step.model_source import resolve
+from isoloss.engine.run.session import Session
 from isoloss.parallel.rank0 import is_main
-from isoloss.parallel.runtime import device
 
 
 def train_rl(config: RLConfig, run_name: str) -> RunResult:
@@ -37,49 +33,32 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
     run_name: names the default output folder, `runs/<run_name>`. Every rank of the world calls it.
     Raises UserError for what the user can fix; nothing has been written by then unless training had started.
     """
-    device.check_fallback(config.train.device)
-    api_key_of(config.rollout)
-    check_functions(config.algorithm.advantage, config.algorithm.loss)
-    source = resolve(config)
-    check_folder(config, run_name, source.arch)
-    config = with_date(config, run_name)
-    data = load_data(config, source.arch)
-    config.train.profiled(data.total_steps)
-    fingerprints = data.fingerprints()
-    check_fingerprints(config, run_name, fingerprints)
-    with contextlib.ExitStack() as stack:
-        rewarder = stack.enter_context(open_rewarder(config, data))
-        same = [*fingerprints, *data.of_evaluation(), *of_functions(config.functions)]
-        check_ranks_agree(config, run_name, source, same)
-        policy = Engine(config, source)
-        policy.stop_token_ids = data.stop_token_ids
+    with Session(config, run_name, load_data, check) as session:
+        config, data = session.config, session.data
+        rewarder = session.enter_context(open_rewarder(config, data))
+        policy = session.open_engine()
         reference = None
         if config.algorithm.uses_reference:
-            fingerprints.append(fingerprint(source))
-            check_fingerprints(config, run_name, fingerprints[-1:])
+            session.pin(fingerprint(session.source))
             reference = Reference(policy, offload=config.algorithm.reference_offload)
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
-        folder = stack.enter_context(open_folder(config, run_name))
+        folder = session.open_folder()
+        models = Models(session.enter_context(closing(Scatter(policy.mesh))), policy, reference, critic)
         beside = [each for each in (reference, critic) if each is not None]
-        scatter = stack.enter_context(contextlib.closing(Scatter(policy.mesh)))
-        rollout = stack.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
-        run = stack.enter_context(Run(policy, config, folder, data.total_steps, fingerprints, watched(config)))
-        return _train(config, data, policy, reference, critic, scatter, rollout, run, RolloutLog(run.metrics))
+        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
+        return _train(config, data, models, rollout, session.open_run(policy, folder, watched(config)))
 
 
-def _train(
-    config: RLConfig,
-    data: RLData,
-    policy: Engine,
-    reference: Reference | None,
-    critic: Critic | None,
-    scatter: Scatter,
-    rollout: Rollout,
-    run: Run,
-    log: RolloutLog,
-) -> RunResult:
-    loss = policy_loss(config)
-    batch = restore(run, critic, scatter, rollout)
+def check(config: RLConfig) -> None:
+    """Refuse a key of a service that is not there, and functions that are not what they should be."""
+    api_key_of(config.rollout)
+    check_functions(config.algorithm.advantage, config.algorithm.loss)
+
+
+def _train(config: RLConfig, data: RLData, models: Models, rollout: Rollout, run: Run) -> RunResult:
+    policy, critic = models.policy, models.critic
+    log, loss = RolloutLog(run.metrics), policy_loss(config)
+    batch = restore(run, models, rollout)
     run.print([*banner(config, data, run), *copy_of_the_model(config, policy)])
     if is_main():
         data.rejects(config.data).write(run.output_dir)
@@ -91,19 +70,12 @@ def _train(
     for step in run.steps(lambda step: evaluate(rollout, data, log, step), save_now):
         if batch.exhausted:
             rollout.sync_weights(step)
-            groups = SampledGroups()
-            samples = [
-                sample
-                for wave in sample_groups(rollout, groups, config)  # generates and rewards
-                for sample in with_logprobs(wave, scatter, policy, reference, critic, config)
-            ]
-            samples = scatter.make(lambda made=samples, kept=groups.kept: with_advantages(made, kept, config))
-            steps = minibatches([sample.group for sample in samples], step, config)
-            batch = RolloutBatch(tuple(samples), steps, batch_stats(groups))
+            groups = sample_groups(rollout, config)  # generates and rewards, as their waves are taken
+            batch = make_batch(groups, models, step, config)
             log.batch(step + 1, groups, batch)
             del groups  # the steps need the samples alone
         samples, batch = batch.next()
-        samples = scatter.hold(samples)
+        samples = models.scatter.hold(samples)
         values = critic.train_step(samples) if critic else {}
         metrics, result = policy.train_step(samples, loss, run.lr(), run.limits())
         of_rollout = {**batch.stats, **rollout.take_seconds(), **rollout.take_counts()}
@@ -112,6 +84,15 @@ def _train(
     ended = run.finish()
     run.print(summary(ended))
     return ended
+
+
+def make_batch(groups: SampledGroups, models: Models, step: int, config: RLConfig) -> RolloutBatch:
+    """The batch whose first optimizer step is `step`. The models are asked about a wave of completions while the next
+    one is generated, if the backend can do both. Collective over the world."""
+    asked = [sample for wave in groups.waves for sample in with_logprobs(wave, models, config)]
+    samples = models.scatter.make(lambda: with_advantages(asked, groups.kept, config))
+    steps = minibatches([sample.group for sample in samples], step, config)
+    return RolloutBatch(tuple(samples), steps, batch_stats(groups))
 
 
 def evaluate(rollout: Rollout, data: RLData, log: RolloutLog, step: int) -> dict[str, float]:
@@ -129,12 +110,12 @@ def save(run: Run, critic: Critic | None, batch: RolloutBatch, rollout: Rollout)
     run.save({**batch.state(), "rollout": rollout.state()}, critic.stage if critic else None)
 
 
-def restore(run: Run, critic: Critic | None, scatter: Scatter, rollout: Rollout) -> RolloutBatch:
+def restore(run: Run, models: Models, rollout: Rollout) -> RolloutBatch:
     """Where the checkpoint was taken that the run goes on from."""
     state = run.pop_resume_state()
     if state is None:
         return RolloutBatch()
-    if critic is not None:
-        critic.load(run.output_dir, run.done)
+    if models.critic is not None:
+        models.critic.load(run.output_dir, run.done)
     rollout.restore(state["rollout"])
-    return RolloutBatch.from_state(state, scatter)
+    return RolloutBatch.from_state(state, models.scatter)

@@ -54,6 +54,7 @@ class PromptSet:
         """Of the tokens of each prompt."""
         return (digest(np.array(prompt.tokens, np.int32)) for prompt in self.prompts)
 
+    @property
     def fingerprint(self) -> str:
         """Of all that completions and rewards may depend on: ids (they seed completions), tokens, and every column."""
         digest = hashlib.sha256()

@@ -237,9 +237,10 @@ def lost_too_often(lost: int, asked: int) -> UserError:
 
 @dataclass
 class SampledGroups:
-    """What was sampled for a batch.
+    """What is sampled for a batch; whole when its waves have been taken.
 
-    kept: the groups to learn from, in the order of their draws.
+    waves: the groups to learn from, as they come.
+    kept: all of them, in the order of their draws.
     dropped: those that dynamic sampling left out, for having no variance.
     counts: of the ledger, and how old the tokens of what is kept are, by the names of metrics.
     """
@@ -248,18 +249,27 @@ class SampledGroups:
     dropped: list[Group] = field(default_factory=list)
     rounds: int = 0
     counts: Mapping[str, float] = field(default_factory=dict)
+    waves: Iterator[list[Group]] = field(default_factory=lambda: iter(()))
 
 
-def sample_groups(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterator[list[Group]]:
-    """The groups of a batch, as `sampled` has them in the end: batch.global_size of them, or with dynamic sampling as
-    many that have variance. They come in waves: rollout.waves of them in the first round, one in each other, whose
-    groups follow from the order of the prompts, not from who is ready first.
+def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
+    """The groups of a batch, generated and rewarded as their waves are taken: batch.global_size of them, or with
+    dynamic sampling as many that have variance.
+
+    rollout.waves come in the first round, one in each other, and their groups follow from the order of the prompts, not
+    from who is ready first.
 
     A round takes exactly what is still missing, so nothing is generated and then left over; what is dropped is logged.
     (DAPO, arXiv 2503.14476, section 3.2.)
     Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
     nothing that was drawn could be rewarded.
     """
+    sampled = SampledGroups()
+    sampled.waves = _waves(rollout, sampled, config)
+    return sampled
+
+
+def _waves(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterator[list[Group]]:
     algorithm, wanted, ledger = config.algorithm, config.batch.global_size, rollout.ledger
     ledger.begin_batch(rollout.version, config.rollout.max_staleness)
     kept, dropped = sampled.kept, sampled.dropped

@@ -11,8 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from isoloss.engine.config import rules
-from isoloss.engine.config.schema import DataConfig
-from isoloss.engine.data.bad_rows import RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
@@ -29,6 +27,7 @@ from isoloss.engine.rl.prompts import PromptSet, load_prompts
 from isoloss.engine.rl.reward.rewarder import Rewarder
 from isoloss.engine.rl.rollout import Offloadable, Rollout
 from isoloss.engine.run.folder import Fingerprint, tokenizer_folder
+from isoloss.engine.run.session import Data
 from isoloss.engine.step.engine import Engine
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -38,20 +37,13 @@ from isoloss.parallel.runtime import environment
 
 
 @dataclass(frozen=True)
-class RLData:
-    """Prompts, the tokenizer, the tokens that end a completion, and the length of the run in optimizer steps."""
+class RLData(Data[PromptSet]):
+    """Prompts and their tokenizer. stop_token_ids: they end a completion too."""
 
-    train: PromptSet
-    eval: PromptSet | None
     tokenizer: Any
-    stop_token_ids: tuple[int, ...]
-    total_steps: int
-
-    def rejects(self, data: DataConfig) -> RejectsOfRun:
-        return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
     def fingerprints(self) -> list[Fingerprint]:
-        """What decides which prompts a batch takes, where completions end and what text rewards see."""
+        """As `Data.fingerprints`: which prompts a batch takes, where completions end and what text rewards see."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
             "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
@@ -59,16 +51,10 @@ class RLData:
         )
         stops = "eos_token_id of generation_config.json, or eos_token of the tokenizer,"
         return [
-            Fingerprint("the content of data.train", self.train.fingerprint(), prompts),
+            Fingerprint("the content of data.train", self.train.fingerprint, prompts),
             Fingerprint("the list of tokens that end a completion", str(list(self.stop_token_ids)), stops),
             Fingerprint("the vocabulary", hashlib.sha256(vocabulary).hexdigest()[:16], "the tokenizer"),
         ]
-
-    def of_evaluation(self) -> list[Fingerprint]:
-        """Of what may change when a run goes on, and not from rank to rank."""
-        if self.eval is None:
-            return []
-        return [Fingerprint("the content of data.eval", self.eval.fingerprint(), "a file of data.eval")]
 
 
 def load_data(config: RLConfig, arch: Architecture) -> RLData:
@@ -99,9 +85,9 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
     return RLData(
         train,
         evaluation,
-        tokenizer,
-        stop_tokens(folder, tokenizer, config.data.template_variables),
         config.train.steps or batches * config.steps_per_batch,
+        stop_tokens(folder, tokenizer, config.data.template_variables),
+        tokenizer,
     )
 
 

@@ -7,9 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from isoloss.engine.batching.sample import grouped_by_prompt
-from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.config.schema import Config
 from isoloss.engine.data import remarks
-from isoloss.engine.data.bad_rows import RejectsOfRun
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import (
     check_files,
@@ -21,57 +20,34 @@ from isoloss.engine.data.dataset import (
 from isoloss.engine.data.rows import listed
 from isoloss.engine.data.show_rows import coloured, rows_to_show, shown_row
 from isoloss.engine.data.token_dataset import TokenDataset
-from isoloss.engine.run.folder import (
-    Fingerprint,
-    cache_folder,
-    check_fingerprints,
-    check_folder,
-    open_folder,
-    tokenizer_folder,
-    with_date,
-)
+from isoloss.engine.run.folder import Fingerprint, cache_folder, tokenizer_folder
 from isoloss.engine.run.health import Watched
-from isoloss.engine.run.rank_agreement import check_ranks_agree
 from isoloss.engine.run.run import Run, RunResult
+from isoloss.engine.run.session import Data, Session
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, cross_entropy, negative_log_likelihood
-from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
 from isoloss.models.weights.side_files import declared_stops
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import is_main
-from isoloss.parallel.runtime import device
 
 # Evaluation is always in nats per target token, so that runs with different aggregations can be compared.
 EVAL_LOSS = Loss.of(negative_log_likelihood)
 
 
 @dataclass(frozen=True)
-class RunData:
-    """Tokenized rows and the length of the run. unigram: eval loss of a unigram model of the training targets."""
+class RunData(Data[TokenDataset]):
+    """Tokenized rows. unigram: eval loss of a unigram model of the training targets."""
 
-    train: TokenDataset
-    eval: TokenDataset | None
-    total_steps: int
     unigram: float | None
 
     def fingerprints(self) -> list[Fingerprint]:
-        """What decides which tokens a step sees and learns."""
         decided_by = (
             "a file of data.train, data.max_length, data.overlong, data.template_kwargs, data.date, the tokenizer or "
             "its chat template"
         )
         return [Fingerprint("the content of data.train", self.train.fingerprint, decided_by)]
-
-    def of_evaluation(self) -> list[Fingerprint]:
-        """Of what may change when a run goes on, and not from rank to rank."""
-        if self.eval is None:
-            return []
-        return [Fingerprint("the content of data.eval", self.eval.fingerprint, "a file of data.eval")]
-
-    def rejects(self, data: DataConfig) -> RejectsOfRun:
-        return RejectsOfRun.of(data, self.train.rejects, self.eval.rejects if self.eval else ())
 
 
 def train_sft(config: Config, run_name: str) -> RunResult:
@@ -81,23 +57,10 @@ def train_sft(config: Config, run_name: str) -> RunResult:
     Raises UserError for what the user can fix; nothing but the cache of tokenized rows has been written by then,
     unless training had started.
     """
-    # What is cheap to check comes first, tokenizing next, and the process group only when nothing speaks against it.
-    device.check_fallback(config.train.device)
-    source = resolve(config)
-    check_folder(config, run_name, source.arch)
-    config = with_date(config, run_name)
-    data = load_data(config, source.arch)
-    config.train.profiled(data.total_steps)
-    fingerprints = data.fingerprints()
-    check_fingerprints(config, run_name, fingerprints)
-    check_ranks_agree(config, run_name, source, [*fingerprints, *data.of_evaluation()])
-    engine = Engine(config, source)
-    engine.stop_token_ids = tuple(data.train.turn_ends.values())
-    with (
-        open_folder(config, run_name) as output_dir,
-        Run(engine, config, output_dir, data.total_steps, fingerprints, Watched()) as run,
-    ):
-        return _train(config, data, engine, run)
+    with Session(config, run_name, load_data) as session:
+        engine = session.open_engine()
+        run = session.open_run(engine, session.open_folder(), Watched())
+        return _train(session.config, session.data, engine, run)
 
 
 def _train(config: Config, data: RunData, engine: Engine, run: Run) -> RunResult:
@@ -133,7 +96,7 @@ def load_data(config: Config, arch: Architecture) -> RunData:
     evaluation = load_dataset(config.data, "eval", tokenizer, **options) if config.data.eval else None
     steps = config.train.steps or steps_for_epochs(len(train), config.train.epochs, config.batch.global_size)
     unigram = unigram_nats(train, evaluation, arch.vocab_size) if evaluation is not None else None
-    return RunData(train, evaluation, steps, unigram)
+    return RunData(train, evaluation, steps, tuple(train.turn_ends.values()), unigram)
 
 
 def banner(config: Config, data: RunData, run: Run) -> list[str]:

@@ -7,7 +7,8 @@ A aggregations of the loss.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, islice
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -182,63 +183,37 @@ def run_step(
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
     pair of all-reduces with router losses; with a bound, an all-reduce of one number over tp.
     """
-    modes = loss.aggregations
-
-    @phase("loss")
-    def token_loss(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = _token_inputs(model, micro_batch, hidden, loss)
-        weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-        value, sums, magnitudes = hidden.new_zeros(()), [], []
-        for term in loss.terms:
-            terms_N = weights_AN[modes.index(term.aggregation)] * term.values(inputs)
-            value = value + term.coefficient * terms_N.sum()
-            sums.append(terms_N.detach().sum(dtype=torch.float64))
-            magnitudes.append(abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64))
-        with torch.no_grad():
-            observed = [per_token(inputs).sum(dtype=torch.float64) for per_token in loss.mean_metrics.values()]
-            for pair in loss.correlation_metrics.values():
-                observed += moments_of(*pair(inputs))
-            largest = [largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()]
-        consumed = [*weights_AN.sum(1, dtype=torch.float64), *sums, sum(magnitudes), *observed, *largest]
-        return value, torch.stack(consumed)
-
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound = partial(_bound, model.mesh, dispatch_bound, lost)
-    forward, busy = partial(_forward, model, router_losses, bound), Stopwatch()
+    forward, of_loss, busy = partial(_forward, model, router_losses, bound), partial(_loss, model, loss), Stopwatch()
     consumed = run_schedule(
-        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, token_loss, forward_only=forward_only
+        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, of_loss, forward_only=forward_only
     )
     busy.stop()
-    sizes = [len(modes), len(loss.terms), 1, len(loss.mean_metrics)]
-    sizes += [MOMENTS * len(loss.correlation_metrics), len(loss.max_metrics)]
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
-    totals = totals_of(consumed, sum(sizes[:-1]), sizes[-1], model.mesh, lost)
-    sizes.append(lost is not None)
-    # The host waits for the device here, once a step.
-    parts = (part.tolist() for part in totals.cpu().split(sizes))
-    weight_sums, sums, (magnitude,), observed, moments, largest, most_lost = parts
-    for weight_sum, counts in zip(weight_sums, batch.counts):
+    *summed, largest = StepTotals.sizes(loss)
+    flat = totals_of(consumed, sum(summed), largest, model.mesh, lost)
+    totals = StepTotals.read(loss, flat.cpu().tolist())  # the host waits for the device here, once a step
+    for weight_sum, counts in zip(totals.weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
     tokens = batch.counts[0].tokens
     router_terms = (
         _reduced_router_losses(router_losses, model) if router_losses is not None and router_losses.losses else []
     )
-    terms = [*zip(loss.terms, sums), *router_terms]
+    terms = [*zip(loss.terms, totals.terms), *router_terms]
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
-        magnitude=magnitude + sum(term.coefficient * value for term, value in router_terms),
-        weight_sum=weight_sums[0],
+        magnitude=totals.magnitude[0] + sum(term.coefficient * value for term, value in router_terms),
+        weight_sum=totals.weight_sums[0],
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
         computed_tokens=batch.computed_tokens,
         sequences=len(batch.lengths),
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
-        observed={name: value / max(tokens, 1) for name, value in zip(loss.mean_metrics, observed)}
-        | {name: correlation(moments[MOMENTS * k :], tokens) for k, name in enumerate(loss.correlation_metrics)}
-        | dict(zip(loss.max_metrics, largest)),
-        lost=int(sum(most_lost)),
+        observed=totals.observed(loss, tokens),
+        lost=int(totals.lost),
         busy_seconds=busy.seconds(),
         cost=batch.cost,
         total_cost=batch.total_cost,
@@ -299,6 +274,29 @@ def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: Pa
     return Bound(share, micro_batch.longest // shards, lost)
 
 
+@phase("loss")
+def _loss(model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """What is differentiated of a micro-batch, and its `StepTotals.flat`."""
+    inputs = _token_inputs(model, micro_batch, hidden, loss)
+    weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+    value, magnitude, sums = hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.float64), []
+    for term in loss.terms:
+        terms_N = weights_AN[loss.aggregations.index(term.aggregation)] * term.values(inputs)
+        value = value + term.coefficient * terms_N.sum()
+        sums.append(terms_N.detach().sum(dtype=torch.float64))
+        magnitude = magnitude + abs(term.coefficient) * terms_N.detach().abs().sum(dtype=torch.float64)
+    with torch.no_grad():
+        totals = StepTotals(
+            weight_sums=[*weights_AN.sum(1, dtype=torch.float64)],
+            terms=sums,
+            magnitude=[magnitude],
+            means=[per_token(inputs).sum(dtype=torch.float64) for per_token in loss.mean_metrics.values()],
+            moments=[sum_ for pair in loss.correlation_metrics.values() for sum_ in moments_of(*pair(inputs))],
+            largest=[largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()],
+        )
+    return value, torch.stack(totals.flat())
+
+
 def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
     at = micro_batch.labelled_N
     values_N = entropy_N = None
@@ -326,6 +324,56 @@ def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, cons
 
 
 # ---- numbers of a step over its micro-batches and ranks, all in fp64 -------------------------------------------------
+
+
+Number = TypeVar("Number", Tensor, float)
+
+
+@dataclass(frozen=True)
+class StepTotals(Generic[Number]):
+    """What the loss is made of: sums over the targets of a micro-batch, or over all of the step, and largest values.
+
+    weight_sums: consumed weights, of each aggregation.
+    terms: of each term, without its coefficient.
+    magnitude: a single number, see `StepMetrics`.
+    means: of each of the loss's mean_metrics, not yet divided.
+    moments: MOMENTS of each of its correlation_metrics.
+    largest: of each of its max_metrics.
+    lost: see `StepMetrics`; known of the step only.
+    """
+
+    weight_sums: Sequence[Number]
+    terms: Sequence[Number]
+    magnitude: Sequence[Number]
+    means: Sequence[Number]
+    moments: Sequence[Number]
+    largest: Sequence[Number]
+    lost: float = 0.0
+
+    @staticmethod
+    def sizes(loss: Loss) -> list[int]:
+        """How many numbers `flat` has of each field; all but the last are sums."""
+        summed = [len(loss.aggregations), len(loss.terms), 1, len(loss.mean_metrics)]
+        return [*summed, MOMENTS * len(loss.correlation_metrics), len(loss.max_metrics)]
+
+    def flat(self) -> list[Number]:
+        """The numbers of a micro-batch."""
+        return [*self.weight_sums, *self.terms, *self.magnitude, *self.means, *self.moments, *self.largest]
+
+    @staticmethod
+    def read(loss: Loss, flat: Sequence[float]) -> "StepTotals[float]":
+        """flat: of the step, and `lost` if there is a bound."""
+        left = iter(flat)
+        fields = [[*islice(left, size)] for size in StepTotals.sizes(loss)]
+        return StepTotals(*fields, lost=sum(left))
+
+    def observed(self: "StepTotals[float]", loss: Loss, tokens: int) -> dict[str, float]:
+        """The loss's metrics by name. tokens: valid ones of the step."""
+        return {
+            **{name: total / max(tokens, 1) for name, total in zip(loss.mean_metrics, self.means)},
+            **{n: correlation(self.moments[MOMENTS * k :], tokens) for k, n in enumerate(loss.correlation_metrics)},
+            **dict(zip(loss.max_metrics, self.largest)),
+        }
 
 
 def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh, more: Tensor | None = None) -> Tensor:

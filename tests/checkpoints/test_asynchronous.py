@@ -16,11 +16,11 @@ from support.runs.saves import taken_then_trained
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.saver import Saver
 from isoloss.engine.checkpoint.writer import HostCopies
-from isoloss.engine.config.schema import CheckpointConfig, Config
+from isoloss.engine.config.schema import CheckpointConfig
 from isoloss.engine.run.run import BadStepGuard
 from isoloss.models.weights import manifest
 from isoloss.parallel import UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 LENGTHS = (2, 40, 17, 29)
 KINDS = [("fp32", {}), ("fp32", {"distributed_optimizer": False}), ("bf16", {}), ("fp64", {})]
@@ -64,7 +64,7 @@ def test_training_goes_on_meanwhile_and_the_next_save_waits(slow_disk, arguments
 
     monkeypatch.setattr(BadStepGuard, "check", look)
     argv = [*arguments, "train.steps=3", "checkpoint.every=1"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     assert found[1] == [".step_00000001.partial"] and "step_00000001" in found[2]
     assert sorted(path.name for path in Path("out/checkpoints").iterdir()) == ["step_00000002", "step_00000003"]
 
@@ -79,7 +79,7 @@ def test_without_it_every_step_waits(slow_disk, arguments, monkeypatch):
     monkeypatch.setattr(BadStepGuard, "check", look)
     slow_disk.set()
     argv = [*arguments, "checkpoint.every=1", "checkpoint.asynchronous=false"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     assert found == [[], ["step_00000001"]]
 
 
@@ -107,18 +107,18 @@ def test_a_run_keeps_its_copies(arguments, monkeypatch):
     monkeypatch.setattr(HostCopies, "of", counted)
     monkeypatch.setattr(Saver, "save", lambda saver, *stages: (found.append([]), save(saver, *stages))[1])
     argv = [*arguments, "train.steps=3", "checkpoint.every=1"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     assert len(found) == 3 and len(set(found[0])) == len(found[0]) > 10
     assert set(found[0]) == set(found[1]) == set(found[2])
     found.clear()
-    assert launch.main("sft", Config, sft.run, [*argv, "output_dir=waits", "checkpoint.asynchronous=false"]) == 0
+    assert launch.main("sft", [*argv, "output_dir=waits", "checkpoint.asynchronous=false"]) == 0
     assert found == [[], [], []]
 
 
 def test_what_is_written_when_a_run_ends_in_a_mistake_is_finished(arguments, monkeypatch, capsys):
     """Too many steps that are not finite, right after a save began."""
     monkeypatch.setattr(BadStepGuard, "check", _bad_at_2)
-    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.every=1"]) == 2
+    assert launch.main("sft", [*arguments, "checkpoint.every=1"]) == 2
     assert "planted" in capsys.readouterr().err
     folder = Path("out/checkpoints/step_00000001")
     manifest.check_checksums(folder, manifest.read(folder))

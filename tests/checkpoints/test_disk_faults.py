@@ -14,10 +14,9 @@ from support.faults.faults import DISK_BROKEN, DISK_FULL, FullDisk
 from support.runs.runs import numbers
 
 from isoloss.engine.checkpoint import checkpoint, writer
-from isoloss.engine.config.schema import Config
 from isoloss.engine.run.run import Run
 from isoloss.models.weights import manifest
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.prove.rank_pool import WorkerError, WorkerPool
 
 
@@ -102,13 +101,13 @@ def test_one_checkpoint_that_fails_does_not_end_a_run(steps_that_fail, status, a
     argv = [*arguments, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=9", "optim.schedule=constant"]
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.Share, "write", write_or_fail)
-        assert launch.main("sft", Config, sft.run, argv) == status
+        assert launch.main("sft", argv) == status
     told = [line for line in capsys.readouterr().err.splitlines() if "No space left" in line]
     ends = [line for line in told if line.startswith("isoloss: error: ")]
     assert len(told) - len(ends) == len(steps_that_fail) and len(ends) == (status == 2)
     for step, line in zip(steps_that_fail, told):
         assert f"checkpoint out/checkpoints/step_{step:08d} could not be written (No space left on device" in line
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", [*argv, "checkpoint.resume=true"]) == 0
     assert [row["step"] for row in numbers("out")] == [1, 2, 3, 4, 5]
     assert not list(Path("out/checkpoints").glob(".*"))
 
@@ -129,14 +128,14 @@ def test_rows_that_were_refused_are_there_before_the_next_checkpoint(arguments, 
     monkeypatch.setattr(Run, "log", logged)
     monkeypatch.setattr(checkpoint.Share, "write", written)
     keys = ["train.steps=3", "checkpoint.every=1", "checkpoint.export_hf=false"]
-    assert launch.main("sft", Config, sft.run, [*arguments, *keys]) == 0
+    assert launch.main("sft", [*arguments, *keys]) == 0
     assert found == [[1], [1, 2], [1, 2, 3]]
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EPIPE])
 def test_whatever_a_disk_refuses_at_the_start_is_one_line(number, arguments, capsys, monkeypatch):
     """And what was in the run's folder stays. Another error keeps its traceback."""
-    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert launch.main("sft", arguments) == 0
     before = Path("out/config.yaml").read_text()
     write = Path.write_bytes
 
@@ -145,7 +144,7 @@ def test_whatever_a_disk_refuses_at_the_start_is_one_line(number, arguments, cap
         raise OSError(number, os.strerror(number), str(path))
 
     monkeypatch.setattr(Path, "write_bytes", refuse)
-    start = partial(launch.main, "sft", Config, sft.run, [*arguments, "checkpoint.resume=true", "train.steps=3"])
+    start = partial(launch.main, "sft", [*arguments, "checkpoint.resume=true", "train.steps=3"])
     capsys.readouterr()
     if number == errno.EPIPE:
         with pytest.raises(OSError):
@@ -166,6 +165,6 @@ def test_a_folder_that_cannot_be_written_is_told(arguments, capsys, monkeypatch)
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(checkpoint, "_make_anew", refuse)
-    assert launch.main("sft", Config, sft.run, arguments) == 2
+    assert launch.main("sft", arguments) == 2
     told = [line for line in capsys.readouterr().err.splitlines() if "Read-only file system" in line]
     assert len(told) == 2 and told[1].startswith("isoloss: error: checkpoint out/checkpoints/step_00000002 could not")

@@ -21,14 +21,13 @@ from torch.distributed.checkpoint import filesystem, planner
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorProperties
 
-from isoloss.engine.config.schema import Config
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import manifest, megatron_args, recorded_config, tensor_archive
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel import UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.convert import __main__ as convert
 
 WEIGHT = "embedding.word_embeddings.weight"
@@ -47,7 +46,7 @@ def trained(inputs, tmp_path_factory) -> Path:
     """The folder of a run of one step, not to be written to."""
     here = tmp_path_factory.mktemp("trained")
     argv = [f"{each}" if each != "output_dir=out" else f"output_dir={here}/out" for each in overrides(inputs)]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     return here / "out"
 
 
@@ -163,7 +162,7 @@ def torchscript() -> bytes:
 def refused(capsys, inputs: Path, *more: str) -> str:
     """The one line in which a run ends."""
     capsys.readouterr()
-    status = launch.main("sft", Config, sft.run, [*overrides(inputs), *more])
+    status = launch.main("sft", [*overrides(inputs), *more])
     err = capsys.readouterr().err
     assert status == 2, err
     (line,) = [line for line in err.splitlines() if line.startswith("isoloss: ")]
@@ -248,7 +247,7 @@ def unchanged():
 def resume_thrice(inputs: Path) -> None:
     """In one process, as an attack that waits for some readings needs it."""
     for _ in range(3):
-        launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
+        launch.main("sft", [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
         if Path("out/checkpoints/step_00000002").exists():
             shutil.rmtree("out/checkpoints/step_00000002")
 
@@ -380,7 +379,7 @@ def test_what_was_checked_is_what_is_used(file, checkpoint, mark, inputs, monkey
 
     loading = dist_checkpointing.load
     monkeypatch.setattr(dist_checkpointing, "load", swap)
-    launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
+    launch.main("sft", [*overrides(inputs), "checkpoint.resume=true", "train.steps=2"])
     assert not mark.exists() and Path("out/checkpoints/step_00000002").is_dir()
 
 
@@ -392,7 +391,7 @@ def test_torch_unpickles_nothing_of_a_checkpoint(checkpoint, inputs, monkeypatch
 
     monkeypatch.setattr(filesystem.FileSystemReader, "read_metadata", refuse)
     monkeypatch.setattr(filesystem.FileSystemReader, "read_data", refuse)
-    assert launch.main("sft", Config, sft.run, [*overrides(inputs), "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", [*overrides(inputs), "checkpoint.resume=true"]) == 0
 
 
 @pytest.mark.parametrize("name", ("../../elsewhere", "/etc/hostname", "huggingface/../../x", ".", ""))

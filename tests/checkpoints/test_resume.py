@@ -28,7 +28,7 @@ from isoloss.engine.run import run
 from isoloss.engine.sft import loop
 from isoloss.models.weights import manifest
 from isoloss.parallel import Layout, UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.prove.proof import on_layout
 
 STEPS, SAVED = 8, 4
@@ -111,7 +111,7 @@ def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monke
     before = [signal.getsignal(each) for each in TOLD]
     with monkeypatch.context() as patch:
         patch.setattr(run.BadStepGuard, "check", tell)
-        assert launch.main("sft", Config, sft.run, arguments) == TOLD[told]
+        assert launch.main("sft", arguments) == TOLD[told]
     assert [signal.getsignal(each) for each in TOLD] == before
     said, errors = (text.splitlines() for text in capsys.readouterr())
     told_at_once = [line for line in errors if line.startswith("isoloss: ")]
@@ -121,7 +121,7 @@ def test_the_status_of_a_run_that_was_told_to_end(told, arguments, capsys, monke
     )
     assert Path("out/checkpoints/step_00000001").is_dir() and not Path("out/hf").exists()
     changed = ["optim.betas=[0.8,0.9]"] if told == signal.SIGTERM else []
-    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true", *changed]) == 0
+    assert launch.main("sft", [*arguments, "checkpoint.resume=true", *changed]) == 0
     assert [row["step"] for row in numbers("out")] == [1, 2]
     differs = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since that checkpoint")
@@ -139,7 +139,7 @@ def test_a_run_that_is_told_to_end_in_its_last_step_is_done(arguments, monkeypat
         check(self, step, *rest)
 
     monkeypatch.setattr(run.BadStepGuard, "check", tell)
-    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert launch.main("sft", arguments) == 0
     assert Path("out/hf").exists()
 
 
@@ -233,13 +233,13 @@ def other_tokenizer(folder: Path) -> None:
 )
 def test_other_rows_are_another_run(change, overrides, own, capsys):
     folder, argv = own
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     if change:
         change(folder)
     capsys.readouterr()
     argv = [*argv, "checkpoint.resume=true", "train.steps=3", *overrides]
-    assert launch.main("sft", Config, sft.run, argv) == 2
+    assert launch.main("sft", argv) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in ("the content of data.train", "step_00000002", "another run", "set it back"))
@@ -250,12 +250,12 @@ def test_other_rows_are_another_run(change, overrides, own, capsys):
 def test_another_architecture_is_another_run(name, value, own, capsys):
     """Also where no shape of a weight tells."""
     folder, argv = own
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     before = {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()}
     described = folder / "model" / "config.json"
     described.write_text(json.dumps(json.loads(described.read_text()) | {name: value}))
     capsys.readouterr()
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
+    assert launch.main("sft", [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in ("architecture of model.path", "step_00000002", "another run")), err
@@ -279,13 +279,13 @@ def files_below(folder: Path) -> dict[str, bytes]:
 def test_a_damaged_newest_checkpoint_is_passed_over(name, arguments, capsys):
     """The run goes on from the one before it, names the file and keeps what it passed over."""
     argv = [*arguments, "checkpoint.every=1", "checkpoint.keep=3"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     whole, checkpoints = Path("out/checkpoints/step_00000002"), Path("out/checkpoints")
     sound, expected = files_below(whole), numbers("out")
     damage(whole / name)
     damaged = files_below(whole)
     capsys.readouterr()
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", [*argv, "checkpoint.resume=true"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "passed over" in line]
     assert len(told) == 1 and f"{whole / name}" in told[0] and "going on from out/checkpoints/step_00000001" in told[0]
     assert files_below(checkpoints / "damaged_step_00000002") == damaged
@@ -315,12 +315,12 @@ def test_a_part_of_one_rank_is_missed_by_all(train, inputs, tmp_path):
 def test_a_run_of_which_all_checkpoints_are_damaged_ends(name, arguments, capsys):
     """In one line that names the newest's file; the run does not start anew, and nothing is renamed."""
     argv = [*arguments, "checkpoint.every=1"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     for step in (1, 2):
         damage(Path(f"out/checkpoints/step_{step:08d}") / name)
     before = files_below(Path("out/checkpoints"))
     capsys.readouterr()
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
+    assert launch.main("sft", [*argv, "checkpoint.resume=true", "train.steps=3"]) == 2
     told = [line for line in capsys.readouterr().err.splitlines() if "Warning" not in line]
     assert len(told) == 1 and told[0].startswith("isoloss: error: none of the 2 checkpoint(s)"), told
     assert f"step_00000002/{name} is damaged" in told[0] and "delete all to start anew" in told[0]
@@ -329,7 +329,7 @@ def test_a_run_of_which_all_checkpoints_are_damaged_ends(name, arguments, capsys
 
 def test_every_flipped_bit_of_a_checkpoint_is_found(arguments):
     """One at a time, seeded, wherever it is; also in the manifest, where only spaces do not matter."""
-    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert launch.main("sft", arguments) == 0
     folder, random = Path("out/checkpoints/step_00000002"), np.random.default_rng(0)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in (*files, *[folder / "isoloss.json"] * 30):
@@ -347,18 +347,18 @@ def test_every_flipped_bit_of_a_checkpoint_is_found(arguments):
 def test_the_same_rows_elsewhere_are_the_same_run(own):
     """Another path, another name, and a limit that no row meets."""
     folder, argv = own
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     (folder / "rows.jsonl").rename(folder / "moved.jsonl")
     moved = ["data.train=mine/moved.jsonl", "data.max_length=130", "checkpoint.resume=true", "train.steps=3"]
-    assert launch.main("sft", Config, sft.run, [*argv, *moved]) == 0
+    assert launch.main("sft", [*argv, *moved]) == 0
 
 
 def test_a_checkpoint_that_does_not_tell_its_rows(own, capsys, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(loop.RunData, "fingerprints", lambda data: [])  # as it was once
-        assert launch.main("sft", Config, sft.run, own[1]) == 0
+        assert launch.main("sft", own[1]) == 0
     capsys.readouterr()
-    assert launch.main("sft", Config, sft.run, [*own[1], "checkpoint.resume=true"]) == 2
+    assert launch.main("sft", [*own[1], "checkpoint.resume=true"]) == 2
     says = ("does not tell the content of data.train", "an earlier isoloss", "model.path=out/checkpoints/step_00000002")
     err = capsys.readouterr().err
     assert all(part in err for part in says), err
@@ -413,7 +413,7 @@ def test_a_killed_run_leaves_its_folder_to_the_next(tmp_path):
 
 def test_only_the_newest_checkpoints_stay(arguments):
     argv = [*arguments, "train.steps=5", "checkpoint.every=1", "checkpoint.keep=2"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     folder = Path("out/checkpoints")
     assert sorted(p.name for p in folder.iterdir()) == ["step_00000004", "step_00000005"]
 
@@ -489,21 +489,21 @@ def test_a_link_of_the_name_is_not_written_over(tmp_path):
 def test_a_run_goes_on_beside_a_copy_of_a_checkpoint(arguments):
     """keep=1 and a user's `step_best`: the newest is gone on from, the one just saved stays, the copy too."""
     argv = [*arguments, "checkpoint.every=1", "checkpoint.keep=1"]
-    assert launch.main("sft", Config, sft.run, [*argv, "train.steps=2"]) == 0
+    assert launch.main("sft", [*argv, "train.steps=2"]) == 0
     folder = Path("out/checkpoints")
     shutil.copytree(folder / "step_00000002", folder / "step_best")
-    assert launch.main("sft", Config, sft.run, [*argv, "train.steps=3", "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", [*argv, "train.steps=3", "checkpoint.resume=true"]) == 0
     assert sorted(path.name for path in folder.iterdir()) == ["step_00000003", "step_best"]
 
 
 def test_a_finished_run_can_be_made_longer(arguments, capsys):
     """The exported model is that of the new end; nothing is told twice."""
     argv = [*arguments, "optim.schedule=constant"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     before = Path("out/hf/model.safetensors").read_bytes()
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true"]) == 0  # nothing left to do
+    assert launch.main("sft", [*argv, "checkpoint.resume=true"]) == 0  # nothing left to do
     assert Path("out/hf/model.safetensors").read_bytes() == before
-    assert launch.main("sft", Config, sft.run, [*argv, "checkpoint.resume=true", "train.steps=3"]) == 0
+    assert launch.main("sft", [*argv, "checkpoint.resume=true", "train.steps=3"]) == 0
     assert Path("out/hf/model.safetensors").read_bytes() != before
     steps = [json.loads(line)["step"] for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]
@@ -519,5 +519,5 @@ def test_a_checkpoint_before_the_first_step(pool, inputs, tmp_path, distributed_
 
 
 def test_resume_without_a_run_starts_one(arguments):
-    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", [*arguments, "checkpoint.resume=true"]) == 0
     assert Path("out/hf").is_dir()

@@ -7,9 +7,8 @@ import os
 import signal
 import sys
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.run.run import BadStepGuard
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 
 def main(step_of_death: int, argv: list[str]) -> int:
@@ -21,7 +20,7 @@ def main(step_of_death: int, argv: list[str]) -> int:
             os.kill(os.getpid(), signal.SIGKILL)
 
     BadStepGuard.check = check_or_die
-    return launch.main("sft", Config, sft.run, argv)
+    return launch.main("sft", argv)
 
 
 if __name__ == "__main__":

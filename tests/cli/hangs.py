@@ -12,9 +12,8 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.step.engine import Engine
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 FOR_EVER = 3600
 
@@ -50,7 +49,7 @@ def main(kind: str, victim: str, *argv: str) -> int:
         return step(self, *args, **options)
 
     with mock.patch.object(Engine, "train_step", step_or_hang):
-        return launch.main("sft", Config, sft.run, argv)
+        return launch.main("sft", argv)
 
 
 if __name__ == "__main__":

@@ -8,11 +8,10 @@ import signal
 import sys
 from functools import partial
 
-from isoloss.engine.config.schema import Config
 from isoloss.recipes import launch
 
 
-def hang(moment: str, config: Config, run_name: str) -> None:
+def hang(moment: str, *_) -> None:
     if moment == "training":  # as `Preemption` does
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, lambda *_: None)
@@ -24,4 +23,5 @@ def hang(moment: str, config: Config, run_name: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(launch.main("sft", Config, partial(hang, sys.argv[1]), ["model.path=m", "data.train=[rows.jsonl]"]))
+    launch.run = partial(hang, sys.argv[1])
+    sys.exit(launch.main("sft", ["model.path=m", "data.train=[rows.jsonl]"]))

@@ -6,9 +6,8 @@ torchrun ... -m cli.slow_steps SECONDS key=value ...
 import sys
 import time
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.run.run import BadStepGuard
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 
 def main(seconds: float, argv: list[str]) -> int:
@@ -19,7 +18,7 @@ def main(seconds: float, argv: list[str]) -> int:
         time.sleep(seconds)
 
     BadStepGuard.check = check_slowly
-    return launch.main("sft", Config, sft.run, argv)
+    return launch.main("sft", argv)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from isoloss.engine.config.schema import Config
-from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import UserError
 from isoloss.parallel.runtime import device
-from isoloss.recipes import grpo, launch, sft
+from isoloss.recipes import launch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")
 
@@ -30,7 +28,7 @@ def two_gpus(tmp_path, monkeypatch) -> None:
 
 
 def test_a_gpu_that_torch_does_not_see_is_not_passed_over(two_gpus, arguments, capsys):
-    assert launch.main("sft", Config, sft.run, arguments) == 2
+    assert launch.main("sft", arguments) == 2
     said = capsys.readouterr()
     (line,) = said.err.splitlines()
     assert said.out == "" and list(Path.cwd().iterdir()) == []
@@ -40,13 +38,13 @@ def test_a_gpu_that_torch_does_not_see_is_not_passed_over(two_gpus, arguments, c
 
 
 def test_neither_is_it_in_reinforcement_learning(two_gpus, capsys):
-    assert launch.main("grpo", RLConfig, grpo.run, ["model.path=model", "data.train=[prompts.jsonl]"]) == 2
+    assert launch.main("grpo", ["model.path=model", "data.train=[prompts.jsonl]"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "train.device='auto'" in line and "2 GPU(s)" in line
 
 
 def test_the_cpu_if_told_to(two_gpus, arguments, capsys):
-    assert launch.main("sft", Config, sft.run, [*arguments, "train.device=cpu"]) == 0
+    assert launch.main("sft", [*arguments, "train.device=cpu"]) == 0
     first = capsys.readouterr().out.splitlines()[0]
     assert first.startswith("device: CPU, ") and first.endswith(" 1 rank(s), fp32")
     assert first == f"device: {json.loads(Path('out/run.json').read_text())['device']}, fp32"
@@ -59,7 +57,7 @@ def test_a_driver_without_a_gpu(tmp_path, monkeypatch, script):
 
 
 def test_a_gpu_that_is_asked_for_and_not_there(arguments, capsys):
-    assert launch.main("sft", Config, sft.run, [*arguments, "train.device=cuda"]) == 2
+    assert launch.main("sft", [*arguments, "train.device=cuda"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "train.device='cuda' and torch sees no GPU: " in line
 

@@ -16,8 +16,7 @@ from support.runs.ports import free_port
 from support.runs.runs import rows_of
 from support.runs.waiting import LONG, until
 
-from isoloss.engine.config.schema import Config
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 TESTS = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -108,7 +107,7 @@ def test_a_job_goes_on_with_the_nodes_that_are_left_and_those_that_come_back(job
     """Two nodes of two ranks; one is killed, one joins again: four ranks, two, four. Every step of the run has the loss
     and the gradient norm of one rank that nothing happened to, to fp64's rounding."""
     keys = [*arguments, "train.precision=fp64", "train.steps=90", "checkpoint.every=5", "optim.lr=1e-2"]
-    assert launch.main("sft", Config, sft.run, [*keys, "output_dir=alone"]) == 0
+    assert launch.main("sft", [*keys, "output_dir=alone"]) == 0
     out, endpoint = tmp_path / "out", f"localhost:{free_port()}"
     argv = [*keys, f"output_dir={out}", "checkpoint.resume=true"]
     rendezvous = ["--rdzv_backend", "c10d", "--rdzv_endpoint", endpoint, "--rdzv_id", "elastic"]

@@ -8,11 +8,7 @@ import pytest
 import torch.distributed as dist
 from support.faults import impossible
 
-from isoloss.engine.config.schema import Config
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch, sft
-
-RECIPES = {"sft": (Config, sft.run), "grpo": (RLConfig, grpo.run)}
+from isoloss.recipes import launch
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +37,9 @@ def test_it_is_refused_in_one_line(row, models, work, monkeypatch, capsys):
     monkeypatch.setattr(dist, "init_process_group", init_process_group)
     monkeypatch.setenv("WORLD_SIZE", str(row.world))
     monkeypatch.setenv("RANK", "0")
-    config_class, run = RECIPES[row.recipe]
     argv = [f"model.path={models / row.model}", "model.from_scratch=true", "data.train=rows.jsonl", *row.overrides]
 
-    status = launch.main(row.recipe, config_class, run, argv)
+    status = launch.main(row.recipe, argv)
 
     out, err = capsys.readouterr()
     assert status == 2 and out == "", err

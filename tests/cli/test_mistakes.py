@@ -14,7 +14,7 @@ from support.runs import warm
 from support.runs.runs import typed
 
 from isoloss.engine.config.schema import Config
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ ROWS = (
 def complain(capsys, argv: list[str]) -> str:
     """The one line that the recipe says about `argv`, without its prefix."""
     capsys.readouterr()
-    status = launch.main("sft", Config, sft.run, argv)
+    status = launch.main("sft", argv)
     out, err = capsys.readouterr()
     assert status == 2, err
     lines = err.splitlines()
@@ -232,7 +232,7 @@ def test_config_json_is_not_one(text, inputs, tmp_path, arguments, capsys):
 @pytest.mark.parametrize("overlong", ("drop", "truncate"))
 def test_overlong_rows_can_be_dropped_or_cut(overlong, arguments, capsys):
     """What the line about overlong rows proposes works: 12 rows of 31 tokens and more, a limit amid their lengths."""
-    assert launch.main("sft", Config, sft.run, [*arguments, "data.max_length=34", f"data.overlong={overlong}"]) == 0
+    assert launch.main("sft", [*arguments, "data.max_length=34", f"data.overlong={overlong}"]) == 0
     steps = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert [step["applied"] for step in steps] == [1, 1]
     assert all(step["total_tokens"] <= 4 * 34 for step in steps)
@@ -245,7 +245,7 @@ def test_bad_rows_can_be_left_out(inputs, tmp_path, arguments, capsys):
     train.write_text("[1, 2]\n" + good + '{"text":')
     held_out.write_text(good + '{"text": ""}')
     argv = [*arguments, f"data.train={train}", f"data.eval={held_out}", "data.max_rejects=2"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     assert "data: 3 bad rows left out, see out/rejects.jsonl\n" in capsys.readouterr().out
     rejects = [json.loads(line) for line in Path("out/rejects.jsonl").read_text().splitlines()]
     assert [(each["split"], each["place"]) for each in rejects] == [
@@ -253,7 +253,7 @@ def test_bad_rows_can_be_left_out(inputs, tmp_path, arguments, capsys):
     ]  # fmt: skip
     assert "must be a JSON object" in rejects[0]["reason"]
     mended = [f"data.train={inputs}/rows.jsonl", "data.eval=[]", "checkpoint.resume=true", "train.steps=3"]
-    assert launch.main("sft", Config, sft.run, [*argv, *mended]) == 0  # the same rows: the same run
+    assert launch.main("sft", [*argv, *mended]) == 0  # the same rows: the same run
     assert "left out" not in capsys.readouterr().out and not Path("out/rejects.jsonl").exists()
 
 
@@ -283,7 +283,7 @@ def everything(folder: str) -> dict[Path, bytes]:
     ids=("no resume", "another seed", "another batch", "another precision"),
 )
 def test_the_folder_holds_another_run(overrides, says, arguments, capsys):
-    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert launch.main("sft", arguments) == 0
     before = everything("out")
     line = complain(capsys, [*arguments, *overrides])
     assert all(part in line for part in says), line
@@ -291,7 +291,7 @@ def test_the_folder_holds_another_run(overrides, says, arguments, capsys):
 
 
 def test_no_complete_checkpoint(arguments, capsys):
-    assert launch.main("sft", Config, sft.run, arguments) == 0
+    assert launch.main("sft", arguments) == 0
     Path("out/checkpoints/step_00000002/isoloss.json").unlink()
     before = everything("out")
     line = complain(capsys, [*arguments, "checkpoint.resume=true"])

@@ -8,9 +8,7 @@ import pytest
 from support.runs.rl_runs import write_inputs
 from torch.profiler import profile
 
-from isoloss.engine.config.schema import Config
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch, sft
+from isoloss.recipes import launch
 
 
 def phases(folder: Path, rank: int = 0) -> dict[str, tuple[int, float]]:
@@ -29,7 +27,7 @@ def test_a_disk_that_refuses_it_does_not_end_the_run(inputs, tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(profile, "export_chrome_trace", lambda *_: Path("/dev/full").write_text("trace"))
     keys = [f"data.train={inputs}/rows.jsonl", "data.eval=[]", "train.steps=2", "train.profile=1:profile"]
-    assert launch.main("sft", Config, sft.run, [*keys, "checkpoint.export_hf=false"]) == 0
+    assert launch.main("sft", [*keys, "checkpoint.export_hf=false"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if "profile" in line]
     assert told == ["isoloss: the profile of step 1 could not be written: [Errno 28] No space left on device"]
 
@@ -39,7 +37,7 @@ def test_a_step_of_sft(inputs, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [f"data.train={inputs}/rows.jsonl", f"data.eval={inputs}/rows.jsonl", "batch.global_size=3"]
     few = ["train.steps=3", "batch.max_tokens=16", "train.profile=3:profile/here"]
-    assert launch.main("sft", Config, sft.run, [*rows, *few]) == 0
+    assert launch.main("sft", [*rows, *few]) == 0
     folder = tmp_path / "profile/here"
     assert sorted(path.name for path in folder.iterdir()) == ["rank0.json.gz", "rank0.txt"]
     found = phases(folder)
@@ -64,7 +62,7 @@ def test_a_step_of_grpo(tmp_path, monkeypatch):
         f"reward.function=[{inputs}/rewards.py:coin]", "data.max_length=64", "rollout.max_new_tokens=8",
         "rollout.num_generations=4", "batch.global_size=2", "train.steps=2", "train.profile=1:profile",
     ]  # fmt: skip
-    assert launch.main("grpo", RLConfig, grpo.run, keys) == 0
+    assert launch.main("grpo", keys) == 0
     found = phases(tmp_path / "profile")
     rl = {"sync weights", "generate", "rewards", "log-probabilities"}
     assert found.keys() == rl | {"step", "forward and backward", "forward", "loss", "optimizer", "reduce gradients"}

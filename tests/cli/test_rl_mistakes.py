@@ -12,8 +12,7 @@ from support.runs import rl_runs as world
 from support.runs import warm
 from support.runs.runs import typed, write_rows
 
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ def arguments(inputs, tmp_path, monkeypatch) -> list[str]:
 def complain(capsys, argv: list[str]) -> str:
     """The one line that the recipe says about `argv`, without its prefix; nothing has been written."""
     capsys.readouterr()
-    status = launch.main("grpo", RLConfig, grpo.run, argv)
+    status = launch.main("grpo", argv)
     out, err = capsys.readouterr()
     assert status == 2, err
     lines = err.splitlines()
@@ -172,7 +171,7 @@ def test_bad_prompts_can_be_left_out(inputs, tmp_path, arguments, capsys):
     train = tmp_path / "prompts.jsonl"
     train.write_text((inputs / "prompts.jsonl").read_text() + '{"prompt": 3}\n')
     argv = [*arguments, f"data.train={train}", "data.max_rejects=1", "train.steps=1"]
-    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    assert launch.main("grpo", argv) == 0
     assert "data: 1 bad row left out, see out/rejects.jsonl\n" in capsys.readouterr().out
     (reject,) = [json.loads(line) for line in Path("out/rejects.jsonl").read_text().splitlines()]
     assert (reject["split"], reject["place"]) == ("data.train", f"{train}:6") and "int 3" in reject["reason"]
@@ -180,7 +179,7 @@ def test_bad_prompts_can_be_left_out(inputs, tmp_path, arguments, capsys):
 
 def test_overlong_prompts_can_be_dropped(arguments, capsys):
     """What the line about overlong prompts proposes works."""
-    assert launch.main("grpo", RLConfig, grpo.run, [*arguments, "data.max_length=24", "data.overlong=drop"]) == 0
+    assert launch.main("grpo", [*arguments, "data.max_length=24", "data.overlong=drop"]) == 0
     assert "3 dropped for their length" in capsys.readouterr().out
     rows = [json.loads(line) for line in Path("out/rollouts.jsonl").read_text().rstrip("\n").split("\n")]
     assert {row["id"].partition("/")[0] for row in rows} == {"prompts.jsonl:1", "prompts.jsonl:2"}

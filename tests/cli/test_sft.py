@@ -13,12 +13,11 @@ from support.runs import training as world
 from support.runs.runs import rows_of
 from support.runs.training import config_of, samples, size
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.instruments import startup
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss
 from isoloss.parallel.runtime import device
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.convert import __main__ as convert
 from isoloss.tools.prove.parity import freeze
 
@@ -35,7 +34,7 @@ def test_tiny_preset(inputs, tmp_path, monkeypatch, capsys):
 
     monkeypatch.chdir(tmp_path)
     few = ["batch.global_size=4", "train.steps=2", f"data.train={inputs}/rows.jsonl", f"data.eval={inputs}/rows.jsonl"]
-    assert launch.main("sft", Config, sft.run, few) == 0
+    assert launch.main("sft", few) == 0
     said, errors = (text.splitlines() for text in capsys.readouterr())
     last = said[-1]
     assert any(line.startswith("data: 12 of 12 rows of data.eval are in data.train as well: ") for line in said)
@@ -66,26 +65,26 @@ def test_tiny_preset(inputs, tmp_path, monkeypatch, capsys):
     assert model(tokens).logits.isfinite().all()
 
     # A second run does not touch the first one's folder.
-    assert launch.main("sft", Config, sft.run, [*few, "train.steps=1"]) == 0
+    assert launch.main("sft", [*few, "train.steps=1"]) == 0
     assert "runs/sft-tiny-2/metrics.jsonl" in capsys.readouterr().out
     assert rows_of(f"{out}/metrics.jsonl") == steps
 
 
 def test_resolved_configuration_can_be_asked_for(arguments, capsys):
-    assert launch.main("sft", Config, sft.run, [*arguments, "--cfg"]) == 0
+    assert launch.main("sft", [*arguments, "--cfg"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 2
     assert list(Path.cwd().iterdir()) == []
 
 
 def test_a_run_is_a_model_and_a_checkpoint(arguments, capsys):
     """Wherever one is asked for: its newest checkpoint, or what it wrote for transformers, with the same weights."""
-    assert launch.main("sft", Config, sft.run, [*arguments, "checkpoint.every=1"]) == 0
+    assert launch.main("sft", [*arguments, "checkpoint.every=1"]) == 0
     newest, losses = "out/checkpoints/step_00000002", {}
     for path, means in (("out", newest), ("out/checkpoints", newest), ("out/hf", "out/hf")):
         capsys.readouterr()
         again = [f"model.path={path}", f"model.tokenizer={path}", "model.from_scratch=false", "train.steps=1"]
         again += [f"output_dir={path}/again", "checkpoint.export_hf=false"]
-        assert launch.main("sft", Config, sft.run, [*arguments, *again]) == 0
+        assert launch.main("sft", [*arguments, *again]) == 0
         assert f"model: {means}, " in capsys.readouterr().out
         losses[path] = rows_of(f"{path}/again/metrics.jsonl")[0]["loss"]
     assert len({*losses.values()}) == 1 and losses["out"] != rows_of("out/metrics.jsonl")[0]["loss"]  # the same batch
@@ -101,7 +100,7 @@ def test_planned_and_measured_memory_are_told_after_the_first_step(arguments, mo
         (1 << 40, "measured 1024.0 GiB: more than planned"),
     ):
         monkeypatch.setattr(device, "peak_bytes", lambda measured=measured: measured)
-        assert launch.main("sft", Config, sft.run, [*arguments, f"output_dir={measured}"]) == 0
+        assert launch.main("sft", [*arguments, f"output_dir={measured}"]) == 0
         (line,) = [
             line for line in capsys.readouterr().out.splitlines() if line.startswith("device memory of rank 0: ")
         ]
@@ -115,7 +114,7 @@ def test_the_token_budget_decides_neither_rows_nor_loss(overlong, arguments, inp
     for budget in (16, 10**6):
         limits = [f"batch.max_tokens={budget}", "data.max_length=34", f"data.overlong={overlong}"]
         argv = [*arguments, *limits, "train.precision=fp64", f"data.eval={inputs}/rows.jsonl", f"output_dir={budget}"]
-        assert launch.main("sft", Config, sft.run, argv) == 0
+        assert launch.main("sft", argv) == 0
         opening = [line for line in capsys.readouterr().out.splitlines() if "batch.max_tokens" in line]
         found.append((rows_of(f"{budget}/metrics.jsonl"), rows_of(f"{budget}/eval.jsonl"), opening))
     (small, small_eval, told), (large, large_eval, silent) = found
@@ -151,7 +150,7 @@ def test_rows_of_one_prompt_are_a_group(inputs, arguments, monkeypatch):
 
     monkeypatch.setattr(Engine, "train_step", recorded)
     more = ["loss.aggregation=prompt-mean-token-mean", "train.precision=fp64", "train.steps=1"]
-    assert launch.main("sft", Config, sft.run, [*argv, *more]) == 0
+    assert launch.main("sft", [*argv, *more]) == 0
     assert len(found) == 4
     of_prompts = [sum(terms) / len(terms) for terms in found.values()]
     assert rows_of("out/metrics.jsonl")[0]["loss"] == pytest.approx(sum(of_prompts) / 4, rel=1e-12)
@@ -186,7 +185,7 @@ def poison(monkeypatch):
 def test_a_step_with_a_nan_is_not_applied(bad, arguments, poison):
     changed = poison(bad)
     argv = [*arguments, "train.steps=5", "checkpoint.every=1", "optim.schedule=constant"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     assert changed == [step not in bad for step in range(1, 6)]
     steps = rows_of("out/metrics.jsonl")
     assert [row["applied"] for row in steps] == [int(step not in bad) for step in range(1, 6)]
@@ -196,7 +195,7 @@ def test_a_step_with_a_nan_is_not_applied(bad, arguments, poison):
 def test_the_run_ends_after_max_bad_steps(arguments, poison, capsys):
     changed = poison({2, 4, 5})
     argv = [*arguments, "train.steps=9", "train.max_bad_steps=2"]
-    assert launch.main("sft", Config, sft.run, argv) == 2
+    assert launch.main("sft", argv) == 2
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("isoloss: ")]
     assert len(told) == 1 and "train.max_bad_steps=2" in told[0] and "step 5" in told[0]
     assert changed == [True, False, True, False, False]
@@ -296,7 +295,7 @@ def test_deterministic_algorithms_are_torchs_where_they_are_asked_for(asked, arg
         monkeypatch.delenv(name)
     try:
         more = [f"train.deterministic={str(asked).lower()}"] if asked else []  # off by default
-        assert launch.main("sft", Config, sft.run, [*arguments, *more]) == 0
+        assert launch.main("sft", [*arguments, *more]) == 0
     finally:
         torch.use_deterministic_algorithms(False)
     assert found == [(True, True, ":4096:8", True) if asked else (False, True, None, False)] * 2

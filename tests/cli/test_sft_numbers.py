@@ -25,7 +25,7 @@ from isoloss.engine.config.schema import (
     TrainConfig,
 )
 from isoloss.engine.run import run
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 OPTIM = OptimConfig(betas=(0.8, 0.97), eps=1e-4, weight_decay=0.2, clip=0.1)
 RATES = (2.5e-3, 5e-3, 5e-3, 3e-3)  # two steps of warm-up to 5e-3, then half a cosine to 1e-3 in two
@@ -95,7 +95,7 @@ def test_a_run_is_that_of_a_plain_loop(precision, tolerance, inputs, model, plai
     monkeypatch.setattr(run, "peak_flops", lambda device: PEAK)
     more = [f"model.path={model}", "model.from_scratch=false", f"data.eval={model.parent}/eval.jsonl"]
     more += ["batch.global_size=12", "batch.max_tokens=64", "train.steps=4", "train.eval_every=2", *OVERRIDES]
-    assert launch.main("sft", Config, sft.run, [*arguments, *more, f"train.precision={precision}"]) == 0
+    assert launch.main("sft", [*arguments, *more, f"train.precision={precision}"]) == 0
     told = capsys.readouterr().out.splitlines()
 
     steps = rows_of("out/metrics.jsonl")
@@ -152,8 +152,8 @@ def test_mfu_is_of_all_ranks(pool, inputs, plain, tmp_path):
 def test_more_steps_stretch_the_schedule(arguments):
     """A run that goes on with a larger train.steps takes the learning rates of the longer run from there on."""
     argv = [*arguments, "optim.lr=8e-3", "optim.warmup_steps=0", "optim.schedule=linear"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
-    assert launch.main("sft", Config, sft.run, [*argv, "train.steps=4", "checkpoint.resume=true"]) == 0
+    assert launch.main("sft", argv) == 0
+    assert launch.main("sft", [*argv, "train.steps=4", "checkpoint.resume=true"]) == 0
     # Of two steps: 8, 4; of four: 8, 6, 4, 2.
     rates = [row["lr"] for row in rows_of("out/metrics.jsonl")]
     assert rates == pytest.approx([8e-3, 4e-3, 4e-3, 2e-3], rel=1e-12)
@@ -162,13 +162,13 @@ def test_more_steps_stretch_the_schedule(arguments):
 def test_weight_decay_of_a_resumed_run_is_the_configured_one(model, arguments):
     """Two runs go on from one checkpoint, with another decay each: they end apart by lr x decay x weight."""
     argv = [*arguments, f"model.path={model}", "model.from_scratch=false", "optim.lr=1e-2", "optim.schedule=constant"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     start = load_file("out/hf/model.safetensors")
     ends = []
     for decay in (0.0, 0.5):
         shutil.copytree("out", f"out{decay}")
         more = ["checkpoint.resume=true", "train.steps=3", f"optim.weight_decay={decay}", f"output_dir=out{decay}"]
-        assert launch.main("sft", Config, sft.run, [*argv, *more]) == 0
+        assert launch.main("sft", [*argv, *more]) == 0
         ends.append(load_file(f"out{decay}/hf/model.safetensors"))
     for name, weight in start.items():
         lost = 1e-2 * 0.5 * weight if weight.ndim > 1 else torch.zeros_like(weight)
@@ -187,7 +187,7 @@ def test_the_export_has_the_type_of_config_json(dtype, precision, model, argumen
     described.pop("torch_dtype", None)
     (folder / "config.json").write_text(json.dumps({**described, "dtype": dtype}))
     more = [f"model.path={folder}", "model.from_scratch=false", "optim.lr=0", "train.steps=1"]
-    assert launch.main("sft", Config, sft.run, [*arguments, *more, f"train.precision={precision}"]) == 0
+    assert launch.main("sft", [*arguments, *more, f"train.precision={precision}"]) == 0
     wanted, trained = getattr(torch, dtype), torch.bfloat16 if precision == "bf16" else torch.float32
     exported, start = load_file("out/hf/model.safetensors"), load_file(folder / "model.safetensors")
     assert exported.keys() == start.keys() and len(start) > 40

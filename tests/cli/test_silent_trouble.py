@@ -20,7 +20,7 @@ from isoloss.engine.step.forward_backward import StepMetrics
 from isoloss.engine.step.losses import Loss, Term
 from isoloss.engine.step.replica_check import minority
 from isoloss.parallel import UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 from isoloss.tools.prove.parity import freeze
 
 # ---- spikes ---------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def spike(monkeypatch):
 @pytest.mark.parametrize("skip", [False, True])
 def test_the_samples_of_a_spike_are_named(skip, spike, arguments, inputs, capsys):
     argv = [*arguments, "train.steps=14", "optim.lr=1e-4", f"train.skip_spikes={skip}", "checkpoint.every=13"]
-    assert launch.main("sft", Config, sft.run, argv) == 0
+    assert launch.main("sft", argv) == 0
     (told,) = [line for line in capsys.readouterr().err.splitlines() if "times the median" in line]
     assert told.startswith("step 12: loss ") and told.endswith("its samples are in out/bad_steps.jsonl")
     (row,) = rows_of("out/bad_steps.jsonl")

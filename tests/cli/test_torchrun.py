@@ -23,9 +23,7 @@ from support.runs.waiting import LONG, until
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from isoloss.engine.batching.sample import Sample
-from isoloss.engine.config.schema import Config
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch, sft
+from isoloss.recipes import launch
 
 TESTS = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -225,7 +223,7 @@ def test_a_job_that_is_told_to_end_leaves_nothing_but_what_resumes(inputs, tmp_p
 
     steps = int(newest.name.removeprefix("step_")) + 1
     more = [f"train.steps={steps}", "checkpoint.resume=true"]
-    assert launch.main("grpo", RLConfig, grpo.run, [*argv, *more]) == 0
+    assert launch.main("grpo", [*argv, *more]) == 0
     assert [row["step"] for row in rows_of(out / "metrics.jsonl")] == list(range(1, steps + 1))
 
 
@@ -244,7 +242,7 @@ def test_rank_0_answers_a_question_for_all(asked, monkeypatch, capsys):
     def answer(rank: int) -> str:
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("WORLD_SIZE", "3")
-        assert launch.main("sft", Config, sft.run, asked) == 0
+        assert launch.main("sft", asked) == 0
         return capsys.readouterr().out
 
     assert {"--help": "optim.lr=", "--cfg": "seed: 77"}[asked[0]] in answer(0)
@@ -259,7 +257,7 @@ def test_a_mistake_is_told_by_one_rank_of_a_job(tmp_path, monkeypatch, capsys):
     told = []
     for parent in (os.getpid(), os.getpid(), 1):
         monkeypatch.setattr(os, "getppid", lambda parent=parent: parent)
-        assert launch.main("sft", Config, sft.run, ["train.stepps=1"]) == 2
+        assert launch.main("sft", ["train.stepps=1"]) == 2
         said = capsys.readouterr()
         assert said.out == ""
         told.append(said.err.count("isoloss: error: "))

@@ -29,7 +29,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.reward.rewarder import located
 from isoloss.models.families.registry import read_architecture
 from isoloss.parallel.runtime import versions
-from isoloss.recipes.launch import compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.convert import __main__ as convert
 from isoloss.tools.doctor import __main__ as doctor
 from isoloss.tools.plan import __main__ as plan
@@ -39,7 +39,6 @@ STAND_IN = ROOT / "tests/docs/stand_in.py"
 PAGE = ROOT / "docs/cluster.md"
 BLOCK = re.compile(r"^<!-- dry run: .+? -->\n```sh\n((?:.*\n)*?)^```$", re.M)
 CONFIGS = {"Qwen3-8B": QWEN3_8B, "Qwen3-30B-A3B": QWEN3_30B_A3B}
-RECIPES = {"sft": Config, "grpo": RLConfig, "dapo": RLConfig}
 OWN_ROWS = "/shared/data/train.jsonl"  # what a reader brings
 DATA_SETS = {  # of the hub, and their file
     "BytedTsinghua-SIA/DAPO-Math-17k": "data/dapo-math-17k.parquet",
@@ -227,7 +226,7 @@ class Cluster:
         assert model in self.models, model
         folder = self.folder / Path(model).name
         given = [f"model.path={folder}" if each.startswith("model.path=") else each for each in overrides]
-        config = compose_config(recipe, RECIPES[recipe], given)[0]
+        config = compose_config(recipe, RECIPES[recipe].config, given)[0]
         arch = read_architecture(folder)
         rules.check(config, arch, config.parallel.layout().with_world(gpus))
         assert config.data.max_length <= min(arch.max_positions, config.batch.max_tokens)

@@ -17,7 +17,7 @@ from isoloss.engine.step.forward_backward import CanaryError, check_canary
 from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.normalizer import StepCounts
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 
 @pytest.mark.parametrize(
@@ -107,6 +107,6 @@ def test_it_ends_the_recipe(arguments):
         canary.fault("target"),
         pytest.raises(CanaryError, match="a shard, a micro-batch or a mask is wrong") as raised,
     ):
-        launch.main("sft", Config, sft.run, arguments)
+        launch.main("sft", arguments)
     assert "\n" not in str(raised.value)
     assert Path("out/metrics.jsonl").exists() and not Path("out/hf").exists()

@@ -12,7 +12,7 @@ from support.servers.fake_servers import ENGINE, FakeServers, Rewards, length
 from isoloss.engine.config.schema import BatchConfig, ModelConfig
 from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
-from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, SampledGroups, sample_groups
+from isoloss.engine.rl.rollout import MAX_ATTEMPTS, Rollout, sample_groups
 from isoloss.engine.rl.trajectory import Group, Prompt
 from isoloss.parallel import UserError
 
@@ -54,8 +54,8 @@ class Trainer:
 
     def step(self) -> None:
         self.rollout.sync_weights(len(self.batches))
-        groups = SampledGroups()
-        self.waves = [len(wave) for wave in sample_groups(self.rollout, groups, self.config)]
+        groups = sample_groups(self.rollout, self.config)
+        self.waves = [len(wave) for wave in groups.waves]
         self.batches.append([*groups.kept, *groups.dropped])
         self.counts.append(dict(groups.counts))
 

@@ -15,7 +15,7 @@ from support.runs.training import Arrays, weights
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.step.engine import Engine
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 
 STEPS, CRITIC_LR, POLICY_LR, LAMBDA = 10, 3e-3, 1e-5, 0.9
 HEAD = "output_layer.weight"
@@ -72,7 +72,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
         f"algorithm.epochs={STEPS}",
     ]
     with mock.patch.object(Engine, "train_step", stepping), mock.patch.object(Rollout, "collect", noting):
-        assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+        assert launch.main("grpo", argv) == 0
     config = launch.compose_config("grpo", RLConfig, argv)[0]
     yield Run(metrics_of(config), critic, policy, completions, PlainPolicy(inputs / "model"))
 

@@ -14,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from isoloss.engine.config.schema import ModelConfig
 from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 from isoloss.tools import reward_curve
 
 STEPS, NUM_PROMPTS, NUM_GENERATIONS, MINIBATCHES = 12, 32, 8, 2
@@ -37,7 +37,7 @@ def run(request, sorter, tmp_path_factory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp(request.param) / "run"
     data = [f"model.path={sorter}/hf", f"data.train={sorter}/rl.jsonl", f"data.eval={sorter}/eval.jsonl"]
     argv = [*data, "preset=tiny", f"train.steps={STEPS}", f"output_dir={folder}"]
-    assert launch.main(request.param, RLConfig, grpo.run, argv) == 0
+    assert launch.main(request.param, argv) == 0
     rollouts = rows_of(folder / "rollouts.jsonl")
     groups = defaultdict(list)
     for row in rollouts:

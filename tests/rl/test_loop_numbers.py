@@ -23,7 +23,7 @@ from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
 from isoloss.engine.rl.trajectory import Group, Trajectory
 from isoloss.engine.step.engine import Engine
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 
 TEMPERATURE, KL_COEF, STEPS, MINIBATCHES, PROMPTS, GENERATIONS = 0.6, 0.3, 6, 2, 3, 4
 LONGEST, STOPS = 12, {2, *range(3, 2048, 8)}  # 2 is the tokenizer's own; generation_config.json names the others
@@ -109,7 +109,7 @@ def run(tmp_path_factory) -> Iterator[Run]:
         mock.patch.object(Engine, "train_step", stepping),
         mock.patch.object(loop.Rollout, "evaluate", evaluating),
     ):
-        assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+        assert launch.main("grpo", argv) == 0
     config = launch.compose_config("grpo", RLConfig, argv)[0]
     yield Run(config, policies, batches, steps, evaluations)
 

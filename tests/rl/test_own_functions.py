@@ -13,11 +13,10 @@ from support.runs.runs import rows_of
 
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config, ModelConfig, TrainConfig
-from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.losses import Loss, TokenInputs, negative_log_likelihood
 from isoloss.parallel import Layout, UserError
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 from isoloss.tools.prove import __main__ as prove
 
 FUNCTIONS = """
@@ -70,7 +69,7 @@ def run(tmp_path) -> Callable[..., tuple[int, Path]]:
 
     def run(*overrides: str) -> tuple[int, Path]:
         argv = [*rl_runs.overrides_of(inputs, tmp_path / "out"), "train.steps=1", *overrides]
-        return launch.main("grpo", RLConfig, grpo.run, argv), tmp_path / "out"
+        return launch.main("grpo", argv), tmp_path / "out"
 
     return run
 

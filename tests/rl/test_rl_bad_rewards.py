@@ -8,8 +8,7 @@ from support.runs.rl_runs import config_of
 from support.runs.runs import metrics_of
 from support.runs.training import same
 
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 
 # Second completions of a prompt fail, the others get rewards that vary.
 REWARDS = """
@@ -152,7 +151,7 @@ def test_a_batch_smaller_than_its_mini_batches_has_fewer_steps(run):
 def complain(capsys, inputs, tmp_path, *overrides: str) -> str:
     argv = [*world.overrides_of(inputs, tmp_path / "out"), *overrides]
     capsys.readouterr()
-    assert launch.main("grpo", RLConfig, grpo.run, argv) == 2
+    assert launch.main("grpo", argv) == 2
     lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("step ")]
     assert len(lines) == 1 and lines[0].startswith("isoloss: error: "), lines
     return lines[0]

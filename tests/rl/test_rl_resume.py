@@ -14,7 +14,7 @@ from support.runs.training import merged, same
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.rl.config import RLConfig
 from isoloss.parallel import Layout, UserError
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 
 FOUR_STEPS_A_BATCH = ("algorithm.minibatches=2", "algorithm.epochs=2", "train.steps=6")
 REFERENCE = ("algorithm.kl_coef=0.1",)
@@ -125,7 +125,7 @@ def test_another_run_is_refused(finished, override, says, capsys):
     arguments, folder = finished
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     capsys.readouterr()
-    assert launch.main("grpo", RLConfig, grpo.run, [*arguments, "checkpoint.resume=true", override]) == 2
+    assert launch.main("grpo", [*arguments, "checkpoint.resume=true", override]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in (*says, "step_00000003", "another run")), err
@@ -172,10 +172,10 @@ def other_vocabulary(folder: Path) -> None:
 )
 def test_other_prompts_are_another_run(own, change, says, capsys):
     folder, argv = own
-    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    assert launch.main("grpo", argv) == 0
     change(folder)
     capsys.readouterr()
-    assert launch.main("grpo", RLConfig, grpo.run, [*argv, "checkpoint.resume=true", "train.steps=2"]) == 2
+    assert launch.main("grpo", [*argv, "checkpoint.resume=true", "train.steps=2"]) == 2
     out, err = capsys.readouterr()
     assert out == "" and len(err.splitlines()) == 1
     assert all(part in err for part in (says, "step_00000001", "another run", "set it back")), err
@@ -183,11 +183,11 @@ def test_other_prompts_are_another_run(own, change, says, capsys):
 
 def test_the_same_prompts_elsewhere_are_the_same_run(own):
     folder, argv = own
-    assert launch.main("grpo", RLConfig, grpo.run, argv) == 0
+    assert launch.main("grpo", argv) == 0
     (folder / "elsewhere").mkdir()
     (folder / "prompts.jsonl").rename(folder / "elsewhere" / "prompts.jsonl")
     moved = [f"data.train={folder}/elsewhere/prompts.jsonl", "checkpoint.resume=true", "train.steps=2"]
-    assert launch.main("grpo", RLConfig, grpo.run, [*argv, *moved]) == 0
+    assert launch.main("grpo", [*argv, *moved]) == 0
 
 
 def test_another_reference_is_another_run(pool, own, tmp_path):

@@ -176,10 +176,6 @@ def write(tmp_path):
     return write
 
 
-def fingerprint(found) -> str:
-    return found.fingerprint if isinstance(found.fingerprint, str) else found.fingerprint()
-
-
 def tokens(found) -> list[list[int]]:
     """Of every row that is left."""
     if hasattr(found, "prompts"):
@@ -205,7 +201,7 @@ def test_a_bad_row_is_named_and_changes_nothing_for_the_others(kind, row, said, 
     found = load(kind, path, max_rejects=1)
     assert found.rejects == (Reject(0, 2, line.removeprefix(f"{path}:2: ")),)
     clean = load(kind, write(GOOD[0], "", GOOD[1]))  # an empty line: prompts are called by their line
-    assert fingerprint(found) == fingerprint(clean) and tokens(found) == tokens(clean) and len(tokens(clean)) == 2
+    assert found.fingerprint == clean.fingerprint and tokens(found) == tokens(clean) and len(tokens(clean)) == 2
 
 
 @pytest.mark.parametrize("kind", ("sft", "rl"))
@@ -298,7 +294,7 @@ def test_cached_rows_keep_their_rejects_wherever_the_file_lies(load, write, monk
 
     monkeypatch.setattr(data_module, "tokenize", never)
     again = load("sft", moved, max_rejects=9)
-    assert again.rejects == first.rejects and fingerprint(again) == fingerprint(first)
+    assert again.rejects == first.rejects and again.fingerprint == first.fingerprint
     assert again.rejects[0].place([str(moved)]) == f"{moved}:1"
     assert np.array_equal(again.tokens, first.tokens)
 

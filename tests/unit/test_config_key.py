@@ -21,12 +21,16 @@ from isoloss.tools.dev import configuration
 ROOT = Path(__file__).parents[2]
 
 
-def never(config, run_name):
-    raise AssertionError("--help must not start a run")
+@pytest.fixture(autouse=True)
+def never(monkeypatch):
+    def run(recipe, config, run_name):
+        raise AssertionError("--help must not start a run")
+
+    monkeypatch.setattr(launch, "run", run)
 
 
 def helped(capsys, *argv: str) -> str:
-    assert launch.main("grpo", RLConfig, never, list(argv)) == 0
+    assert launch.main("grpo", list(argv)) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return out
@@ -66,7 +70,7 @@ def test_help_of_one_key(capsys):
     ("topic", "says"), [("rolout", "did you mean 'rollout'?"), ("optim.lrr", "'optim.lr'"), ("xyz", "groups: model, ")]
 )
 def test_help_of_an_unknown_group_is_one_line(topic, says, capsys):
-    assert launch.main("grpo", RLConfig, never, ["--help", topic]) == 2
+    assert launch.main("grpo", ["--help", topic]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err.startswith(f"isoloss: error: --help {topic}: ") and says in err
 

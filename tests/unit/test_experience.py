@@ -6,7 +6,7 @@ The models are functions of token and place, so that every number tells where it
 import itertools
 import math
 import pickle
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -67,13 +67,6 @@ class Model:
         return self.values(samples)
 
 
-@dataclass(frozen=True)
-class Models:
-    policy: Model
-    reference: Model | None
-    critic: Model | None
-
-
 def policy_of(tokens):
     return -tokens / 1000 - 0.1 * torch.sin(tokens)
 
@@ -98,8 +91,9 @@ class OneRank:
         return samples
 
 
-def models():
-    return Models(Model(policy_of), Model(reference_of), Model(values_of))
+def models(policy=policy_of, reference=reference_of, critic=values_of) -> Any:
+    of_models = {"policy": policy, "reference": reference, "critic": critic}
+    return SimpleNamespace(scatter=OneRank(), **{name: of and Model(of) for name, of in of_models.items()})
 
 
 def config_of(batch=BATCH, seed=0, loss=None, **algorithm):
@@ -115,16 +109,16 @@ def config_of(batch=BATCH, seed=0, loss=None, **algorithm):
 
 def prepared(batch=BATCH, step=0, asked=None, **options):
     config = config_of(batch, **options)
-    asked = asked or models()
+    asked = SimpleNamespace(**vars(asked or models()))
     if not config.algorithm.uses_reference:
-        asked = replace(asked, reference=None)
+        asked.reference = None
     if not config.algorithm.uses_critic:
-        asked = replace(asked, critic=None)
+        asked.critic = None
     return prepare(make_groups(batch), asked, config, step, {"reward_mean": 0.5})
 
 
 def prepare(groups, models, config, step, stats):
-    samples = with_logprobs(groups, OneRank(), models.policy, models.reference, models.critic, config)
+    samples = with_logprobs(groups, models, config)
     samples = with_advantages(samples, groups, config)
     return RolloutBatch(tuple(samples), minibatches([sample.group for sample in samples], step, config), stats)
 
@@ -138,11 +132,10 @@ def trajectories_of(groups):
 
 def test_a_batch_in_waves_is_the_batch():
     """The same samples, with their own groups, whatever part of the batch the models were asked about at a time."""
-    groups, config, asked = make_groups(BATCH), config_of(BATCH, minibatches=2, kl_coef=0.1), models()
+    groups, config, asked = make_groups(BATCH), config_of(BATCH, minibatches=2, kl_coef=0.1), models(critic=None)
     parts = [*groups[:1]], [*groups[1:3]], [*groups[3:]]
-    who = OneRank(), asked.policy, asked.reference, None, config
-    samples = [sample for part in parts for sample in with_logprobs(part, *who)]
-    wanted = with_advantages(with_logprobs(groups, *who), groups, config)
+    samples = [sample for part in parts for sample in with_logprobs(part, asked, config)]
+    wanted = with_advantages(with_logprobs(groups, asked, config), groups, config)
     for found, sample in zip(with_advantages(samples, groups, config), wanted, strict=True):
         assert found.group == sample.group and found.id == sample.id and torch.equal(found.tokens_T, sample.tokens_T)
         assert found.fields.keys() == sample.fields.keys()
@@ -320,7 +313,7 @@ def test_invalid_completions_influence_nothing(advantage):
     groups = make_groups()
     kept = [replace(g, trajectories=tuple(t for t in g.trajectories if t.valid)) for g in groups]
     config = config_of(**shape)
-    three = models() if config.algorithm.uses_critic else replace(models(), critic=None)
+    three = models() if config.algorithm.uses_critic else models(critic=None)
     valid = [trajectory.valid for trajectory in trajectories_of(groups)]
     whole = prepare(groups, three, config, 0, {}).samples
     alone = prepare(kept, three, config, 0, {}).samples
@@ -347,7 +340,7 @@ def test_truncated_completions_pay_for_their_kl_too(advantage):
     batch = [(2, [(3, 1.0), (LONGEST, 1.0)])]  # tokens 3 to 5, and 6 to 11
     of_reference = lambda tokens: torch.where(tokens < 6, -0.2, -0.1).double()
     shape = {"kl_coef": 1.0, "kl_in": "reward", "kl_estimator": "k1", "mask_truncated": True}
-    asked = Models(Model(torch.zeros_like), Model(of_reference), None)
+    asked = models(torch.zeros_like, of_reference, None)
     stopped, cut = prepared(batch, asked=asked, advantage=advantage, **shape).samples
     assert stopped.fields["advantages"][stopped.mask_T].tolist() == pytest.approx([0.0] * 3, abs=1e-9)
     assert not cut.mask_T.any() and not any(cut.fields[name].any() for name in ("advantages", "ref_logprobs"))

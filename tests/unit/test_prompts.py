@@ -88,8 +88,8 @@ def test_tools_and_variables_reach_the_template(load, write):
 def test_fingerprint(load, write, tmp_path):
     """Everything that a completion or a reward may depend on, and not where the file lies."""
     row = {"prompt": ASK, "answer": "2", "data_source": "sums", "level": 1}
-    first = load(write(row)).fingerprint()
-    assert load(write(row, name="elsewhere/train.jsonl")).fingerprint() == first
+    first = load(write(row)).fingerprint
+    assert load(write(row, name="elsewhere/train.jsonl")).fingerprint == first
     changes = (
         {"prompt": "x"},
         {"answer": 2},
@@ -98,12 +98,12 @@ def test_fingerprint(load, write, tmp_path):
         {"level": None},
         {"more": {"a": [1]}},
     )
-    found = {load(write(row | change)).fingerprint() for change in changes}
-    found |= {load(write("", row)).fingerprint(), load(write(row, row)).fingerprint()}  # another id; one more
+    found = {load(write(row | change)).fingerprint for change in changes}
+    found |= {load(write("", row)).fingerprint, load(write(row, row)).fingerprint}  # another id; one more
     assert len(found | {first}) == 9
     day = pa.Table.from_pylist([{"prompt": "x", "answer": datetime.date(2026, 1, 2)}])
     pq.write_table(day, tmp_path / "train.parquet")
-    assert len(load(str(tmp_path / "train.parquet")).fingerprint()) == 16
+    assert len(load(str(tmp_path / "train.parquet")).fingerprint) == 16
 
 
 def test_names_of_verl_and_trl(load, write, tmp_path):

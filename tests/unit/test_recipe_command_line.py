@@ -1,11 +1,13 @@
 """What somebody typed to start a recipe or a tool, and what one line says of it."""
 
+import importlib
+import importlib.util
 import sys
+from pathlib import Path
 
 import pytest
 
 from isoloss.engine.config.parse import key_types
-from isoloss.engine.config.schema import Config
 from isoloss.engine.rl.algorithms import ADVANTAGES
 from isoloss.engine.rl.config import RLConfig
 from isoloss.recipes import command_line, launch
@@ -15,13 +17,17 @@ from isoloss.tools.prove import __main__ as prove
 RUN = ["model.path=m", "data.train=[a.jsonl]"]
 
 
-def never(config, run_name) -> None:
-    raise AssertionError("the run began")
+@pytest.fixture(autouse=True)
+def never(monkeypatch) -> None:
+    def run(recipe, config, run_name):
+        raise AssertionError("the run began")
+
+    monkeypatch.setattr(launch, "run", run)
 
 
 def said(monkeypatch, capsys, recipe: str, words: list[str]) -> str:
     monkeypatch.setattr(sys, "argv", [recipe, *words])
-    assert launch.main(recipe, launch.CONFIGS[recipe], never) == 2
+    assert launch.main(recipe) == 2
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("isoloss: error: ")
 
@@ -82,7 +88,7 @@ def test_a_mistake_is_told_in_one_line(monkeypatch, capsys, recipe, words, says)
 )
 def test_what_is_no_mistake(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["sft", *words, "--cfg"])
-    assert launch.main("sft", Config, never) == 0
+    assert launch.main("sft") == 0
     assert "max_length" in capsys.readouterr().out
 
 
@@ -99,7 +105,7 @@ def test_what_is_no_mistake(monkeypatch, capsys, words):
 )
 def test_what_has_an_effect(monkeypatch, capsys, words):
     monkeypatch.setattr(sys, "argv", ["grpo", *RUN, *words, "--cfg"])
-    assert launch.main("grpo", RLConfig, never) == 0
+    assert launch.main("grpo") == 0
     assert "max_length" in capsys.readouterr().out
 
 
@@ -115,13 +121,29 @@ def test_a_rank_of_torchrun_needs_no_other_command(monkeypatch):
     """Of a world that the layout does not divide, the layout speaks."""
     monkeypatch.setenv("WORLD_SIZE", "3")
     started = []
-    words = [*RUN, "parallel.tp=2"]
-    assert launch.main("sft", Config, lambda config, name: started.append(name), words) == 0
-    assert started == ["sft-plain"]
+    monkeypatch.setattr(launch, "run", lambda recipe, config, name: started.append((recipe, config.parallel.tp, name)))
+    assert launch.main("sft", [*RUN, "parallel.tp=2"]) == 0
+    assert started == [("sft", 2, "sft-plain")]
+
+
+@pytest.mark.parametrize("recipe", launch.RECIPES)
+def test_each_recipe_has_a_command_and_a_loop(monkeypatch, recipe):
+    started = []
+    monkeypatch.setattr(launch, "run", lambda *given: started.append(given))
+    monkeypatch.setattr(sys, "argv", [recipe, *RUN])
+    assert importlib.import_module(f"isoloss.recipes.{recipe}").main() == 0
+    ((name, config, run_name),) = started
+    assert (name, run_name) == (recipe, f"{recipe}-plain")
+    assert isinstance(config, RLConfig) == (recipe != "sft")
+    module, _, function = launch.RECIPES[recipe].loop.partition(":")
+    found = importlib.util.find_spec(module)  # an import of it takes seconds
+    assert found is not None and found.origin is not None
+    source = Path(found.origin).read_text()
+    assert f"\ndef {function}(config: {type(config).__name__}, run_name: str)" in source
 
 
 def test_of_a_programs_list_the_last_one_counts(capsys):
-    assert launch.main("grpo", RLConfig, never, [*RUN, "optim.lr=1e-3", "optim.lr=0.25", "--cfg"]) == 0
+    assert launch.main("grpo", [*RUN, "optim.lr=1e-3", "optim.lr=0.25", "--cfg"]) == 0
     assert "lr: 0.25" in capsys.readouterr().out
 
 

@@ -117,7 +117,7 @@ def test_the_same_tokens_have_the_same_digest_wherever_they_stand():
 def test_both_recipes_tell_them(load, tmp_path, one_rank):
     rows = [{"prompt": f"a {n}", "completion": "b"} for n in (1, 2, 2)]
     train, held_out = load(*rows, {"text": "a b"}), load(*rows[:1], split="eval")
-    lines = loop.odd_rows(Config(ModelConfig(TINY), batch=BatchConfig(8)), loop.RunData(train, held_out, 1, None))
+    lines = loop.odd_rows(Config(ModelConfig(TINY), batch=BatchConfig(8)), loop.RunData(train, held_out, 1, (), None))
     begins = ["data: a step takes every row 2.0 times", "data: 1 of 4 rows", "data: 1 of 1 rows of data.eval"]
     assert [line[: len(begin)] for line, begin in zip(lines, begins)] == begins
     assert lines[3:] == ["data.train: several forms: 3 rows of prompt + completion, 1 rows of text"]

@@ -52,8 +52,8 @@ class Stream:
 
 def sample_groups(stream, config):
     """All of them, of which `waves` has been told."""
-    sampled = rollout.SampledGroups()
-    stream.waves = [numbers(wave) for wave in rollout.sample_groups(stream, sampled, config)]
+    sampled = rollout.sample_groups(stream, config)
+    stream.waves = [numbers(wave) for wave in sampled.waves]
     assert [*itertools.chain(*stream.waves)] == numbers(sampled.kept) and all(stream.waves)
     return sampled
 

@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 from support.models import families
 
-from isoloss.engine.config.schema import Config
 from isoloss.engine.step.engine import Engine
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights import side_files
 from isoloss.models.weights.side_files import SideFiles, as_written, declared_stops, read_config, sidecars
 from isoloss.parallel.runtime.errors import UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 
 def tiny_folder(path: Path) -> None:
@@ -98,7 +97,7 @@ def test_a_model_folder_may_go_away(what, inputs, arguments, tmp_path, monkeypat
 
     monkeypatch.setattr(Engine, "train_step", then_gone)
     words = [*arguments, f"model.path={model}", "checkpoint.every=1"]
-    assert launch.main("sft", Config, sft.run, words) == 0
+    assert launch.main("sft", words) == 0
     out = Path("out")
     for folder in (out / "hf", *(out / f"checkpoints/step_0000000{k}/huggingface" for k in (1, 2))):
         assert read_architecture(folder) == read_architecture(inputs / "model")

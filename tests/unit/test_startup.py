@@ -10,7 +10,7 @@ import pytest
 from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.garbage import Garbage
 from isoloss.parallel.runtime import environment
-from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 
 GROWING = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
@@ -19,7 +19,7 @@ SERVERS = ("rollout.backend=sglang", "rollout.servers=[http://localhost:1]")
 
 
 def config(recipe: str, *overrides: str):
-    return compose_config(recipe, CONFIGS[recipe], overrides)[0]
+    return compose_config(recipe, RECIPES[recipe].config, overrides)[0]
 
 
 @pytest.fixture
@@ -102,11 +102,11 @@ def test_a_recipe_sets_them_before_torch_is_there():
     code = """if True:
     import sys
     from isoloss.engine.instruments import startup
-    from isoloss.recipes import launch, sft
+    from isoloss.recipes import launch
     seen = []
     startup.prepare = lambda config: seen.append(("prepare", "torch" in sys.modules))
-    sft.run = lambda config, name: seen.append(("run", name))
-    launch.main("sft", launch.CONFIGS["sft"], lambda *given: sft.run(*given), [])
+    launch.run = lambda recipe, config, name: seen.append(("run", name))
+    launch.main("sft", [])
     print(seen)
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

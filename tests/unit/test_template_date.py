@@ -10,14 +10,14 @@ import yaml
 from support.runs.runs import TINY, write_rows
 from transformers.utils import chat_template_utils
 
-from isoloss.engine.config.schema import Config, DataConfig
+from isoloss.engine.config.schema import DataConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import DIRECTIVES, Template, asks_for_the_date, render
 from isoloss.engine.data.dataset import load_dataset
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.run import folder as run_folder
 from isoloss.parallel import UserError
-from isoloss.recipes import launch, sft
+from isoloss.recipes import launch
 
 ASKS = "{{ strftime_now('%d %b %Y') }} "  # as Llama 3.2's
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]
@@ -47,7 +47,7 @@ def test_a_run_goes_on_the_next_day(inputs, arguments, tmp_path, today):
     """And one that was not saved by its first day, or that has another cache of rows, is the same run."""
     model = dated(inputs / "model", tmp_path / "model")
     words = [*arguments, f"model.path={model}", "checkpoint.every=1"]
-    run = lambda *more: launch.main("sft", Config, sft.run, [*words, *more])
+    run = lambda *more: launch.main("sft", [*words, *more])
     today("2026-11-27")
     assert run("train.steps=1") == 0
     today("2026-11-28")
@@ -96,7 +96,7 @@ def test_rows_and_prompts_tell_the_same_date(asks, told, tmp_path, today):
 
 def test_a_template_without_a_date_is_given_none(inputs, arguments, tmp_path):
     assert not asks_for_the_date(inputs / "model")
-    assert launch.main("sft", Config, sft.run, [*arguments, "train.steps=1", "checkpoint.export_hf=false"]) == 0
+    assert launch.main("sft", [*arguments, "train.steps=1", "checkpoint.export_hf=false"]) == 0
     assert yaml.safe_load(Path("out/config.yaml").read_text())["data"]["date"] is None
     template = Template(load_tokenizer(str(TINY), 1 << 20), "a row", None, DataConfig().template_variables)
     dated_one = Template(template.tokenizer, "a row", None, DataConfig(date="2026-02-01").template_variables)

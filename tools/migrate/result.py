@@ -8,7 +8,7 @@ from typing import Any
 
 from isoloss.engine.config.parse import defaults, known_keys
 from isoloss.parallel import UserError
-from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.migrate import releases
 from isoloss.tools.migrate.denominator import Denominator, example
 from isoloss.tools.migrate.settings import UNSET, Settings
@@ -81,7 +81,7 @@ def migrate(source: Source, given: Mapping[str, Any], unread: list[str], release
     settings = source.settings(given)
     outcome = account(source, settings, {})  # raises if it is no configuration of that trainer
     recipe = source.recipe(settings)
-    kind = CONFIGS[recipe]
+    kind = RECIPES[recipe].config
     values = flat(defaults(kind)) | translate(source, settings, known_keys(kind))
     plain = flat(compose_config(recipe, kind, ["preset=plain", "model.path=MODEL"])[1]) | {"model.path": ""}
     emitted = {key: f"{key}={text(value)}" for key, value in values.items() if value != plain[key]}

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from isoloss.parallel import UserError
 from isoloss.recipes.command_line import refuse_repeated
-from isoloss.recipes.launch import CONFIGS, compose_config, print_error_once
+from isoloss.recipes.launch import RECIPES, compose_config, print_error_once
 from isoloss.tools import command_line
 from isoloss.tools.plan.hardware import GPUS
 
@@ -30,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.gpus < 1:
             raise UserError(f"--gpus {arguments.gpus} must be at least 1")
         if argv is None:
-            refuse_repeated(CONFIGS[arguments.recipe], arguments.overrides)
+            refuse_repeated(RECIPES[arguments.recipe].config, arguments.overrides)
         if arguments.write is not None and not arguments.search:
             raise UserError(f"--write {arguments.write} writes what --search found: add --search")
         _check_files(arguments)
-        config, _, preset = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)
+        config, _, preset = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)
         from isoloss.tools.plan import plans  # its import takes seconds: help and a mistake do not wait for it
 
         print(f"{arguments.recipe} preset={preset} on {arguments.gpus} x {GPUS[arguments.gpu].name}")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> command_line.Parser:
     parser = command_line.parser("plan", __doc__)
-    parser.add_argument("recipe", choices=CONFIGS)
+    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("--gpus", type=int, required=True, help="GPUs of the run, over all nodes")
     parser.add_argument("--gpu", choices=GPUS, default="h100", help="default: %(default)s")
     server = "GPUs of one rollout server; default: the fewest that hold the weights with room for a cache"

@@ -26,7 +26,7 @@ from isoloss.models.mcore.moe import dispatch
 from isoloss.models.mcore.weight_stream import Label
 from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
-from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import world
 from isoloss.tools.plan.files import save_load_export
 from isoloss.tools.plan.phases import GENERATION, full_rows, take
@@ -151,7 +151,7 @@ def labels_of_all(mine: Sequence[Label] | None, *, layout: Layout) -> list[Seque
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recipe", choices=CONFIGS)
+    parser.add_argument("recipe", choices=RECIPES)
     parser.add_argument("world_size", type=int)
     parser.add_argument("rank", type=int)
     parser.add_argument("file", type=Path)
@@ -160,7 +160,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--halves", action="store_true", help="also a step of half the rows")
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_intermixed_args(argv)
-    config = compose_config(arguments.recipe, CONFIGS[arguments.recipe], arguments.overrides)[0]
+    config = compose_config(arguments.recipe, RECIPES[arguments.recipe].config, arguments.overrides)[0]
     report = dry_run(
         config,
         arguments.rank,

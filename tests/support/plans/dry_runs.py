@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from isoloss.recipes.launch import CONFIGS, compose_config
+from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import rank
 from isoloss.tools.plan.rank import dry_run
 from isoloss.tools.plan.report import RankReport
@@ -64,7 +64,7 @@ def _fewer(count: int) -> contextlib.AbstractContextManager:
 
 
 def _outcome(row: Row) -> str:
-    config = compose_config(row.recipe, CONFIGS[row.recipe], row.overrides)[0]
+    config = compose_config(row.recipe, RECIPES[row.recipe].config, row.overrides)[0]
     files = Path(row.files) if row.files else None
     with contextlib.ExitStack() as planted:
         if row.micro_batches is not None:

@@ -18,7 +18,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout
-from isoloss.recipes.launch import CONF, CONFIGS, compose_config, presets
+from isoloss.recipes.launch import CONF, RECIPES, compose_config, presets
 from isoloss.tools.plan.hardware import GPUS
 from isoloss.tools.plan.phases import GENERATION
 from isoloss.tools.plan.report import PhaseReport, RankReport
@@ -79,7 +79,7 @@ class Preset:
         return [f"preset={self.name}", f"model.path={folder}", "data.train=[rows.jsonl]", *servers, *more]
 
     def config(self, folder: Path, *more: str, model: dict | None = None) -> Config:
-        return compose_config(self.recipe, CONFIGS[self.recipe], self.overrides(folder, *more, model=model))[0]
+        return compose_config(self.recipe, RECIPES[self.recipe].config, self.overrides(folder, *more, model=model))[0]
 
     def __str__(self) -> str:
         return f"{self.recipe}/{self.name}"

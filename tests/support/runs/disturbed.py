@@ -24,11 +24,10 @@ from typing import Any
 
 from isoloss.engine.run.preemption import Preemption
 from isoloss.engine.run.run import Run
-from isoloss.recipes import dapo, grpo, launch, sft
+from isoloss.recipes import launch
 from support.faults.faults import Operations
 from support.runs.phases import MOMENTS, WRITING, watch
 
-RECIPES = {"sft": sft.run, "grpo": grpo.run, "dapo": dapo.run}
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ def main(folder: Path, moments: str, recipe: str, argv: list[str]) -> int:
     disturbed = Disturbed(folder)
     disturbed.hold()
     watch((*MOMENTS[moments], WRITING), disturbed.reached)
-    return launch.main(recipe, launch.CONFIGS[recipe], RECIPES[recipe], argv)
+    return launch.main(recipe, argv)
 
 
 if __name__ == "__main__":

@@ -190,14 +190,14 @@ def watched(config: RLConfig, stale: bool = False) -> Watched:
         completions.extend(of_rank_0([t.completion for group in found for t in group.trajectories]))
         return found
 
-    def comparing(groups, scatter, policy, reference, critic, config):
+    def comparing(groups, models, config):
         trajectories = [t for group in groups for t in group.trajectories]
         whole = of_rank_0([t.completion for t in trajectories])
         trajectories = [replace(t, completion=each) for t, each in zip(trajectories, whole)]
         samples = [to_sample(t, 0, config.algorithm) for t in trajectories]
         found = engines[0].logprobs(samples, config.rollout.temperature)
         worst.append(max(difference(t.completion, of_one.cpu()) for t, of_one in zip(trajectories, found)))
-        return with_logprobs(groups, scatter, policy, reference, critic, config)
+        return with_logprobs(groups, models, config)
 
     with (
         mock.patch.object(InProcessBackend, "generate", counting),

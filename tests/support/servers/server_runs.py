@@ -5,8 +5,7 @@ from pathlib import Path
 
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from isoloss.engine.rl.config import RLConfig
-from isoloss.recipes import grpo, launch
+from isoloss.recipes import launch
 from support.runs import rl_runs
 
 
@@ -29,4 +28,4 @@ def overrides_of(inputs: Path, out: Path, servers: Sequence[str]) -> list[str]:
 
 def run(overrides: Sequence[str]) -> int:
     """The status of the recipe, in this process."""
-    return launch.main("grpo", RLConfig, grpo.run, overrides)
+    return launch.main("grpo", overrides)
