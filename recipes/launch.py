@@ -46,7 +46,7 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True)
 class Recipe:
-    """config: what configures it. loop: MODULE:FUNCTION, called with a configuration and the name of the run."""
+    """config: the class of its configuration. loop: MODULE:FUNCTION, called with that and the name of the run."""
 
     config: type[Config]
     loop: str
