@@ -1,4 +1,4 @@
-"""The tables of another trainer's keys: TOML files whose names of functions are those of its module.
+"""Read the tables of another trainer's keys: TOML files that name functions of the trainer's module.
 
 A file `NAME.toml` has these sections; a wrong one raises ValueError when it is loaded.
 
@@ -82,9 +82,9 @@ class Row:
 class Source:
     """A kind of configuration.
 
-    trainer: its name. rows: its keys. ours: an expression for each key of isoloss that it decides. recipe: which of
-    isoloss's it becomes. loss: what it divides its loss by. past: the sizes of its steps, and which rows of
-    releases.PASTS are about it. before: what a user must still give. remarks: on its loss.
+    trainer: its name. rows: its keys. ours: an expression for each key of isoloss that it decides. recipe: the recipe of
+    isoloss. loss: the denominator of its loss. past: the sizes of its steps, and its kinds of releases.PASTS.
+    before: lines on keys that the user must still give. remarks: lines on its loss.
     """
 
     trainer: str
@@ -181,6 +181,8 @@ class _Loader:
     def _group(self, section: str, why: str, fields: dict[str, Any]) -> None:
         self._check(fields, FIELDS[section])
         keeps = ["null", False] if section == "changes" else []
+        if not fields.get("keys"):
+            raise ValueError(f"{self.place}: names no keys")
         for key in fields["keys"]:
             self._add(key, {"why": why, **fields, "keeps": [*keeps, *fields.get("keeps", [])]}, matter=GROUPS[section])
 
