@@ -80,7 +80,7 @@ def test_the_longest_group_has_a_key_without_a_row_of_its_own(tmp_path):
         (ROW + '[ours]\n"optim.lr" = "number a"', r"\[ours\] optim.lr: optim.lr has two values"),
         (ROW + '[without]\nx = ["a"]', r"\[without\] x: a has two rows"),
         (ROW + '[without]\nx = ["b.*.c"]', "`\\*` stands for the end of a name"),
-        ('[give]\nx = {keeps = [1]}', r"\[give\] x: names no keys"),
+        ("[give]\nx = {keeps = [1]}", r"\[give\] x: names no keys"),
         (ROW + '[without]\nx = {keys = ["b"], neutral = [1]}', "field 'neutral' is none of keeps, keys, when"),
         ('[keys]\na = {to = "x", as = "nombre"}', r"\[keys\] a: there is no function 'nombre'"),
         ('[keys]\na = {to = "x", as = "_raw"}', "there is no function '_raw'"),

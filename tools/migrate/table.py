@@ -82,8 +82,8 @@ class Row:
 class Source:
     """A kind of configuration.
 
-    trainer: its name. rows: its keys. ours: an expression for each key of isoloss that it decides. recipe: the recipe of
-    isoloss. loss: the denominator of its loss. past: the sizes of its steps, and its kinds of releases.PASTS.
+    trainer: its name. rows: its keys. ours: an expression for each key of isoloss that it decides. recipe: isoloss's
+    recipe. loss: the denominator of its loss. past: the sizes of its steps, and its kinds of releases.PASTS.
     before: lines on keys that the user must still give. remarks: lines on its loss.
     """
 
