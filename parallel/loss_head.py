@@ -1,33 +1,67 @@
 """Log-probabilities and entropy over a vocabulary split over TP, in chunks, at labeled positions only.
 
-Logits of a whole micro-batch never exist: the forward visits `chunk` positions at a time and keeps one log-sum-exp
-each; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the matrix
-product, so padding, hence TP, cannot reach the loss.
+Logits of a whole micro-batch never exist. The forward visits a chunk of positions at a time and keeps the log-sum-exp
+of each position; the backward recomputes the logits of a chunk. Columns beyond the true vocabulary are left out of the
+matrix product, so the loss does not depend on padding, and thus not on TP.
 
-What stands between two products passes over a chunk several times op by op, in blocks that stay in a CPU's cache, or
-twice in all as kernels of a GPU (`fused`, `isoloss.parallel.ops.logits`).
+Between two matrix products, a GPU passes over a chunk twice in all, by kernels (`fused`,
+`isoloss.parallel.ops.loss_head_kernels`). Op by op there are several passes, over blocks that stay in a CPU's cache.
 
-Logits are in at least fp32, also those of 16-bit weights, and it is they that a temperature divides: rounded to bf16,
-logits of standard deviation 6 move log p by 0.02 on average.
+Logits are in at least fp32, also for 16-bit weights, and the temperature divides these: logits of standard deviation 6
+that are rounded to bf16 move log p by 0.02 on average.
 
-Shape suffixes: N labeled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank,
-M positions of a chunk, I of a block of it.
+Shape suffixes: N labeled positions on this rank, D width of a hidden state, V vocabulary columns of this TP rank, M
+positions of a chunk, I positions of a block of a chunk.
 """
+
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.parallel.ops import logits as kernels
+from isoloss.parallel.ops import loss_head_kernels as kernels
 from isoloss.parallel.ops.matmul import add_product, added_to_main_grad, product
 from isoloss.parallel.ops.row_blocks import slabs
 
-# Logits alive at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
+# Logits that exist at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
 CHUNK_ELEMENTS = 1 << 26
-# With kernels a chunk is there once in fp32 and once rounded. Each adds to the whole gradient of the matrix.
+# With kernels, a chunk exists once in fp32 and once rounded. Fewer chunks mean fewer passes over the weight gradient.
 FUSED_CHUNK_ELEMENTS = 1 << 27
-# Elements of a 16-bit output matrix that a CPU has in fp32 at a time: 16 MiB.
+# Elements of a 16-bit output matrix that a CPU converts to fp32 at a time: 16 MiB.
 CONVERTED_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class LossHeadOptions:
+    """Options of the loss head.
+
+    temperature: divisor of the logits.
+    softcap: c, by which logits z become c * tanh(z / c) before the division; None: no softcap.
+    with_entropy: True to compute entropies too.
+    fused: True to pass over logits on a GPU in one kernel each time. On a CPU the same functions run op by op.
+    chunk_elements: logits that exist at a time; None: CHUNK_ELEMENTS, or FUSED_CHUNK_ELEMENTS if fused.
+    """
+
+    temperature: float = 1.0
+    softcap: float | None = None
+    with_entropy: bool = False
+    fused: bool = False
+    chunk_elements: int | None = None
+
+    def chunk(self, columns: int) -> int:
+        """Return the positions of a chunk on a rank with `columns` vocabulary columns."""
+        elements = self.chunk_elements or (FUSED_CHUNK_ELEMENTS if self.fused else CHUNK_ELEMENTS)
+        return max(1, elements // max(columns, 1))
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """The vocabulary of this rank: id of the first column, number of true columns, and the TP group."""
+
+    first: int
+    columns: int
+    group: dist.ProcessGroup
 
 
 def vocab_parallel_logprobs(
@@ -36,51 +70,41 @@ def vocab_parallel_logprobs(
     targets_N: Tensor,
     vocab_size: int,
     tp_group: dist.ProcessGroup,
-    *,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-    with_entropy: bool = False,
-    fused: bool = False,
+    options: LossHeadOptions = LossHeadOptions(),
     main_grad_VD: Tensor | None = None,
-    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """log p(target) and, if asked, the entropy of p = softmax(hidden @ weight.T / temperature), the whole vocabulary's.
-    With a softcap, logits z become softcap * tanh(z / softcap) before they are divided.
+    """Return log p(target) and the entropy of p = softmax(hidden @ weight.T / temperature) over the whole vocabulary.
 
-    hidden_ND: last hidden states at the labeled positions, the same on every TP rank. N may be 0 (the result is then
-        empty but still connected to both inputs). Its gradient is this rank's *part*: the caller's region entry
+    Both are [N], in fp32 for inputs of at most 32 bits and in fp64 for fp64; the entropy is None if not asked for.
+
+    hidden_ND: last hidden states at the labeled positions, the same on every TP rank. N may be 0: the result is then
+        empty but still connected to both inputs. The gradient is this rank's part; the entry of the caller's region
         (`sum_gradient` or `gather_rows`) sums it over TP.
-    weight_VD: this rank's rows of the output matrix, padded so that every rank has the same number.
+    weight_VD: this rank's rows of the output matrix, padded to the same number on every rank.
     targets_N: int64 ids in the whole vocabulary.
     vocab_size: true size; columns beyond it have probability 0.
-    fused: pass over logits in one kernel each time, where they are on a GPU; elsewhere op by op, as those would.
-    main_grad_VD: the backward adds the gradient of the weight here, and gives autograd memory without meaning in its
-        place, which it tells Megatron's hook. In fp64 or fp32.
-    Returns [N] tensors, in fp32 for inputs of at most 32 bits and in fp64 for fp64.
+    main_grad_VD: buffer in fp32 or fp64 to which the backward adds the gradient of the weight. Autograd then gets
+        uninitialized memory as the gradient, and the weight is marked for Megatron's hook; None: autograd gets it.
     Collectives: one all-gather of [3, N] over tp_group in the forward, none in the backward.
     """
     first = tp_group.rank() * weight_VD.shape[0]
     columns = min(max(vocab_size - first, 0), weight_VD.shape[0])
-    if chunk_elements is None:
-        chunk_elements = FUSED_CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS
-    chunk = max(1, chunk_elements // max(columns, 1))
     logprobs_N, entropy_N = _VocabParallelLogprobs.apply(
-        hidden_ND, weight_VD, targets_N, first, columns, tp_group, temperature, softcap, with_entropy, chunk, fused,
-        main_grad_VD,
-    )  # fmt: skip
-    return logprobs_N, entropy_N if with_entropy else None
+        hidden_ND, weight_VD, targets_N, _Shard(first, columns, tp_group), options, main_grad_VD
+    )
+    return logprobs_N, entropy_N if options.with_entropy else None
 
 
 def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None = None) -> Tensor:
-    """hidden @ weight.T, [N, V] in fp32 for inputs of at most 32 bits and in fp64 for fp64. Not differentiable.
+    """Compute hidden @ weight.T, [N, V], in fp32 for inputs of at most 32 bits and in fp64 for fp64.
 
-    out_NV: memory for it, of the same type; not used for 16-bit inputs on a GPU.
+    Not differentiable. out_NV: memory for the result, of its type; not used for 16-bit inputs on a GPU.
     """
     if hidden_ND.dtype in (torch.float32, torch.float64):
         return product(hidden_ND, weight_VD.T, out_NV)
     if hidden_ND.is_cuda:
         return torch.mm(hidden_ND, weight_VD.T, out_dtype=torch.float32)
-    # A CPU has no such product, but products of 16-bit numbers are exact in fp32: so it multiplies fp32 operands.
+    # A CPU has no such product. Products of two 16-bit numbers are exact in fp32, so fp32 operands give the same.
     if out_NV is None:
         out_NV = hidden_ND.new_empty((hidden_ND.shape[0], weight_VD.shape[0]), dtype=torch.float32)
     rows, hidden_ND = max(1, CONVERTED_ELEMENTS // weight_VD.shape[1]), hidden_ND.float()
@@ -90,7 +114,7 @@ def unrounded_logits(hidden_ND: Tensor, weight_VD: Tensor, out_NV: Tensor | None
 
 
 def softcapped(logits_NV: Tensor, softcap: float | None) -> Tensor:
-    """softcap * tanh(logits / softcap), in place. Not differentiable."""
+    """Compute softcap * tanh(logits / softcap) in place and return the logits. Not differentiable."""
     if softcap is not None:
         rows = logits_NV.flatten(0, -2)
         for block in slabs(rows):
@@ -99,7 +123,10 @@ def softcapped(logits_NV: Tensor, softcap: float | None) -> Tensor:
 
 
 def _logits_buffer(hidden_ND: Tensor, rows: int, columns: int) -> Tensor | None:
-    """Memory for the logits of a chunk, used again by the next: fresh pages cost a CPU as much as a pass over them."""
+    """Allocate memory for the logits of a chunk, which all chunks reuse; None if the product allocates its result.
+
+    Fresh pages cost a CPU as much as a pass over them.
+    """
     if hidden_ND.is_cuda and hidden_ND.dtype not in (torch.float32, torch.float64):
         return None
     return hidden_ND.new_empty((rows, columns), dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
@@ -109,25 +136,30 @@ def _logits(hidden_MD: Tensor, weight_VD: Tensor, buffer_MV: Tensor | None) -> T
     return unrounded_logits(hidden_MD, weight_VD, None if buffer_MV is None else buffer_MV[: hidden_MD.shape[0]])
 
 
-def _own_targets(targets_N: Tensor, first: int, columns: int) -> tuple[Tensor, Tensor]:
-    """The column of every target here, or some column where another rank holds it; and whether this rank does. A list
-    of those that it holds would make the host wait for its length."""
-    column_N = targets_N - first
-    here_N = column_N.clamp(0, columns - 1)
-    return here_N, here_N == column_N
+def _own_targets(targets_N: Tensor, shard: _Shard) -> tuple[Tensor, Tensor]:
+    """Return the column of every target on this rank, and True where this rank is the owner of the target.
+
+    For a target of another rank the column is arbitrary but valid. A list of only the own targets would make the host
+    wait for its length.
+    """
+    column_N = targets_N - shard.first
+    valid_N = column_N.clamp(0, shard.columns - 1)
+    return valid_N, valid_N == column_N
 
 
 def _statistics(
     logits_MV: Tensor,
     column_M: Tensor,
     own_M: Tensor,
-    temperature: float,
-    with_entropy: bool,
+    options: LossHeadOptions,
     part_3M: Tensor,
     top_M: Tensor,
 ) -> None:
-    """Writes what `kernels.statistics` gives into part_3M, and the largest logit into top_M. Without entropy the logits
-    are overwritten by exp(logit - top), which the backward wants of them."""
+    """Write the results of `kernels.statistics` into part_3M, and the largest logit of each position into top_M.
+
+    Without entropy, exp(logit - top) overwrites the logits, for the backward.
+    """
+    temperature, with_entropy = options.temperature, options.with_entropy
     target_logit_M = logits_MV.gather(1, column_M[:, None]).squeeze(1) / temperature
     part_3M[1] = target_logit_M.where(own_M, 0.0)
     for block in slabs(logits_MV):
@@ -147,16 +179,16 @@ def _gradient(
     x_MV: Tensor,
     lse_M: Tensor,
     grad_M: Tensor,
-    temperature: float,
-    softcap: float | None,
+    options: LossHeadOptions,
     top_M: Tensor | None,
     entropies_M: tuple[Tensor, Tensor] | None,
 ) -> None:
-    """Turns logits into their gradient, but for that of the targets.
+    """Overwrite logits with their gradient; the caller adds the part of the targets.
 
-    x_MV: with top_M logits that `_statistics` went over, else new ones, of which the softcap has made others.
-    entropies_M: of the whole vocabulary, and their gradient; None: log-probabilities alone have one.
+    x_MV: with top_M the logits as `_statistics` left them, else new logits after the softcap.
+    entropies_M: entropies over the whole vocabulary and their gradient; None: only log-probabilities have a gradient.
     """
+    temperature, softcap = options.temperature, options.softcap
     for block in slabs(x_MV):
         x_IV, grad_I = x_MV[block], grad_M[block, None]
         slope_IV = None if softcap is None else kernels.cap_slope(x_IV, softcap)
@@ -178,55 +210,58 @@ def _gradient(
 class _VocabParallelLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden_ND, weight_VD, targets_N, first, columns, group, temperature, softcap, with_entropy, chunk, fused,
-        main_grad,
-    ):  # fmt: skip
+        ctx, hidden_ND, weight_VD, targets_N, shard: _Shard, options: LossHeadOptions, main_grad: Tensor | None
+    ):
         dtype = torch.float64 if hidden_ND.dtype == torch.float64 else torch.float32
-        n = hidden_ND.shape[0]
+        n, columns, chunk = hidden_ND.shape[0], shard.columns, options.chunk(shard.columns)
+        fused, softcap, with_entropy = options.fused, options.softcap, options.with_entropy
         weight = weight_VD[:columns]
-        # Rows of `part`: log-sum-exp of this rank's columns, the target's logit, minus the entropy of softmax_here.
-        # (A sum of softmax * logit would cancel in the end: an error of rounding * logit^2, here rounding * logit.)
+        # Rows of `part`: log-sum-exp of this rank's columns, logit of the target, minus the entropy of the softmax over
+        # this rank's columns. (A sum of softmax * logit would cancel in the end: its error is rounding * logit^2, and
+        # the error of this entropy is rounding * logit.)
         part = hidden_ND.new_zeros((3, n), dtype=dtype)
         part[0] = -torch.inf
-        top_N = hidden_ND.new_zeros(n, dtype=dtype)  # the largest logit here
-        column_N, own_N = _own_targets(targets_N, first, columns)
-        kept, buffer_MV, found = None, _logits_buffer(hidden_ND, min(chunk, n), columns), []
+        top_N = hidden_ND.new_zeros(n, dtype=dtype)  # largest logit of this rank's columns
+        column_N, own_N = _own_targets(targets_N, shard)
+        kept, buffer_MV, chunk_parts = None, _logits_buffer(hidden_ND, min(chunk, n), columns), []
         for start in range(0, n if columns else 0, chunk):
             rows = slice(start, start + chunk)
             logits_MV = _logits(hidden_ND[rows], weight, buffer_MV)
             column_M, own_M = column_N[rows], own_N[rows]
             if fused:
                 target_M = column_M.where(own_M, -1)
-                found.append(kernels.statistics(logits_MV, target_M, temperature, softcap, with_entropy))
+                statistics = kernels.statistics(logits_MV, target_M, options.temperature, softcap, with_entropy)
+                chunk_parts.append(statistics)
             else:
                 softcapped(logits_MV, softcap)
-                _statistics(logits_MV, column_M, own_M, temperature, with_entropy, part[:, rows], top_N[rows])
-            # A single chunk is within budget: no need to compute it twice. Unless the backward wants the logits as they
-            # were capped, which `_statistics` has written over.
+                _statistics(logits_MV, column_M, own_M, options, part[:, rows], top_N[rows])
+            # A single chunk is within budget, so it is kept and not computed twice. With a softcap, the backward reads
+            # capped logits, which `_statistics` has overwritten.
             kept = logits_MV if n <= chunk and (fused or softcap is None) else None
             del logits_MV  # before those of the next chunk are made
-        if found:
-            part = torch.stack([torch.cat(of_chunks) for of_chunks in zip(*found)])
-        parts = part.new_empty((group.size() * 3, n))
-        dist.all_gather_into_tensor(parts, part, group=group)
+        if chunk_parts:
+            part = torch.stack([torch.cat(rows) for rows in zip(*chunk_parts)])
+        parts = part.new_empty((shard.group.size() * 3, n))
+        dist.all_gather_into_tensor(parts, part, group=shard.group)
         parts = parts.unflatten(0, (-1, 3))
         lse_N = torch.logsumexp(parts[:, 0], dim=0)
-        # log of each rank's share of the probability; finite, since 0 * inf of a rank with padding only would be NaN.
+        # Log of each rank's share of the probability, made finite: 0 * inf of a rank with padding only would be NaN.
         share = (parts[:, 0] - lse_N).clamp(min=torch.finfo(dtype).min)
         entropy_N = -(torch.softmax(parts[:, 0], 0) * (parts[:, 2] + share)).sum(0)
         ctx.save_for_backward(hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept)
-        ctx.columns, ctx.chunk, ctx.with_entropy, ctx.temperature = columns, chunk, with_entropy, temperature
-        ctx.fused, ctx.main_grad, ctx.softcap = fused, main_grad, softcap
+        ctx.columns, ctx.chunk, ctx.options, ctx.main_grad = columns, chunk, options, main_grad
         return parts[:, 1].sum(0) - lse_N, entropy_N
 
     @staticmethod
     def backward(ctx, grad_logprob_N, grad_entropy_N):
-        """d log p(t) / d z_j = [j = t] - p_j, times the incoming gradient; logits are computed again, by chunks."""
+        """Apply d log p(t) / d z_j = [j = t] - p_j to the incoming gradient, with logits recomputed by chunks."""
         # `kept` may be overwritten: autograd's version counter refuses a second backward through the same graph.
         hidden_ND, weight_VD, column_N, own_N, lse_N, entropy_N, top_N, kept = ctx.saved_tensors
         n, weight = hidden_ND.shape[0], weight_VD[: ctx.columns]
-        # What follows is the gradient for the divided logits, which this makes that for the logits.
-        grad_logprob_N, grad_entropy_N = grad_logprob_N / ctx.temperature, grad_entropy_N / ctx.temperature
+        options: LossHeadOptions = ctx.options
+        temperature, softcap = options.temperature, options.softcap
+        # The formulas below are gradients by the divided logits; this division makes them gradients by the logits.
+        grad_logprob_N, grad_entropy_N = grad_logprob_N / temperature, grad_entropy_N / temperature
         grad_hidden = torch.zeros_like(hidden_ND)
         grad_weight = _WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
         grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
@@ -236,30 +271,30 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_MV = kept if kept is not None else _logits(hidden_ND[rows], weight, buffer_MV)
             lse_M, grad_M = lse_N[rows], grad_logprob_N[rows]
             entropies_M = (entropy_N[rows], grad_entropy_N[rows])
-            if ctx.fused:
-                target_M, end = column_N[rows].where(own_N[rows], -1), (ctx.temperature, ctx.softcap, hidden_ND.dtype)
-                if ctx.with_entropy:
+            if options.fused:
+                target_M, end = column_N[rows].where(own_N[rows], -1), (temperature, softcap, hidden_ND.dtype)
+                if options.with_entropy:
                     low_MV = kernels.gradient_with_entropy(grad_MV, target_M, lse_M, grad_M, *entropies_M, *end)
                 else:
                     low_MV = kernels.gradient(grad_MV, target_M, lse_M, grad_M, *end)
             else:
                 top_M = None if kept is None else top_N[rows]
-                entropies_M = entropies_M if ctx.with_entropy else None
+                entropies_M = entropies_M if options.with_entropy else None
                 target, grad_own_M = (row_M[: grad_MV.shape[0]], column_N[rows]), grad_own_N[rows]
-                if ctx.softcap is not None:
-                    softcapped(grad_MV, ctx.softcap)
-                    grad_own_M = grad_own_M * kernels.cap_slope(grad_MV[target], ctx.softcap)
-                _gradient(grad_MV, lse_M, grad_M, ctx.temperature, ctx.softcap, top_M, entropies_M)
+                if softcap is not None:
+                    softcapped(grad_MV, softcap)
+                    grad_own_M = grad_own_M * kernels.cap_slope(grad_MV[target], softcap)
+                _gradient(grad_MV, lse_M, grad_M, options, top_M, entropies_M)
                 grad_MV[target] += grad_own_M
                 low_MV = grad_MV.to(hidden_ND.dtype)
             product(low_MV, weight, grad_hidden[rows])
             grad_weight.add(low_MV, hidden_ND[rows])
             del grad_MV, low_MV  # before those of the next chunk are made
-        return grad_hidden, grad_weight.of_autograd(), *(None,) * 10
+        return grad_hidden, grad_weight.of_autograd(), *(None,) * 4
 
 
 class _WeightGradient:
-    """The gradient of the output matrix: added to main_grad_VD, or summed here and given to autograd."""
+    """The gradient of the output matrix, added to main_grad_VD, or summed in a buffer of its own for autograd."""
 
     def __init__(self, weight_VD: Tensor, columns: int, main_grad_VD: Tensor | None, dtype: torch.dtype):
         self._weight_VD, self._columns, self._direct = weight_VD, columns, main_grad_VD is not None
@@ -277,6 +312,7 @@ class _WeightGradient:
             sum_vD.copy_(grad_MV.T @ hidden_MD)
 
     def of_autograd(self) -> Tensor:
+        """Return the gradient for autograd, which has no meaning if the gradient was added to main_grad_VD."""
         if self._direct:
             return added_to_main_grad(self._weight_VD)
         self._sum_VD[self._columns if self._written else 0 :] = 0
