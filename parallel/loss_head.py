@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isoloss.parallel.ops import loss_head_kernels as kernels
-from isoloss.parallel.ops.matmul import add_product, added_to_main_grad, product
+from isoloss.parallel.ops.matmul import WeightGradient, product
 from isoloss.parallel.ops.row_blocks import slabs
 
 # Logits that exist at a time. 64M elements are 256 MiB in fp32: large enough for full-speed matrix products.
@@ -263,7 +263,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         # The formulas below are gradients by the divided logits; this division makes them gradients by the logits.
         grad_logprob_N, grad_entropy_N = grad_logprob_N / temperature, grad_entropy_N / temperature
         grad_hidden = torch.zeros_like(hidden_ND)
-        grad_weight = _WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
+        grad_weight = WeightGradient(weight_VD, ctx.columns, ctx.main_grad, lse_N.dtype)
         grad_own_N, row_M = grad_logprob_N.where(own_N, 0.0), torch.arange(min(ctx.chunk, n), device=column_N.device)
         buffer_MV = None if kept is not None else _logits_buffer(hidden_ND, min(ctx.chunk, n), ctx.columns)
         for start in range(0, n if ctx.columns else 0, ctx.chunk):
@@ -291,29 +291,3 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             grad_weight.add(low_MV, hidden_ND[rows])
             del grad_MV, low_MV  # before those of the next chunk are made
         return grad_hidden, grad_weight.of_autograd(), *(None,) * 4
-
-
-class _WeightGradient:
-    """The gradient of the output matrix, added to main_grad_VD, or summed in a buffer of its own for autograd."""
-
-    def __init__(self, weight_VD: Tensor, columns: int, main_grad_VD: Tensor | None, dtype: torch.dtype):
-        self._weight_VD, self._columns, self._direct = weight_VD, columns, main_grad_VD is not None
-        self._sum_VD = torch.empty_like(weight_VD, dtype=dtype) if main_grad_VD is None else main_grad_VD
-        self._written = self._direct
-
-    def add(self, grad_MV: Tensor, hidden_MD: Tensor) -> None:
-        sum_vD, written = self._sum_VD[: self._columns], self._written
-        self._written = True
-        if sum_vD.dtype == grad_MV.dtype or grad_MV.is_cuda or self._direct:
-            add_product(sum_vD, grad_MV.T, hidden_MD, keep=written)
-        elif written:
-            sum_vD += grad_MV.T @ hidden_MD
-        else:
-            sum_vD.copy_(grad_MV.T @ hidden_MD)
-
-    def of_autograd(self) -> Tensor:
-        """Return the gradient for autograd, which has no meaning if the gradient was added to main_grad_VD."""
-        if self._direct:
-            return added_to_main_grad(self._weight_VD)
-        self._sum_VD[self._columns if self._written else 0 :] = 0
-        return self._sum_VD.to(self._weight_VD.dtype)

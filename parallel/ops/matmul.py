@@ -113,3 +113,29 @@ def add_product(sum_xy: Tensor, left_xz: Tensor, right_zy: Tensor, *, keep: bool
         # Like `addmm_`, this call reads and writes the same memory, but `addmm_` requires one type of all three. Torch
         # accepts a sum of another type than the factors from 2.10 on.
         torch.addmm(sum_xy, left_xz, right_zy, beta=beta, out_dtype=sum_xy.dtype, out=sum_xy)
+
+
+class WeightGradient:
+    """The gradient of the output matrix, added to main_grad_VD, or summed in a buffer of its own for autograd."""
+
+    def __init__(self, weight_VD: Tensor, columns: int, main_grad_VD: Tensor | None, dtype: torch.dtype):
+        self._weight_VD, self._columns, self._direct = weight_VD, columns, main_grad_VD is not None
+        self._sum_VD = torch.empty_like(weight_VD, dtype=dtype) if main_grad_VD is None else main_grad_VD
+        self._written = self._direct
+
+    def add(self, grad_MV: Tensor, hidden_MD: Tensor) -> None:
+        sum_vD, written = self._sum_VD[: self._columns], self._written
+        self._written = True
+        if sum_vD.dtype == grad_MV.dtype or grad_MV.is_cuda or self._direct:
+            add_product(sum_vD, grad_MV.T, hidden_MD, keep=written)
+        elif written:
+            sum_vD += grad_MV.T @ hidden_MD
+        else:
+            sum_vD.copy_(grad_MV.T @ hidden_MD)
+
+    def of_autograd(self) -> Tensor:
+        """Return the gradient for autograd, which has no meaning if the gradient was added to main_grad_VD."""
+        if self._direct:
+            return added_to_main_grad(self._weight_VD)
+        self._sum_VD[self._columns if self._written else 0 :] = 0
+        return self._sum_VD.to(self._weight_VD.dtype)
