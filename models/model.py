@@ -20,8 +20,8 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import Weight, weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
+from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops.prepacked import PackedMatrix
-from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True)
@@ -128,11 +128,10 @@ class Model:
             targets_N,
             self.arch.vocab_size,
             self.mesh.tp,
-            temperature=temperature,
-            softcap=self.arch.logit_softcap,
-            with_entropy=with_entropy,
-            fused=self.kernels.loss_head and hidden.is_cuda,
-            main_grad_VD=module.output_gradient(),
+            LossHeadOptions(
+                temperature, self.arch.logit_softcap, with_entropy, fused=self.kernels.loss_head and hidden.is_cuda
+            ),
+            module.output_gradient(),
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Shape suffixes: T tokens of a row, S documents, N chunks, C tokens of a chunk, H
 reads key head h // (H / K)), D width of a key, U width of a value.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,8 +89,7 @@ def delta_rule_next(inputs: DeltaInputs, state_BHDU: Tensor) -> Tensor:
     return (query @ state_BHDU).squeeze(2).to(value.dtype)
 
 
-@dataclass(frozen=True)
-class _Saved:
+class _Saved(NamedTuple):
     """The results of the forward that the backward reads, for each chunk.
 
     inverse_NHCC: inverse of the chunk's triangular system.
@@ -160,7 +159,7 @@ def _forward(terms: BlockTerms, saved: _Saved, initial: Tensor | None, out: Tens
     """
     rate, key, block = terms.rate, terms.key, terms.block
     state = saved.state_NHDU
-    inverse, before, written = saved.inverse_NHCC[block], state[block], saved.written_NHCU[block]
+    inverse, before, written = (t[block] for t in saved)
     system = terms.by_head(terms.similar, terms.past).mul_(rate)
     eye = torch.eye(CHUNK, dtype=rate.dtype, device=rate.device).expand_as(system)
     torch.linalg.solve_triangular(system, eye, upper=False, unitriangular=True, out=inverse)
@@ -185,32 +184,23 @@ def _forward(terms: BlockTerms, saved: _Saved, initial: Tensor | None, out: Tens
 
 
 def _backward(
-    terms: BlockTerms,
-    saved: _Saved,
-    grad_THU: Tensor,
-    grad_after: Tensor,
-    grad_initial: Tensor | None,
-    grads: list[Tensor],
+    terms: BlockTerms, saved: _Saved, grad_THU: Tensor, grad_after: Tensor, grad_initial: Tensor | None, grads: list
 ) -> None:
     """Compute the gradients of a block: fill `grads`, and rows of `grad_after` and `grad_initial` for earlier states.
 
     grad_after: gradient of the state after each chunk, [N, H, D, U]; rows of this block are complete on entry.
-    grad_initial: gradient of the initial states, in `Chunks.order`; None: the rule had none.
-    grads: gradients of the inputs, by places.
+    grad_initial: gradient of the initial states, in `Chunks.order`; None: no initial states. grads: by input and place.
     """
-    query, key, rate, past, since, until = (
-        terms.query, terms.key, terms.rate, terms.past, terms.since, terms.until
-    )  # fmt: skip
-    inverse, state, written, grad_next = (
-        t[terms.block] for t in (saved.inverse_NHCC, saved.state_NHDU, saved.written_NHCU, grad_after)
-    )
+    query, key, rate = terms.query, terms.key, terms.rate
+    past, since, until = terms.past, terms.since, terms.until
+    inverse, state, written, grad_next = (t[terms.block] for t in (*saved, grad_after))
     grad = terms.cut(grad_THU).masked_fill(terms.empty, 0).contiguous()
     read, write = terms.by_head(key, since * rate), terms.by_head(key, until)
     grad_written = terms.by_head(terms.seen, past).transpose(2, 3) @ grad
     grad_state = terms.by_head(query, since).transpose(2, 3) @ grad
     grad_errors = torch.empty_like(grad_written)  # of rate (v - read S)
     for turn in reversed(terms.turns):
-        own, later = turn.chunks, turn.later
+        own, later, first = turn.chunks, turn.later, turn.first
         if terms.with_states or turn.followers.stop <= terms.chunks.count:
             add_product(grad_written[own], write[own], grad_next[own])
         product(grad_errors[own], inverse[own].transpose(2, 3), grad_written[own])
@@ -218,7 +208,6 @@ def _backward(
             torch.addcmul(grad_state[later], grad_next[later], terms.decay[later], out=grad_after[turn.before])
             add_product(grad_after[turn.before], read[later].transpose(2, 3), grad_errors[later], -1)
         if grad_initial is not None:
-            first = turn.first
             torch.addcmul(grad_state[first], grad_next[first], terms.decay[first], out=grad_initial[turn.begun])
             add_product(grad_initial[turn.begun], read[first].transpose(2, 3), grad_errors[first], -1)
 
@@ -230,7 +219,6 @@ def _backward(
     through.mul_(-rate).add_(terms.by_head(terms.seen, grad_seen))
     grad_total = through.sum(-1, keepdim=True) - through.sum(-2)[..., None]
     grad_similar.mul_(-rate)
-
     grad_query, grad_read, grad_write = (
         a @ b.transpose(2, 3) for a, b in ((grad, state), (grad_errors, state), (written, grad_next))
     )

@@ -44,7 +44,7 @@ class Segments:
 
 @dataclass(frozen=True)
 class VarlenCall:
-    """One call of the kernel, for blocks with the same limits of the mask.
+    """A call of the kernel, for blocks with the same limits of the mask.
 
     queries, keys: a segment for each block.
     left, right: limits of the mask, see `Block`; -1, as in the kernel: no limit.
