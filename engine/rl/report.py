@@ -12,6 +12,7 @@ from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run.metrics import MetricsLog
+from isoloss.engine.run.records import EVAL_ROLLOUTS, ROLLOUTS
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
@@ -78,8 +79,8 @@ class RolloutLog:
         self._log = log
         self.told: Mapping[str, str] = {}
         if log.enabled:
-            self._train = log.file("rollouts.jsonl")
-            self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
+            self._train = log.file(ROLLOUTS)
+            self._eval = log.file(EVAL_ROLLOUTS, of_evaluations=True)
 
     def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
         """step: the first optimizer step that the batch feeds."""

@@ -24,6 +24,7 @@ from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.config.schema import Config
 from isoloss.engine.data.chat_template import asks_for_the_date
 from isoloss.engine.instruments.files import replace_text
+from isoloss.engine.run.records import CONFIG, METRICS, PROVENANCE
 from isoloss.engine.step.optimizer import OPTIMIZER
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder
@@ -67,7 +68,7 @@ def check_folder(config: Config, run_name: str, arch: Architecture) -> None:
 
 def check_free(config: Config, folder: Path) -> None:
     """Raise UserError for a folder that the user named and that holds another run."""
-    if config.output_dir and not config.checkpoint.resume and (folder / "metrics.jsonl").exists():
+    if config.output_dir and not config.checkpoint.resume and (folder / METRICS).exists():
         raise UserError(
             f"output_dir={folder} holds a run already; choose another, or set checkpoint.resume=true to go on with it"
         )
@@ -237,8 +238,8 @@ def _claim(config: Config, run_name: str) -> Iterator[Path]:
         check_free(config, folder)  # again: a run may have begun and ended here since
         resolved = dataclasses.replace(config, output_dir=str(folder))
         plain = json.loads(json.dumps(dataclasses.asdict(resolved)))  # tuples become lists
-        replace_text(folder / "config.yaml", yaml.safe_dump(plain, sort_keys=False))
-        replace_text(folder / "run.json", json.dumps(_provenance(config), indent=2) + "\n")
+        replace_text(folder / CONFIG, yaml.safe_dump(plain, sort_keys=False))
+        replace_text(folder / PROVENANCE, json.dumps(_provenance(config), indent=2) + "\n")
         yield folder
 
 

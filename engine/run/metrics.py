@@ -1,7 +1,6 @@
 """Report the metrics of a run: metrics.jsonl, TensorBoard, a progress bar, and model FLOPs utilisation (MFU)."""
 
 import contextlib
-import json
 import math
 import re
 import sys
@@ -17,6 +16,7 @@ import torch
 
 from isoloss.engine.instruments.console import duration, say
 from isoloss.engine.instruments.files import AppendOnlyFile, JsonLines
+from isoloss.engine.run.records import EVALUATIONS, METRICS, RunRecords
 from isoloss.engine.step.engine import OptimResult
 from isoloss.engine.step.forward_backward import StepMetrics
 
@@ -70,8 +70,8 @@ class MetricsLog:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._tensorboard = EventFile(self._folder / "tensorboard", start_step + 1 if start_step else 0)
         self._files: list[AppendOnlyFile] = [self._tensorboard.file]
-        self._train = self.file("metrics.jsonl")
-        self._eval = self.file("eval.jsonl", of_evaluations=True)
+        self._train = self.file(METRICS)
+        self._eval = self.file(EVALUATIONS, of_evaluations=True)
         progress = _Bar if sys.stderr.isatty() else _Lines
         self._progress = progress(start_step, total_steps)
 
@@ -108,8 +108,7 @@ class MetricsLog:
         """Return the rows of the steps that a resumed run has done, with 0 for keys that an earlier isoloss lacked."""
         if not self.enabled or not self._start_step:
             return []
-        with self._train.path.open(encoding="utf-8") as lines:
-            rows = [json.loads(line) for line in lines]
+        rows = RunRecords(self._folder).metrics()
         return [defaultdict(float, {key: float(value) for key, value in row.items()}) for row in rows]
 
     def _record(self, group: str, file: JsonLines, step: int, values: Mapping[str, float]) -> dict[str, int | float]:
