@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isoloss.engine.batching.plan import Placement
+from isoloss.engine.batching.balance import Plan
+from isoloss.engine.batching.plan import Planner
 from isoloss.engine.batching.sample import Sample, outline
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_objects
@@ -47,22 +48,20 @@ class Scatter:
         """Samples that `make` gave, for an engine's methods."""
         return RankZeroSamples(samples, self)
 
-    def placed(
-        self, samples: Sequence[Sample], place: Callable[[Sequence[Sample]], Placement]
-    ) -> tuple[Placement, list[Sample]]:
-        """Where samples that `make` gave are computed, and the samples: whole where that is this rank.
+    def planned(self, samples: Sequence[Sample], plan: Planner) -> tuple[Plan, list[Sample]]:
+        """The plan of samples that `make` gave, and the samples: whole where this rank computes them.
 
-        Collectives: a broadcast of the placement over the world; for each replica but rank 0's own a message for each
+        Collectives: a broadcast of the plan over the world; for each replica but rank 0's own a message for each
         of tokens, masks and fields, and a broadcast of these in every replica.
         """
-        placement, found = self._rank0.compute(lambda: place(samples)), list(samples)
+        step_plan, samples_here = self._rank0.compute(lambda: plan(samples)), list(samples)
         for dp_rank, first in enumerate(self._firsts):
-            indices = [*chain.from_iterable(placement.plan.micro_batches[dp_rank])]
+            indices = [*chain.from_iterable(step_plan.micro_batches[dp_rank])]
             if indices and (self.here or dp_rank == self._dp_rank):
                 sent = self._sent([samples[index] for index in indices], dp_rank, first)
                 for index, sample in zip(indices, sent):
-                    found[index] = sample
-        return placement, found
+                    samples_here[index] = sample
+        return step_plan, samples_here
 
     def _sent(self, samples: Sequence[Sample], dp_rank: int, first: int) -> list[Sample]:
         """The samples, whole, on the ranks of this replica, whose first rank is `first`."""
@@ -111,6 +110,6 @@ class RankZeroSamples(Sequence[Sample]):
     def __getitem__(self, index):
         return self._samples[index]
 
-    def placed(self, place: Callable[[Sequence[Sample]], Placement]) -> tuple[Placement, list[Sample]]:
-        """See `Scatter.placed`."""
-        return self._scatter.placed(self._samples, place)
+    def planned(self, plan: Planner) -> tuple[Plan, list[Sample]]:
+        """See `Scatter.planned`."""
+        return self._scatter.planned(self._samples, plan)

@@ -14,9 +14,8 @@ from megatron.core.distributed import finalize_model_grads
 from torch import Tensor
 
 from isoloss.engine.batching.balance import CostModel, Plan
-from isoloss.engine.batching.distribute import RankZeroSamples
 from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.batching.plan import Placement, place, plan_step
+from isoloss.engine.batching.plan import plan_step, planned
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import HostCopies
@@ -26,7 +25,7 @@ from isoloss.engine.instruments import startup
 from isoloss.engine.instruments.profiling import phase
 from isoloss.engine.memory.offload import Offloader
 from isoloss.engine.step import moe_balancing, replica_check
-from isoloss.engine.step.forward_backward import Head, StepBatch, StepMetrics, prepare_step, run_step, run_targets
+from isoloss.engine.step.forward_backward import Head, StepMetrics, run_step, run_targets
 from isoloss.engine.step.losses import Loss, Term, negative_log_likelihood
 from isoloss.engine.step.model_source import ModelSource, resolve
 from isoloss.engine.step.optimizer import (
@@ -40,6 +39,7 @@ from isoloss.engine.step.optimizer import (
     state_tensors,
     wrap_ddp,
 )
+from isoloss.engine.step.step_batch import StepBatch, prepare_step
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
 from isoloss.models.mcore.layers.value_head import CriticWeights
 from isoloss.models.mcore.stages import stage_layers
@@ -47,7 +47,7 @@ from isoloss.models.mcore.weight_stream import Receives
 from isoloss.models.model import Model
 from isoloss.models.weights import manifest
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.parallel import Layout, Mesh, UserError
+from isoloss.parallel import Mesh, UserError
 from isoloss.parallel.aggregation import Aggregation
 from isoloss.parallel.collectives import gather_objects
 from isoloss.parallel.ops import flash_attention
@@ -86,8 +86,8 @@ class Engine:
     source: what `resolve` gives for `config`; None: resolve it here.
     critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
 
-    Every rank calls every method with the same arguments: all samples of a step, on every rank, or `RankZeroSamples` by
-    its `Scatter`. The plan then decides, purely from their lengths, which rank sees which.
+    Every rank calls every method with the same arguments: all samples of a step, or a `Holder` of them, such as
+    `RankZeroSamples`. The plan then decides, purely from their lengths, which rank sees which.
     Raises UserError (from the constructor, before any process group exists) for a layout the model does not admit.
     """
 
@@ -364,15 +364,9 @@ class Engine:
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """Which dp rank runs which samples in which micro-batch; the same on every rank."""
-        return plan_step(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
-
-    def _place(self, samples: Sequence[Sample]) -> Placement:
-        return place(samples, *self._limits_of_a_plan, share_prefixes=self.shares_prefixes)
-
-    @property
-    def _limits_of_a_plan(self) -> tuple[Layout, int, CostModel]:
-        return self.mesh.layout, self.config.batch.max_tokens, self.cost_model
+        """The micro-batches of each dp rank; the same on every rank."""
+        limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
+        return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
     def _come_back(self) -> None:
         self._weights.onload()
@@ -389,11 +383,8 @@ class Engine:
 
     def _prepare(self, samples: Sequence[Sample], loss: Loss) -> StepBatch:
         self._come_back()
-        if isinstance(samples, RankZeroSamples):
-            placement, samples = samples.placed(self._place)
-        else:
-            placement = self._place(samples)
-        batch = prepare_step(samples, loss, placement, self.mesh, self.device)
+        plan, samples = planned(samples, self.plan)
+        batch = prepare_step(samples, loss, plan, self.mesh, self.device)
         self.gather.launch()  # after the counts: the host waits for those, and they take their turn in the same group
         costs = [self.cost_model.cost_of_spans(spans) for spans in batch.spans]
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))

@@ -1,35 +1,32 @@
-"""One pass over the samples of a step: plan, weights, packed micro-batches, schedule, metrics. SFT and RL share it.
+"""Run one pass over the micro-batches of a step: schedule, loss, metrics. SFT and RL share it.
 
 Shape suffixes: T tokens of one sample, R of this rank's slice of a packed row, N labeled positions on this rank,
 A aggregations of the loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from isoloss.engine.batching.packing import PackedBatch, pack
-from isoloss.engine.batching.plan import Placement
-from isoloss.engine.batching.prefixes import Piece
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import Stopwatch, phase
 from isoloss.engine.step.losses import Fields, Loss, TokenInputs
 from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
+from isoloss.engine.step.step_batch import StepBatch
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
-from isoloss.parallel.normalizer import GlobalLossNormalizer, StepCounts, count_tokens
+from isoloss.parallel.normalizer import StepCounts
 from isoloss.parallel.schedule import run_schedule
-from isoloss.parallel.sequence import row_length
 
 # How far the consumed weights may be from their closed form: rounding of fp64 and of fp32 weights.
 CANARY_TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-6}
@@ -42,48 +39,6 @@ Head = Callable[[PackedBatch, Tensor], Tensor]
 
 class CanaryError(RuntimeError):
     """The loss head did not consume the weights that the counts promise: the loss of this step is not to be trusted."""
-
-
-class MicroBatches(Sequence[PackedBatch]):
-    """Packed when they are asked for, one before its turn, so that a step needs the memory of few of them, however many
-    there are."""
-
-    def __init__(self, length: int, pack_one: Callable[[int], PackedBatch]):
-        self._length, self._pack_one = length, pack_one
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, index):
-        return self._pack_one(range(self._length)[index])
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """The micro-batches of this rank, and what the step holds over all ranks.
-
-    rows: tokens of each micro-batch's whole row, with padding.
-    counts: for each aggregation of the loss.
-    lengths: tokens of every sample of the step.
-    spans: of each dp rank, where the pieces that it computes begin and end in their samples.
-    cost, total_cost: of what this rank computes, and all: forward FLOPs.
-    """
-
-    micro_batches: Sequence[PackedBatch]
-    rows: tuple[int, ...]
-    counts: tuple[StepCounts, ...]
-    lengths: tuple[int, ...]
-    spans: Sequence[Sequence[tuple[int, int]]]
-    cost: float = 0.0
-    total_cost: float = 0.0
-
-    @property
-    def total_tokens(self) -> int:
-        return sum(self.lengths)
-
-    @property
-    def computed_tokens(self) -> int:
-        return sum(stop - start for of_rank in self.spans for start, stop in of_rank)
 
 
 @dataclass(frozen=True)
@@ -122,48 +77,6 @@ class StepMetrics:
     busy_seconds: float = 0.0
     cost: float = 0.0
     total_cost: float = 0.0
-
-
-def prepare_step(
-    samples: Sequence[Sample], loss: Loss, placement: Placement, mesh: Mesh, device: torch.device
-) -> StepBatch:
-    """Count and weigh this rank's share of `samples`; packing waits for its turn.
-
-    samples: all of the step, on every rank; of those that are placed elsewhere an outline will do.
-    Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
-    aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
-    """
-    mine = placement.plan.micro_batches[mesh.dp.rank()]
-    order = [index for micro_batch in mine for index in micro_batch]
-    masks = [samples[index].mask_T for index in order]
-    # Numbered without gaps, from all samples of the step: the same numbers on every rank.
-    number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
-    group_ids = [number_of[samples[index].group] for index in order]
-    by_prompt = any(aggregation.by_prompt for aggregation in loss.aggregations)
-    prompts = {"group_ids": group_ids, "num_groups": len(number_of)} if by_prompt else {}
-    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **prompts)
-    weighed = [GlobalLossNormalizer(mode, mesh.dp).weights(masks, counts=counts) for mode in loss.aggregations]
-    weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *(weights for weights, _ in weighed))}
-    lengths = tuple(len(sample) for sample in samples)
-    start_of = [0, *accumulate(lengths)]
-
-    names = sorted(samples[0].fields) if samples else []
-
-    def pack_one(index: int) -> PackedBatch:
-        m = mine[index]
-        row = [samples[i] for i in m], [weights_of[i] for i in m], [start_of[i] for i in m]
-        packed = pack(*row, mesh, device, names, len(loss.aggregations), own_pieces[index])
-        return replace(packed, longest=longest[index])
-
-    def rows_of(pieces: Sequence[Sequence[Piece]]) -> tuple[int, ...]:
-        return tuple(row_length([len(piece) for piece in m], mesh) for m in pieces)
-
-    own_pieces = placement.pieces[mesh.dp.rank()]
-    rows = longest = rows_of(own_pieces)
-    if mesh.layout.ep > 1:  # ranks that share experts may have longer rows
-        longest = [max(ranks) for ranks in zip(*map(rows_of, placement.pieces))]
-    spans = [[(piece.start, piece.stop) for m in of_rank for piece in m] for of_rank in placement.pieces]
-    return StepBatch(MicroBatches(len(mine), pack_one), rows, tuple(counts for _, counts in weighed), lengths, spans)
 
 
 def run_step(

@@ -1,5 +1,6 @@
 """Documents of a packed row that begin alike: a tree of pieces."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,10 +12,17 @@ class PrefixTree:
 
     lengths: tokens of each piece; each is cut over the ring as a document is.
     parents: the piece that each goes on from, -1: it begins a document. Left out: every piece is a document.
+    documents: the last piece of each document, where documents are numbered.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...] = ()
+    documents: tuple[int, ...] = ()
+
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> "PrefixTree":
+        """Documents that share nothing."""
+        return cls(tuple(lengths), (-1,) * len(lengths), tuple(range(len(lengths))))
 
     def __post_init__(self):
         assert not self.parents or len(self.parents) == len(self.lengths)
@@ -54,6 +62,22 @@ class PrefixTree:
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[piece])
         return tuple(ends)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """The pieces of each of `documents`, the last one first."""
+        paths: list[tuple[int, ...]] = []
+        for piece in self.documents:
+            path = [piece]
+            while (piece := self.parents[piece]) >= 0:
+                path.append(piece)
+            paths.append(tuple(path))
+        return tuple(paths)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The positions at which each piece begins and ends."""
+        return [(start, start + length) for start, length in zip(self.offsets, self.lengths)]
 
     @property
     def longest(self) -> int:

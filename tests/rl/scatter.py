@@ -41,9 +41,9 @@ def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
     engine, loss = Engine(config), policy_loss(config)
     scatter, differences = Scatter(engine.mesh), []
     held = scatter.make(lambda: list(samples))
-    placement, found = scatter.placed(held, engine._place)
-    if placement != engine._place(samples):
-        differences.append("placement")
+    plan, found = scatter.planned(held, engine.plan)
+    if plan != engine.plan(samples):
+        differences.append("plan")
     for index, (sample, before, after) in enumerate(zip(samples, held, found, strict=True)):
         differences += (
             [f"outline of {index}"] if tells(before) != tells(sample) or tells(after) != tells(sample) else []
@@ -54,7 +54,7 @@ def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
     ):
         differences += [] if torch.equal(one, other) else [name]
     scatter.close()
-    placed = sorted(chain.from_iterable(engine.plan(samples).micro_batches[engine.mesh.dp.rank()]))
+    placed = sorted(chain.from_iterable(plan.micro_batches[engine.mesh.dp.rank()]))
     return Seen(present(held), present(found), placed, differences)
 
 

@@ -8,7 +8,7 @@ import torch
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.tools.prove.bugs.bug import PlantedBug, RunTraits
 
-PACK, FORWARD_ROW = "isoloss.engine.step.forward_backward.pack", "isoloss.engine.step.forward_backward.forward_row"
+PACK, FORWARD_ROW = "isoloss.engine.step.step_batch.pack", "isoloss.engine.step.forward_backward.forward_row"
 
 
 def _label_of_the_first_sample(pack):
