@@ -52,7 +52,7 @@ class Scatter:
         """The plan of samples that `make` gave, and the samples: whole where this rank computes them.
 
         Collectives: a broadcast of the plan over the world; for each replica but rank 0's own a message for each
-        of tokens, masks and fields, and a broadcast of these in every replica.
+        of tokens, masks, fields and own targets, and a broadcast of these in every replica.
         """
         step_plan, samples_here = self._rank0.compute(lambda: plan(samples)), list(samples)
         for dp_rank, first in enumerate(self._firsts):
@@ -72,8 +72,12 @@ class Scatter:
         tokens, masks = sent([sample.tokens_T for sample in samples]), sent([sample.mask_T for sample in samples])
         names = [*samples[0].fields]
         fields = [dict(zip(names, of_one)) for of_one in zip(*(sent([s.fields[n] for s in samples]) for n in names))]
+        targets = iter(sent(given) if (given := [s.targets_T for s in samples if s.targets_T is not None]) else [])
         parts = zip(samples, tokens, masks, fields or [{} for _ in samples])
-        return [replace(sample, tokens_T=t, mask_T=m, fields=f) for sample, t, m, f in parts]
+        return [
+            replace(s, tokens_T=t, mask_T=m, fields=f, targets_T=None if s.targets_T is None else next(targets))
+            for s, t, m, f in parts
+        ]
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
         """Vectors of one type, in one message."""
@@ -99,7 +103,7 @@ class Scatter:
 
 
 class RankZeroSamples(Sequence[Sample]):
-    """The samples of a step, whole on rank 0; on the other ranks their lengths, groups, ids and the fields' names."""
+    """The samples of a step, whole on rank 0; on the other ranks their lengths, ids and the fields' names."""
 
     def __init__(self, samples: Sequence[Sample], scatter: Scatter):
         self._samples, self._scatter = samples, scatter

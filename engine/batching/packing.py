@@ -34,6 +34,7 @@ class PackedBatch:
     labelled_N: indices into the slice of the positions that predict a target, one for each target; targets_N: those.
     document_N, origin_N: the sample of the row that each target belongs to, and where it stands in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
+    cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
     uploads: what attention has told the device of the row, for all chunks of the model.
     """
@@ -52,6 +53,7 @@ class PackedBatch:
     origin_N: Tensor
     weights_AN: Tensor
     fields: Mapping[str, Tensor]
+    cut_sequences: bool = False
     longest: int = 0
     uploads: VarlenCache = field(default_factory=VarlenCache)
 
@@ -186,7 +188,7 @@ class _Labels:
         names = sorted({name for sample in samples for name in sample.fields})
         return cls(
             torch.cat([place_T[at_L] for place_T, at_L in zip(places, at)]),
-            torch.cat([sample.tokens_T[at_L + 1] for sample, at_L in zip(samples, at)]),
+            torch.cat([sample.predicted_T[at_L + 1] for sample, at_L in zip(samples, at)]),
             torch.arange(len(samples)).repeat_interleave(torch.tensor([len(at_L) for at_L in at])),
             torch.cat([step.starts[index] + at_L + 1 for index, at_L in zip(micro_batch, at)]),
             torch.cat([step.weights[index][:, at_L + 1] for index, at_L in zip(micro_batch, at)], dim=1),

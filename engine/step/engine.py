@@ -149,38 +149,53 @@ class Engine:
         """Accumulate the gradient of the samples' loss; nothing is reduced yet.
 
         A mean aggregation needs all samples of the optimizer step in one call; several calls before a step ask for
-        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`.
+        `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`, and
+        where samples of one trajectory contradict each other. All samples of a trajectory are in one call.
+
+        With `loss.outputs` the pass also returns what these are at every target, such as log-probabilities.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics; here and in every
         method that reads weights, after a step, the all-gather of what it stepped (`Gather`).
         """
         return self._forward_backward(samples, loss)
 
     @phase("optimizer")
-    def optim_step(self, lr: float | None = None, max_grad_norm: float = math.inf) -> OptimResult:
+    def optim_step(
+        self,
+        lr: float | None = None,
+        max_grad_norm: float = math.inf,
+        *,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        clip: float | None = None,
+    ) -> OptimResult:
         """Reduce the accumulated gradients (plain sums over dp x context), clip, and step; move selection biases.
 
         A non-finite loss or gradient, or a step without a valid token, is reported and not applied.
 
-        lr: learning rate of this step; default the configured one.
+        lr, betas, eps, weight_decay, clip: AdamW's numbers and the largest norm of the gradient (0: any), for this step
+            only; default the configured ones. Raises UserError where one is out of its bounds.
         max_grad_norm: nor is a step whose gradient has a greater norm, before clipping.
         Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
             experts' loads.
         """
         started = time.perf_counter()
-        lr = self.config.optim.lr if lr is None else lr
+        given = {"lr": lr, "betas": betas and tuple(betas), "eps": eps, "weight_decay": weight_decay, "clip": clip}
+        given = {name: value for name, value in given.items() if value is not None}
+        optim = dataclasses.replace(self.config.optim, min_lr=0.0, **given)
         self.reduce_gradients()
         self.optimizer.prepare_grads()
         norm = global_grad_norm(self.optimizer)
         applied = self._finite and math.isfinite(norm) and norm <= max_grad_norm and self._tokens > 0
         if applied:
-            clip_gradients(self.optimizer, norm, self.config.optim.clip)
-            set_hyperparameters(self.optimizer, lr)
+            clip_gradients(self.optimizer, norm, optim.clip)
+            set_hyperparameters(self.optimizer, optim)
             with self.gather.defer():
                 self.optimizer.step_with_ready_grads()
             if self.load_balancing is not None:
                 moe_balancing.update_biases(self.chunks, self.load_balancing.bias_rate, self.mesh)
         self.zero_grad()
-        return OptimResult(norm, lr, applied, time.perf_counter() - started)
+        return OptimResult(norm, optim.lr, applied, time.perf_counter() - started)
 
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
@@ -364,7 +379,17 @@ class Engine:
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """The micro-batches of each dp rank; the same on every rank."""
+        """The micro-batches of each dp rank; the same on every rank. Raises UserError where a sample's own target is
+        no token."""
+        for sample in samples:
+            if sample.targets_T is not None:
+                targets = sample.targets_T[sample.mask_T]
+                wrong = targets[(targets < 0) | (targets >= self.arch.vocab_size)]
+                if len(wrong):
+                    raise UserError(
+                        f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
+                        f"0 to {self.arch.vocab_size - 1}: correct it, or set mask_T to False there"
+                    )
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
@@ -406,6 +431,12 @@ class Engine:
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
         if self.load_balancing is not None:
+            if batch.sequences < len(batch.lengths):
+                raise UserError(
+                    "moe.aux_loss_coef, moe.z_loss_coef and moe.bias_update_rate count every token that a router sees, "
+                    "and Sample.sequence cuts a trajectory into several samples, which repeat its tokens: give each "
+                    "trajectory as one sample, or set these keys to 0"
+                )
             router_losses = moe_balancing.start(self.load_balancing, batch.lengths, loss, self.device)
         metrics = run_step(self.model, batch, loss, router_losses=router_losses, dispatch_bound=dispatch_bound)
         self._finite &= math.isfinite(metrics.loss)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.instruments import watchdog
 from isoloss.engine.instruments.profiling import Stopwatch, phase
-from isoloss.engine.step.losses import Fields, Loss, TokenInputs
+from isoloss.engine.step.losses import Fields, Loss, TokenInputs, one_per_target
 from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
 from isoloss.engine.step.step_batch import StepBatch
 from isoloss.models.mcore.gpt import forward_row
@@ -50,6 +50,8 @@ class StepMetrics:
     weight_sum: of the first term's weights, as consumed.
     terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
     observed: means over the valid tokens, and what else the loss asked for of them.
+    outputs: each of the loss's outputs by name, sample by sample: [T] fp64, 0 where mask_T is False, on every rank.
+    sequences: trajectories of the step.
     valid_tokens: targets.
     total_tokens: tokens without padding. computed_tokens: the same, what samples share counted once.
     micro_batches: of each rank.
@@ -72,6 +74,7 @@ class StepMetrics:
     seconds: float = 0.0
     terms: Mapping[str, float] = field(default_factory=dict)
     observed: Mapping[str, float] = field(default_factory=dict)
+    outputs: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
     lost: int = 0
     reruns: int | None = None
     busy_seconds: float = 0.0
@@ -94,19 +97,20 @@ def run_step(
     dispatch_bound: of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
-    pair of all-reduces with router losses; with a bound, an all-reduce of one number over tp.
+    pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of one number over
+    tp.
     """
     lost = None if dispatch_bound is None else torch.zeros((), dtype=torch.float64, device=torch.cuda.current_device())
     bound = partial(_bound, model.mesh, dispatch_bound, lost)
     forward, of_loss, busy = partial(_forward, model, router_losses, bound), partial(_loss, model, loss), Stopwatch()
-    consumed = run_schedule(
+    returned = run_schedule(
         model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, of_loss, forward_only=forward_only
     )
     busy.stop()
     if lost is not None and model.mesh.tp.size() > 1:  # whose ranks have different tokens, and else the same numbers
         dist.all_reduce(lost, dist.ReduceOp.MAX, group=model.mesh.tp)
     *summed, largest = StepTotals.sizes(loss)
-    flat = totals_of(consumed, sum(summed), largest, model.mesh, lost)
+    flat = totals_of([numbers for numbers, *_ in returned], sum(summed), largest, model.mesh, lost)
     totals = StepTotals.read(loss, flat.cpu().tolist())  # the host waits for the device here, once a step
     for weight_sum, counts in zip(totals.weight_sums, batch.counts):
         check_canary(weight_sum, counts, model.dtype)
@@ -115,6 +119,11 @@ def run_step(
         _reduced_router_losses(router_losses, model) if router_losses is not None and router_losses.losses else []
     )
     terms = [*zip(loss.terms, totals.terms), *router_terms]
+    outputs = {}
+    if loss.outputs:
+        parts = [(origin_N, outputs_NK) for _, origin_N, outputs_NK in returned]
+        by_name = at_targets(parts, (len(loss.outputs),), batch.total_tokens, model.mesh).unbind(1)
+        outputs = {name: values.split(batch.lengths) for name, values in zip(loss.outputs, by_name)}
     return StepMetrics(
         loss=sum(term.coefficient * value for term, value in terms),
         magnitude=totals.magnitude[0] + sum(term.coefficient * value for term, value in router_terms),
@@ -122,10 +131,11 @@ def run_step(
         valid_tokens=tokens,
         total_tokens=batch.total_tokens,
         computed_tokens=batch.computed_tokens,
-        sequences=len(batch.lengths),
+        sequences=batch.sequences,
         micro_batches=len(batch.micro_batches),
         terms={term.name: value for term, value in terms},
         observed=totals.observed(loss, tokens),
+        outputs=outputs,
         lost=int(totals.lost),
         busy_seconds=busy.seconds(),
         cost=batch.cost,
@@ -143,25 +153,32 @@ def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tu
 
 
 def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ...] = ()) -> Tensor:
-    """What a head gives for all targets of the step, [total tokens, *shape] fp64 in the order of the samples, on every
-    rank.
+    """Return what a head gives for all targets of the step, as `at_targets`.
 
     head: a micro-batch and the hidden states of its row -> [N, *shape].
-    shape: of what it gives for one target.
-    Collectives: the model's and the head's; one all-reduce over dp x context and one over pp of the result, where
-    these have more than one rank.
+    Collectives: the model's and the head's, and those of `at_targets`.
     """
 
     def collect(micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         return hidden.new_zeros(()), (micro_batch.origin_N, head(micro_batch, hidden))
 
-    flat = torch.zeros((batch.total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
     forward = partial(_forward, model, None, lambda micro_batch: None)
-    for origin_N, values_N in run_schedule(
-        model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True
-    ):
+    parts = run_schedule(model.mesh, model.chunks, batch.micro_batches, batch.rows, forward, collect, forward_only=True)
+    return at_targets(parts, shape, batch.total_tokens, model.mesh)
+
+
+def at_targets(parts: Sequence[tuple[Tensor, Tensor]], shape: tuple[int, ...], total_tokens: int, mesh: Mesh) -> Tensor:
+    """Put values of targets at their places in the step, [total tokens, *shape] fp64 in the order of the samples, on
+    every rank; 0 elsewhere.
+
+    parts: for each micro-batch, the places [N] and the values [N, *shape].
+    shape: the shape of the value of one target.
+    Collectives: one all-reduce over dp x context and one over pp, where these have more than one rank.
+    """
+    flat = torch.zeros((total_tokens, *shape), dtype=torch.float64, device=torch.cuda.current_device())
+    for origin_N, values_N in parts:
         flat[origin_N] = values_N.to(torch.float64)
-    for group in model.mesh.loss_groups:
+    for group in mesh.loss_groups:
         dist.all_reduce(flat, group=group)
     return flat
 
@@ -188,8 +205,10 @@ def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: Pa
 
 
 @phase("loss")
-def _loss(model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """What is differentiated of a micro-batch, and its `StepTotals.flat`."""
+def _loss(
+    model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
+    """Return what is differentiated of a micro-batch; its `StepTotals.flat`, places of targets, and outputs [N, K]."""
     inputs = _token_inputs(model, micro_batch, hidden, loss)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     value, magnitude, sums = hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.float64), []
@@ -207,7 +226,8 @@ def _loss(model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor) ->
             moments=[sum_ for pair in loss.correlation_metrics.values() for sum_ in moments_of(*pair(inputs))],
             largest=[largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()],
         )
-    return value, torch.stack(totals.flat())
+        outputs = [one_per_target(name, per_token, inputs).double() for name, per_token in loss.outputs.items()]
+    return value, (torch.stack(totals.flat()), micro_batch.origin_N, torch.stack(outputs, 1) if outputs else None)
 
 
 def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:
@@ -222,8 +242,8 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
         )
     dtype = logprobs_N.dtype
     fields = Fields({name: values.to(dtype) for name, values in micro_batch.fields.items()})
-    documents = (micro_batch.document_N, len(micro_batch.length_S))
-    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *documents, model.mesh.context)
+    row = micro_batch.document_N, len(micro_batch.length_S), model.mesh.context, micro_batch.cut_sequences
+    return TokenInputs(logprobs_N, entropy_N, values_N, fields, *row)
 
 
 def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, consumer: str = "the loss head") -> None:

@@ -24,6 +24,7 @@ class TokenInputs:
     values_N: the value head's output, of a critic, whose other two are empty.
     fields: those of the samples.
     document_N: the document of the row that each target belongs to.
+    cut_sequences: whether a sequence of the step is cut into several samples.
     """
 
     logprobs_N: Tensor
@@ -33,12 +34,20 @@ class TokenInputs:
     document_N: Tensor
     num_documents: int
     context: dist.ProcessGroup
+    cut_sequences: bool = False
 
     def sequence_sum(self, values_N: Tensor) -> Tensor:
-        """For every target the sum of `values_N` over all targets of its sequence, [N], however it is sharded.
+        """Sum `values_N` over all targets of each target's sequence, [N], however it is sharded.
 
-        Differentiable. Collectives: one all-reduce over context, another in the backward.
+        Differentiable. Raises UserError where sequences are cut into samples. Collectives: one all-reduce over context,
+        another in the backward.
         """
+        if self.cut_sequences:
+            raise UserError(
+                "a loss sums over whole sequences (sequence_sum, as algorithm.loss=gspo and algorithm.importance="
+                "sequence do), but Sample.sequence says that some are cut into several samples, which may be computed "
+                "apart: give each sequence as one sample, or use a loss of single tokens"
+            )
         return sum_over_documents(values_N, self.document_N, self.num_documents, self.context)[self.document_N]
 
 
@@ -61,12 +70,7 @@ class Term:
 
     def values(self, inputs: TokenInputs) -> Tensor:
         """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
-        values_N, shape = self.per_token(inputs), tuple(inputs.document_N.shape)
-        if not isinstance(values_N, Tensor) or values_N.shape != shape:
-            raise UserError(
-                f"{self.name}: {defined(self.per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
-                "return one number per target, neither summed nor averaged, which loss.aggregation does"
-            )
+        values_N = one_per_target(self.name, self.per_token, inputs)
         if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
             raise UserError(
                 f"{self.name}: {defined(self.per_token)} returned numbers without a gradient: compute them from "
@@ -84,6 +88,7 @@ class Loss:
     mean_metrics: further per-token values, reported as means over the valid tokens of the step.
     max_metrics: others, none of them negative, of which the largest is reported.
     correlation_metrics: pairs of others, reported as Pearson's correlation.
+    outputs: others that the pass returns, sample by sample (`StepMetrics.outputs`).
     """
 
     terms: tuple[Term, ...]
@@ -92,6 +97,7 @@ class Loss:
     mean_metrics: Mapping[str, PerToken] = field(default_factory=dict)
     max_metrics: Mapping[str, PerToken] = field(default_factory=dict)
     correlation_metrics: Mapping[str, Callable[[TokenInputs], tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    outputs: Mapping[str, PerToken] = field(default_factory=dict)
 
     def __post_init__(self):
         names = [term.name for term in self.terms] + [*self.mean_metrics, *self.max_metrics, *self.correlation_metrics]
@@ -123,6 +129,17 @@ class Fields(dict[str, Tensor]):
         raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
 
 
+def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs) -> Tensor:
+    """Return what per_token gives, [N]. Raises UserError where that is not one number per target."""
+    values_N, shape = per_token(inputs), tuple(inputs.document_N.shape)
+    if not isinstance(values_N, Tensor) or values_N.shape != shape:
+        raise UserError(
+            f"{name}: {defined(per_token)} returned {shape_or_type(values_N)} instead of shape {shape}: "
+            "return one number per target, neither summed nor averaged, which loss.aggregation does"
+        )
+    return values_N
+
+
 def shape_or_type(returned: object) -> str:
     """What an error message says of what a user's function returned."""
     return f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
@@ -134,6 +151,11 @@ def defined(function: Callable[..., Any]) -> str:
         function = function.func
     code = getattr(function, "__code__", None)
     return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})" if code else repr(function)
+
+
+def target_logprobs(inputs: TokenInputs) -> Tensor:
+    """Return log p(target), as `Engine.logprobs` does; for `Loss.outputs`."""
+    return inputs.logprobs_N
 
 
 def negative_log_likelihood(inputs: TokenInputs) -> Tensor:

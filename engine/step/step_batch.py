@@ -11,10 +11,10 @@ import torch
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.packing import PackedBatch, StepSamples, pack
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.sample import Sample, sequence_numbers
 from isoloss.engine.step.losses import Loss
 from isoloss.parallel import Mesh
-from isoloss.parallel.normalizer import StepCounts, count_tokens, token_weights
+from isoloss.parallel.normalizer import Ids, StepCounts, count_tokens, token_weights
 from isoloss.parallel.sequence import row_length
 
 
@@ -38,6 +38,7 @@ class StepBatch:
     rows: tokens of each micro-batch's whole row, with padding.
     counts: the counts for each aggregation of the loss.
     lengths: tokens of every sample of the step.
+    sequences: its number of trajectories.
     spans: by dp rank, the positions at which each piece that it computes begins and ends.
     cost, total_cost: forward FLOPs of this rank, and of all.
     """
@@ -46,6 +47,7 @@ class StepBatch:
     rows: tuple[int, ...]
     counts: tuple[StepCounts, ...]
     lengths: tuple[int, ...]
+    sequences: int
     spans: Sequence[Sequence[tuple[int, int]]]
     cost: float = 0.0
     total_cost: float = 0.0
@@ -71,10 +73,13 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
     masks = [samples[index].mask_T for index in order]
     # Numbered without gaps, from all samples of the step: the same numbers on every rank.
     number_of = {group: number for number, group in enumerate(dict.fromkeys(sample.group for sample in samples))}
-    group_ids = [number_of[samples[index].group] for index in order]
-    by_prompt = any(aggregation.by_prompt for aggregation in loss.aggregations)
-    prompts = {"group_ids": group_ids, "num_groups": len(number_of)} if by_prompt else {}
-    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **prompts)
+    sequence_of, ids = sequence_numbers(samples), {}
+    num_sequences = len({*sequence_of})
+    if any(aggregation.by_prompt for aggregation in loss.aggregations):
+        ids["prompts"] = Ids("group", [number_of[samples[index].group] for index in order], len(number_of))
+    if num_sequences < len(samples):
+        ids["sequences"] = Ids("sequence", [sequence_of[index] for index in order], num_sequences)
+    counts = count_tokens(masks, mesh.dp_context, counted=mesh.context.rank() == 0, **ids)
     weights, step_counts = zip(*(token_weights(masks, counts, aggregation) for aggregation in loss.aggregations))
     weights_of = {index: torch.stack(modes) for index, *modes in zip(order, *weights)}
     step = StepSamples(samples, weights_of, len(loss.aggregations))
@@ -83,8 +88,9 @@ def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, 
         longest = [max(row_length(tree.lengths, mesh) for tree in ranks) for ranks in zip(*plan.trees)]
 
     def pack_one(index: int) -> PackedBatch:
-        return replace(pack(step, micro_batches[index], trees[index], mesh, device), longest=longest[index])
+        packed = pack(step, micro_batches[index], trees[index], mesh, device)
+        return replace(packed, cut_sequences=num_sequences < len(samples), longest=longest[index])
 
-    lengths = tuple(map(len, samples))
+    packed = MicroBatches(len(micro_batches), pack_one)
     spans = [[*chain.from_iterable(tree.spans for tree in rank_trees)] for rank_trees in plan.trees]
-    return StepBatch(MicroBatches(len(micro_batches), pack_one), tuple(rows), step_counts, lengths, spans)
+    return StepBatch(packed, tuple(rows), step_counts, tuple(map(len, samples)), num_sequences, spans)

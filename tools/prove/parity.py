@@ -152,7 +152,7 @@ class Measurement:
 def freeze(samples: Sequence[Sample]) -> bytes:
     """Samples as bytes that any process can read (tensors sent through a pipe would share file descriptors)."""
     buffer = io.BytesIO()
-    torch.save([(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in samples], buffer)
+    torch.save([sample.values() for sample in samples], buffer)
     return buffer.getvalue()
 
 
