@@ -227,7 +227,8 @@ def _loss(
             largest=[largest_of(per_token(inputs)) for per_token in loss.max_metrics.values()],
         )
         outputs = [one_per_target(name, per_token, inputs).double() for name, per_token in loss.outputs.items()]
-    return value, (torch.stack(totals.flat()), micro_batch.origin_N, torch.stack(outputs, 1) if outputs else None)
+        outputs_NK = torch.stack(outputs, 1) if outputs else None
+    return value, (torch.stack(totals.flat()), micro_batch.origin_N, outputs_NK)
 
 
 def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: Loss) -> TokenInputs:

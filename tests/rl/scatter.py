@@ -60,20 +60,24 @@ def scattered(config: RLConfig, samples: Sequence[Sample]) -> Seen:
 
 def tells(sample: Sample) -> tuple:
     """What an outline has."""
-    tensors = sample.tokens_T, sample.mask_T, *sample.fields.values()
-    return sample.id, sample.group, [*sample.fields], [(tensor.shape, tensor.dtype) for tensor in tensors]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors_of(sample)]
+    return sample.id, sample.group, sample.sequence, sample.set, [*sample.fields], shapes
+
+
+def tensors_of(sample: Sample) -> list[torch.Tensor]:
+    own = [] if sample.targets_T is None else [sample.targets_T]
+    return [sample.tokens_T, sample.mask_T, *sample.fields.values(), *own]
 
 
 def same(one: Sample, other: Sample) -> bool:
-    pairs = (one.tokens_T, other.tokens_T), (one.mask_T, other.mask_T), *zip(one.fields.values(), other.fields.values())
-    return all(torch.equal(*pair) for pair in pairs)
+    return all(torch.equal(*pair) for pair in zip(tensors_of(one), tensors_of(other), strict=True))
 
 
 def present(samples: Sequence[Sample]) -> list[int]:
     """Those whose every tensor has values; an assertion where some do."""
     found = []
     for index, sample in enumerate(samples):
-        absent = {tensor.is_meta for tensor in (sample.tokens_T, sample.mask_T, *sample.fields.values())}
+        absent = {tensor.is_meta for tensor in tensors_of(sample)}
         assert len(absent) == 1, index
         found += [] if True in absent else [index]
     return found
