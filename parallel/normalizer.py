@@ -30,11 +30,12 @@ MASK_PLACEMENTS = ("replicated", "sharded")
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Integer counts of an optimizer step, on the host: all that any mode divides by.
+    """Integer counts of an optimizer step over all ranks, on the host: all that any mode divides by.
 
-    Of this rank's samples: tokens_S, valid tokens of the sequence of each, over all ranks; group_S, its prompt. Over
-    all ranks: tokens; sequences, and valid_sequences with a valid token; tokens_P, valid tokens of each prompt, and
-    samples_P, its samples. What is about prompts is empty where they were not counted.
+    tokens_S: valid tokens of the sequence of each of this rank's samples. group_S: the prompt of each.
+    tokens: valid tokens. sequences: number of sequences. valid_sequences: those with a valid token.
+    tokens_P, samples_P: valid tokens and samples of each prompt; these and group_S are empty where prompts were not
+        counted.
     """
 
     tokens_S: Tensor
@@ -47,7 +48,7 @@ class TokenCounts:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int]) -> "TokenCounts":
-        """Of a step of which this rank knows every sequence and counts every token. No collective."""
+        """Count a step of which this rank knows every sequence, and in which every token is valid. No collective."""
         none = torch.zeros(0, dtype=torch.int64)
         return cls(torch.tensor(lengths, dtype=torch.int64), none, sum(lengths), len(lengths), len(lengths), none, none)
 
@@ -72,7 +73,7 @@ class Ids:
             raise ValueError(f"{kind}_ids must be in 0..{last} (num_{kind}s={self.count}), not {outside[0]}")
 
     def totals(self, tokens_S: Tensor) -> Tensor:
-        """Valid tokens and samples of each number, [2, count]."""
+        """Return valid tokens and samples of each number, [2, count]."""
         totals = torch.zeros((2, self.count), dtype=torch.int64)
         return totals.index_add_(
             1, torch.tensor(self.number_S, dtype=torch.int64), torch.stack([tokens_S, torch.ones_like(tokens_S)])
@@ -124,7 +125,7 @@ def count_tokens(
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What an optimizer step holds, over all ranks.
+    """The counts of an optimizer step that one aggregation uses, over all ranks.
 
     tokens: valid tokens N. sequences, prompts: the denominators S and P (fully masked ones only if they count).
     weight_sum: what the weights of all tokens of the step add up to, in closed form; the canary compares it with the
@@ -140,7 +141,7 @@ class StepCounts:
 def token_weights(
     masks: Sequence[Tensor], counts: TokenCounts, aggregation: Aggregation
 ) -> tuple[list[Tensor], StepCounts]:
-    """The weight of every token of this rank's samples, fp64 of the shapes of `masks`, and what they add up to."""
+    """Return the weight of every token of this rank's samples, fp64 of the shapes of `masks`, and the counts."""
     if aggregation.by_prompt and len(counts.group_S) < len(masks):
         raise ValueError("prompt-mean-token-mean needs the prompts that samples belong to")
     counted = aggregation.count_fully_masked
@@ -171,7 +172,7 @@ def token_weights(
 
 
 class GlobalLossNormalizer:
-    """Turns the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
+    """Turn the masks of an optimizer step into a weight for every token: `count_tokens`, then `token_weights`.
 
     mode: one of MODES, or an Aggregation, which then says norm_length and count_fully_masked.
     dp_group: the data-parallel group, *without* the sequence-parallel ranks (they hold the same samples and would be
@@ -210,7 +211,7 @@ class GlobalLossNormalizer:
         sequence_ids: Sequence[int] | None = None,
         num_sequences: int | None = None,
     ) -> tuple[list[Tensor], StepCounts]:
-        """The weights of this rank's tokens, and the counts of the step.
+        """Return the weights of this rank's tokens, and the counts of the step.
 
         group_ids, num_groups: the prompt of each sample, see `Ids`; only prompt-mean-token-mean reads them.
         sequence_ids, num_sequences: the sequence of each sample, likewise, where some are cut into several samples.
@@ -232,5 +233,5 @@ def _ids(kind: str, number_S: Sequence[int] | None, count: int | None, reader: s
 
 
 def device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where tensors of a collective over `group` must live."""
+    """Return the device on which tensors of a collective over `group` must be."""
     return torch.device(torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""The plan: which data-parallel rank computes which sample, and in which micro-batch.
+"""Plan which data-parallel rank computes which sample, and in which micro-batch.
 
 A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
 who works when; it never decides what the loss is (the weights are made before it, from whole samples).
@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import delta_flops, met_parameters, output_parameters, pair_flops
 from isoloss.parallel.ops.prefix_tree import PrefixTree
+
+MicroBatches = tuple[tuple[tuple[int, ...], ...], ...]  # indices of samples, by dp rank and micro-batch
 
 
 @dataclass(frozen=True)
@@ -39,21 +41,21 @@ class CostModel:
             raise ValueError(f"coefficients must be finite, >= 0 and not all 0: got {coefficients}")
 
     def cost(self, lengths_S: ArrayLike) -> np.ndarray:
-        """Cost of each length, float64, of the shape of lengths_S."""
+        """Return the cost of each length, float64, of the shape of lengths_S."""
         lengths_S = np.asarray(lengths_S, dtype=np.float64)
         seen_S = np.minimum(lengths_S, self.window)
         windowed_S = self.windowed * seen_S * (2 * lengths_S - seen_S)
         return self.linear * lengths_S + self.quadratic * lengths_S**2 + windowed_S
 
     def cost_of_spans(self, spans: Sequence[tuple[int, int]]) -> float:
-        """Of tokens from `start` to `stop` of their sequences, which see those before them."""
+        """Return the cost of tokens from `start` to `stop` of their sequences, which see the tokens before them."""
         starts, stops = zip(*spans) if spans else ((), ())
         return float(self.cost(stops).sum() - self.cost(starts).sum())
 
     @classmethod
     def of(cls, arch: Architecture) -> "CostModel":
-        """The FLOPs of a model (models/flops.py): linear of matrices and of linear attention, quadratic and windowed
-        of attention.
+        """Count the FLOPs of a model (models/flops.py): linear ones of matrices and of linear attention, quadratic and
+        windowed ones of attention.
 
         The output projection is counted at every token, as is usual for MFU, though only labeled positions compute it:
         masked prompts are a little cheaper than this says.
@@ -92,15 +94,15 @@ class Plan:
     rank they run from the most to the least costly: the m-th are alike across ranks, and empty ones come last.
     """
 
-    micro_batches: tuple[tuple[tuple[int, ...], ...], ...]
+    micro_batches: MicroBatches
     trees: tuple[tuple[PrefixTree, ...], ...]
 
     def __post_init__(self):
         assert len({len(rank) for rank in self.micro_batches}) == 1, "ranks with different numbers of micro-batches"
 
     @classmethod
-    def apart(cls, micro_batches: tuple[tuple[tuple[int, ...], ...], ...], lengths: Sequence[int]) -> "Plan":
-        """A plan whose samples share no computation. lengths: the tokens of every sample."""
+    def apart(cls, micro_batches: MicroBatches, lengths: Sequence[int]) -> "Plan":
+        """Make a plan whose samples share no computation. lengths: tokens of every sample."""
         trees = [[PrefixTree.apart([lengths[i] for i in m]) for m in rank] for rank in micro_batches]
         return cls(micro_batches, tuple(map(tuple, trees)))
 
@@ -162,7 +164,7 @@ def _divisions(
     max_tokens: int,
     cost_model: CostModel,
 ) -> Iterator[list[_Unit]]:
-    """Ways to divide the groups into parts, each once; at last, every sample alone. alone: in order of their length."""
+    """Yield ways to divide the groups into parts, each once; at last, every sample alone. alone: the longest first."""
     of_sample = {unit.samples[0]: unit for unit in alone}
     grouped = {i for samples in shared for i in samples}
     rest = [unit for unit in alone if unit.samples[0] not in grouped]
@@ -190,9 +192,10 @@ def _parts(
     max_tokens: int,
     limit: float,
 ) -> list[_Unit]:
-    """The members of a group in as few parts of even cost as keep within both limits. members: the longest first.
+    """Divide the members of a group into the fewest parts of even cost within both limits. members: longest first.
 
-    tokens, beginning: what they share, and its cost."""
+    tokens, beginning: number of tokens that they share, and the cost of these.
+    """
     for count in range(1, len(members)):
         parts = assign_ranks(range(len(members)), [of_sample[i].cost - beginning for i in members], count)
         units = []
@@ -208,8 +211,8 @@ def _parts(
 
 def _place(
     units: Sequence[_Unit], dp_size: int, max_tokens: int, multiple_of: int, stages: int
-) -> tuple[float, tuple[tuple[tuple[int, ...], ...], ...]]:
-    """The cost of the step (`make_plan`), and the micro-batches of its plan."""
+) -> tuple[float, MicroBatches]:
+    """Return the cost of the step (`make_plan`), and the micro-batches of its plan."""
     by_cost = sorted(units, key=lambda unit: (-unit.cost, -unit.tokens, unit.samples))
     tokens, costs = [unit.tokens for unit in by_cost], [unit.cost for unit in by_cost]
     ranks = assign_ranks(range(len(by_cost)), costs, dp_size)
@@ -229,7 +232,7 @@ def _place(
 
 
 def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int) -> list[list[int]]:
-    """Heap greedy: each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
+    """Give each sample, in descending order of cost, to the rank of least cost so far (ties: lowest rank).
 
     Source: Graham 1969, longest processing time first. No rank exceeds the mean by more than the last sample it got,
     usually a short one. Karmarkar-Karp comes closer to the mean by less than 1e-4, for more than ten times the CPU:
@@ -245,7 +248,7 @@ def assign_ranks(order_S: Sequence[int], costs_S: Sequence[float], dp_size: int)
 
 
 def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
-    """Cost of the costliest rank over the mean of the ranks: 1.0 is perfect, and what a plan without samples has."""
+    """Return the cost of the costliest rank over the mean: 1.0 is perfect, also for a plan without samples."""
     costs_S = cost_model.cost(lengths_S).tolist()
     loads = [sum(costs_S[i] for micro_batch in rank for i in micro_batch) for rank in plan.micro_batches]
     total = sum(loads)
@@ -253,7 +256,7 @@ def imbalance(plan: Plan, lengths_S: ArrayLike, cost_model: CostModel) -> float:
 
 
 def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
-    """int64 vector of the lengths, each at least 1."""
+    """Return an int64 vector of the lengths, each at least 1."""
     lengths_S = np.asarray(lengths_S)
     if lengths_S.size == 0:
         lengths_S = lengths_S.astype(np.int64)
@@ -263,7 +266,7 @@ def _checked_lengths(lengths_S: Sequence[int] | np.ndarray) -> np.ndarray:
 
 
 def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Best-fit decreasing: each sample into the fullest bin that has room for it, else into a new one.
+    """Put each sample into the fullest bin that has room for it, else into a new one (best-fit decreasing).
 
     Never more than 11/9 of the optimal number of bins, plus 4 (Johnson et al. 1974).
     """
@@ -284,7 +287,7 @@ def _pack(order: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list
 def _spread(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], count: int, max_tokens: int
 ) -> list[list[int]] | None:
-    """Heap greedy over `count` bins: each sample into the cheapest bin that has room; None where one fits nowhere."""
+    """Put each sample into the cheapest of `count` bins that has room (heap greedy); None where one fits nowhere."""
     bins: list[list[int]] = [[] for _ in range(count)]
     room = [max_tokens] * count
     cheapest = [(0.0, b) for b in range(count)]  # (cost, bin)

@@ -1,4 +1,4 @@
-"""Samples that rank 0 alone holds. The other ranks have outlines of them, and are sent what they compute when they do.
+"""Hold samples on rank 0 alone. The other ranks have outlines, and are sent the samples that they compute.
 
 A generated batch is large and comes into being on rank 0; another rank needs of it what the plan of an optimizer step
 places there.
@@ -22,12 +22,12 @@ from isoloss.parallel.runtime.process_group import own_host_group
 
 
 class Scatter:
-    """Carries samples from rank 0 to the ranks that compute them, over gloo: to the first rank of each replica of the
+    """Carry samples from rank 0 to the ranks that compute them, over gloo: to the first rank of each replica of the
     model, and on to the replica's other ranks.
 
     The constructor is collective over the world.
 
-    here: whether this rank is the one that holds them.
+    here: whether this rank holds them.
     """
 
     def __init__(self, mesh: Mesh):
@@ -40,16 +40,16 @@ class Scatter:
         self._replica = own_host_group(replicas)
 
     def make(self, call: Callable[[], list[Sample]]) -> list[Sample]:
-        """What call() gives on rank 0; on the other ranks outlines of it, or its UserError. Collective over the
-        world."""
+        """Return call() on rank 0, outlines of it on the other ranks; or raise its UserError on all. Collective over
+        the world."""
         return self._rank0.compute(call, lambda samples: [outline(sample) for sample in samples])
 
     def hold(self, samples: Sequence[Sample]) -> "RankZeroSamples":
-        """Samples that `make` gave, for an engine's methods."""
+        """Return samples that `make` gave as a `Holder`, for an engine's methods."""
         return RankZeroSamples(samples, self)
 
     def planned(self, samples: Sequence[Sample], plan: Planner) -> tuple[Plan, list[Sample]]:
-        """The plan of samples that `make` gave, and the samples: whole where this rank computes them.
+        """Return the plan of samples that `make` gave, and the samples: whole where this rank computes them.
 
         Collectives: a broadcast of the plan over the world; for each replica but rank 0's own a message for each
         of tokens, masks, fields and own targets, and a broadcast of these in every replica.
@@ -64,7 +64,7 @@ class Scatter:
         return step_plan, samples_here
 
     def _sent(self, samples: Sequence[Sample], dp_rank: int, first: int) -> list[Sample]:
-        """The samples, whole, on the ranks of this replica, whose first rank is `first`."""
+        """Return the samples, whole, on the ranks of this replica, whose first rank is `first`."""
 
         def sent(values: Sequence[Tensor]) -> list[Tensor]:
             return self._sent_together(values, dp_rank, first)
@@ -80,7 +80,7 @@ class Scatter:
         ]
 
     def _sent_together(self, values: Sequence[Tensor], dp_rank: int, first: int) -> list[Tensor]:
-        """Vectors of one type, in one message."""
+        """Send vectors of one type in one message."""
         if self.here:
             if first == 0 and self._replica.size() == 1:
                 return [*values]
@@ -97,7 +97,7 @@ class Scatter:
         return [*values] if self.here else [*flat.split([len(each) for each in values])]
 
     def close(self) -> None:
-        """Collective over the world."""
+        """Destroy the groups. Collective over the world."""
         dist.destroy_process_group(self._replica)
         self._rank0.close()
 

@@ -1,4 +1,4 @@
-"""Samples of a micro-batch -> one packed (THD) row -> this rank's slice of it.
+"""Pack the samples of a micro-batch into one (THD) row, and take this rank's slice of it.
 
 Shape suffixes: T tokens of one sample, R of this rank's slice, N targets that it predicts, L those of the whole row,
 S samples of the row, P its pieces, A aggregations of the loss.
@@ -26,13 +26,13 @@ class PackedBatch:
     """A micro-batch as one rank sees it.
 
     tokens_R, positions_R: int64; positions go on along a document, and restart in the next.
-    lengths, parents: of the pieces of the whole row, as in `PrefixTree`, with the padding that some attention
-        kernels want behind each; padding of the row last.
+    lengths, parents: the pieces of the whole row, as in `PrefixTree`, with the padding that some attention kernels want
+        behind each; padding of the row last.
     piece_R: the piece of the row that each token belongs to; -1 for padding and dummy tokens.
     members_SP: 1 where a sample of the row goes through a piece, else 0, fp64.
-    length_S, start_S: tokens of each sample of the row, and where it begins in the concatenation of all of the step.
-    labelled_N: indices into the slice of the positions that predict a target, one for each target; targets_N: those.
-    document_N, origin_N: the sample of the row that each target belongs to, and where it stands in that concatenation.
+    length_S, start_S: tokens of each sample of the row, and its start in the concatenation of all samples of the step.
+    labelled_N: for each target, the position of the slice that predicts it. targets_N: token ids of the targets.
+    document_N, origin_N: for each target, its sample in the row, and its place in that concatenation.
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
     cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
@@ -60,7 +60,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class StepSamples:
-    """The samples of a step, and what this rank knows of them.
+    """The samples of a step, and the weights that this rank needs.
 
     samples: all of the step; an outline is enough of one that another rank computes.
     weights: by sample that this rank computes, the weight of every token as a target, [A, T] fp64.
@@ -73,12 +73,12 @@ class StepSamples:
 
     @cached_property
     def starts(self) -> list[int]:
-        """The token of the concatenation of all samples at which each begins."""
+        """Return the place of each sample's first token in the concatenation of all samples."""
         return [0, *accumulate(map(len, self.samples))]
 
     @cached_property
     def names(self) -> list[str]:
-        """Names of the fields."""
+        """Return the names of the samples' fields."""
         return sorted(self.samples[0].fields) if self.samples else []
 
 
@@ -139,7 +139,7 @@ class _Row:
 
     @classmethod
     def of(cls, tokens: Sequence[Tensor], tree: PrefixTree, mesh: Mesh) -> "_Row":
-        """tokens: those of each sample, [T]."""
+        """Lay the pieces of `tree` out. tokens: tokens of each sample, [T]."""
         padded = [padded_document(length, mesh) for length in tree.lengths]
         used = sum(padded)
         total = padded_length(used, mesh)
@@ -179,7 +179,7 @@ class _Labels:
 
     @classmethod
     def of(cls, step: StepSamples, micro_batch: Sequence[int], places: Sequence[Tensor]) -> "_Labels":
-        """places: for each sample, where its tokens are in the row."""
+        """Find the targets of a micro-batch. places: for each sample, where its tokens are in the row."""
         samples = [step.samples[index] for index in micro_batch]
         if not samples:
             none, nothing = torch.zeros(0, dtype=torch.int64), torch.zeros((step.modes, 0), dtype=torch.float64)
@@ -200,7 +200,7 @@ class _Labels:
 
 
 def _upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Tensors of int64 and fp64 on the device, in one copy."""
+    """Bring tensors of int64 and fp64 to the device in one copy."""
     words = upload(torch.cat([tensor.flatten().view(torch.int64) for tensor in tensors]), device)
     parts = words.split([tensor.numel() for tensor in tensors])
     return [part.view(tensor.dtype).view_as(tensor) for part, tensor in zip(parts, tensors)]

@@ -1,4 +1,4 @@
-"""What samples of a micro-batch share: the tokens that they begin with, found by comparing them.
+"""Find the tokens that samples of a micro-batch begin with alike, by comparing them.
 
 A token that several samples begin with has the same input, the same position and the same keys before it in each. So
 its activations are the same, and are computed once; its gradient is the sum of what the samples send back to it.
@@ -16,9 +16,9 @@ WORTHWHILE = 1 / 16
 
 
 def fold(tokens: Sequence[Tensor]) -> PrefixTree:
-    """The row of these samples, its documents, as pieces: each token of each sample is in one of them.
+    """Return a row of samples as pieces; each token of each sample is in one of them.
 
-    tokens: those of each sample, [T] int64 on the host.
+    tokens: tokens of each sample, a document of the row, [T] int64 on the host.
     """
     lengths: list[int] = []
     parents: list[int] = []
@@ -47,7 +47,7 @@ def fold(tokens: Sequence[Tensor]) -> PrefixTree:
 
 
 def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> dict[tuple[int, ...], int]:
-    """By samples of a group, the number of tokens that they begin with alike, where sharing them pays.
+    """Return, by samples of a group, the number of tokens that they begin with alike, where sharing these pays.
 
     groups: the group of each sample; any numbers.
     """
@@ -65,7 +65,7 @@ def shared_beginnings(tokens: Sequence[Tensor], groups: Sequence[int]) -> dict[t
 
 
 def _alike(tokens: Sequence[Tensor], start: int) -> int:
-    """The number of tokens that they begin with alike; those before `start` are known to be."""
+    """Return the number of tokens that samples begin with alike; the tokens before `start` are known to be."""
     stop = min(map(len, tokens))
     for other in tokens[1:]:
         different = (tokens[0][start:stop] != other[start:stop]).nonzero()
@@ -74,7 +74,7 @@ def _alike(tokens: Sequence[Tensor], start: int) -> int:
 
 
 def _branches(tokens: Sequence[Tensor], samples: Sequence[int], at: int) -> list[tuple[int, ...]]:
-    """Samples with the same token at this place, in the order of their first one. A sample that ended is alone."""
+    """Return groups of samples with the same token at `at`, in the order of their first one; an ended one is alone."""
     branches: dict[int, list[int]] = {}
     for sample in samples:
         branches.setdefault(int(tokens[sample][at]) if at < len(tokens[sample]) else -1, []).append(sample)

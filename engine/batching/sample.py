@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from isoloss.parallel import UserError
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -64,11 +66,11 @@ class Sample:
 
     @property
     def predicted_T(self) -> Tensor:
-        """The token id that each position predicts, if mask_T has it as a target."""
+        """Return the token ids that are predicted where mask_T is True."""
         return self.tokens_T if self.targets_T is None else self.targets_T
 
     def values(self) -> tuple:
-        """Plain containers and tensors that `Sample(*values)` is made of again."""
+        """Return plain containers and tensors from which `Sample(*values)` makes the sample again."""
         ids = self.id, self.sequence, self.set
         return self.tokens_T, self.mask_T, self.group, dict(self.fields), *ids, self.targets_T
 
@@ -101,6 +103,19 @@ def sequence_numbers(samples: Sequence[Sample]) -> list[int]:
         numbers.append(count if first == index else numbers[first])
         count += first == index
     return numbers
+
+
+def check_targets(samples: Sequence[Sample], vocab_size: int) -> None:
+    """Raise UserError where a sample's own target is no token."""
+    for sample in samples:
+        if sample.targets_T is not None:
+            targets = sample.targets_T[sample.mask_T]
+            wrong = targets[(targets < 0) | (targets >= vocab_size)]
+            if len(wrong):
+                raise UserError(
+                    f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
+                    f"0 to {vocab_size - 1}: correct it, or set mask_T to False there"
+                )
 
 
 def grouped_by_prompt(samples: Sequence[Sample]) -> list[Sample]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from isoloss.engine.batching.balance import CostModel, Plan
 from isoloss.engine.batching.packing import PackedBatch
 from isoloss.engine.batching.plan import plan_step, planned
-from isoloss.engine.batching.sample import Sample
+from isoloss.engine.batching.sample import Sample, check_targets
 from isoloss.engine.checkpoint import checkpoint
 from isoloss.engine.checkpoint.writer import HostCopies
 from isoloss.engine.config import rules
@@ -59,11 +59,11 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 @dataclass(frozen=True)
 class OptimResult:
-    """What an optimizer step did.
+    """The result of an optimizer step.
 
     grad_norm: global norm before clipping.
     applied: False if loss or gradient were not finite, or N = 0.
-    seconds: that reduction and step took.
+    seconds: duration of reduction and step.
     """
 
     grad_norm: float
@@ -74,7 +74,7 @@ class OptimResult:
 
 @dataclass(frozen=True)
 class Limits:
-    """A step that exceeds one of them is reported and not applied."""
+    """Limits of a step: one that exceeds any is reported and not applied."""
 
     loss: float = math.inf
     grad_norm: float = math.inf
@@ -83,7 +83,7 @@ class Limits:
 class Engine:
     """A model on a mesh, with its optimizer.
 
-    source: what `resolve` gives for `config`; None: resolve it here.
+    source: the result of `resolve(config)`; None: resolve it here.
     critic_of: build a critic, the same model with a value head, on the mesh of this other engine.
 
     Every rank calls every method with the same arguments: all samples of a step, or a `Holder` of them, such as
@@ -94,7 +94,7 @@ class Engine:
     def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
         self.source = source or resolve(config)
-        # Tokens that end what this model learns to say, which an export declares besides those of `source`.
+        # Tokens that end a reply of this model; an export declares them besides those of `source`.
         self.stop_token_ids: Sequence[int] = ()
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         startup.prepare(config)
@@ -200,7 +200,7 @@ class Engine:
     def train_step(
         self, samples: Sequence[Sample], loss: Loss, lr: float | None = None, limits: Limits = Limits()
     ) -> tuple[StepMetrics, OptimResult]:
-        """forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
+        """Call forward_backward and optim_step in one, with the gradient reduction overlapped if so configured.
 
         With `moe.dispatch_bound` the host does not wait for the sizes of messages between experts. Where one of them
         had no room for a token, on whatever rank, all ranks forget the step and run it again without a bound, so
@@ -233,13 +233,14 @@ class Engine:
     # ---- more verbs -------------------------------------------------------------------------------------------------
 
     def evaluate(self, samples: Sequence[Sample], loss: Loss) -> StepMetrics:
-        """The loss of the samples, without gradients; normalized like a training step."""
+        """Compute the loss of the samples without gradients, normalized and with outputs as in a training step."""
         batch = self._prepare(samples, loss)
         with torch.no_grad():
             return run_step(self.model, batch, loss, forward_only=True)
 
     def logprobs(self, samples: Sequence[Sample], temperature: float = 1.0) -> list[Tensor]:
-        """log p(token | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is False.
+        """Return log p(target | tokens before it) for every target of every sample: [T] fp64 each, 0 where mask_T is
+        False.
 
         p is softmax(logits / temperature). Every rank gets all of them; activations of one micro-batch at a time.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce over dp x context and one over
@@ -253,14 +254,16 @@ class Engine:
         return self._of_targets(head, samples)
 
     def values(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """A critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is False.
+        """Return a critic's expected return before every target of every sample: [T] fp64 each, 0 where mask_T is
+        False.
 
         Collectives as `logprobs`.
         """
         return self._of_targets(lambda row, hidden: self.model.values(hidden, row.labelled_N), samples)
 
     def logits(self, samples: Sequence[Sample]) -> list[Tensor]:
-        """The logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is False.
+        """Return the logits that predict each target of every sample: [T, vocab_size] fp64 each, 0 where mask_T is
+        False.
 
         For looking at small models: everything is held at once, on every rank. Collectives as `logprobs`.
         """
@@ -275,7 +278,7 @@ class Engine:
         self.optimizer.zero_grad()
         moe_balancing.forget_loads(self.chunks)
         self._reduced, self._finite, self._tokens = False, True, 0
-        self._modes: list[str] = []  # of what was accumulated
+        self._modes: list[str] = []  # of the accumulated losses
 
     @phase("reduce gradients")
     def reduce_gradients(self) -> None:
@@ -288,7 +291,7 @@ class Engine:
         self._reduced = True
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
+        """Yield names and whole gradients of this rank's weights, after `reduce_gradients`, one at a time.
 
         Not with the distributed optimizer, whose ranks hold pieces. Collective over tp and etp.
         """
@@ -302,12 +305,12 @@ class Engine:
                 yield owned.weight.name, gradient
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Names and whole weights of this rank (its stage, its share of the experts). Collective over tp and etp."""
+        """Yield names and whole weights of this rank (its stage and experts). Collective over tp and etp."""
         self._whole_weights()
         yield from self.model.weights()
 
     def weight_stream(self, bucket_bytes: int, receives: Receives) -> Iterator[list[tuple[str, Tensor]]]:
-        """Every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
+        """Yield every weight, whole, under its Hugging Face name, in buckets, on the ranks that `receives` names.
 
         In the precision of training. Collective over the world: every rank exhausts the iterator.
         """
@@ -315,7 +318,7 @@ class Engine:
         yield from self.model.weight_stream(bucket_bytes, receives)
 
     def check_replicas(self, world: dist.ProcessGroup, after: str) -> None:
-        """Raises DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
+        """Raise DivergedError where ranks that should hold the same weights do not (`replica_check`)."""
         self._whole_weights()
         replica_check.check_replicas(self.model, world, after)
 
@@ -379,17 +382,9 @@ class Engine:
         return rules.shares_prefixes(self.config)
 
     def plan(self, samples: Sequence[Sample]) -> Plan:
-        """The micro-batches of each dp rank; the same on every rank. Raises UserError where a sample's own target is
-        no token."""
-        for sample in samples:
-            if sample.targets_T is not None:
-                targets = sample.targets_T[sample.mask_T]
-                wrong = targets[(targets < 0) | (targets >= self.arch.vocab_size)]
-                if len(wrong):
-                    raise UserError(
-                        f"targets_T of sample {sample.id!r} has the target {int(wrong[0])}, and the model's tokens are "
-                        f"0 to {self.arch.vocab_size - 1}: correct it, or set mask_T to False there"
-                    )
+        """Return the plan of whole samples; the same on every rank. Raises UserError where a sample's own target is no
+        token."""
+        check_targets(samples, self.arch.vocab_size)
         limits = self.mesh.layout, self.config.batch.max_tokens, self.cost_model
         return plan_step(samples, *limits, share_prefixes=self.shares_prefixes)
 
@@ -398,7 +393,7 @@ class Engine:
         self._training.onload()
 
     def whole_model(self) -> Model:
-        """The model, once its weights are on the device and what the last step left under way has arrived."""
+        """Return the model, once its weights are on the device and gathers in flight have arrived."""
         self._whole_weights()
         return self.model
 
@@ -415,7 +410,7 @@ class Engine:
         return dataclasses.replace(batch, cost=costs[self.mesh.dp.rank()], total_cost=sum(costs))
 
     def _of_targets(self, head: Head, samples: Sequence[Sample], shape: tuple[int, ...] = ()) -> list[Tensor]:
-        """What `head` gives for every target, sample by sample."""
+        """Return the output of `head` for every target, sample by sample."""
         batch = self._prepare(samples, TARGETS)
         with torch.no_grad():
             flat = run_targets(self.model, batch, head, shape)
@@ -425,8 +420,10 @@ class Engine:
     def _forward_backward(
         self, samples: Sequence[Sample], loss: Loss, dispatch_bound: float | None = None
     ) -> StepMetrics:
-        """dispatch_bound: of messages between experts. What was accumulated is worth nothing where `lost` of the
-        metrics is not 0."""
+        """Accumulate the gradient, worth nothing where `lost` of the metrics is not 0.
+
+        dispatch_bound: bound of messages between experts.
+        """
         started = time.perf_counter()
         self._check_call(loss)
         batch, router_losses = self._prepare(samples, loss), None
@@ -444,7 +441,7 @@ class Engine:
         return dataclasses.replace(metrics, seconds=time.perf_counter() - started)
 
     def _check_call(self, loss: Loss) -> None:
-        """ValueError where the gradient of the step would be wrong with this call of `forward_backward` in it."""
+        """Raise ValueError where this call of `forward_backward` would make the gradient of the step wrong."""
         if self._reduced:
             raise ValueError(
                 "forward_backward after reduce_gradients() or gradients(): ranks would not sum what it adds; call "
@@ -468,13 +465,13 @@ class Engine:
 
 
 def _load(model: Model, weights: WeightSource) -> None:
-    """Fill the model on every rank. Raises UserError on every rank where one finds a weight that is none: it would wait
-    for the others, and they for it. One all-gather over the world."""
+    """Fill the model on every rank. Raises UserError on all ranks where one finds a bad weight, so that none waits for
+    others. Collectives: one all-gather over the world."""
     problem: UserError | None = None
     try:
         model.load(weights)
     except UserError as error:
         problem = error
-    for told in gather_objects(problem):
-        if told:
-            raise told
+    for rank_problem in gather_objects(problem):
+        if rank_problem:
+            raise rank_problem

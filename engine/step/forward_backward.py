@@ -38,29 +38,29 @@ Head = Callable[[PackedBatch, Tensor], Tensor]
 
 
 class CanaryError(RuntimeError):
-    """The loss head did not consume the weights that the counts promise: the loss of this step is not to be trusted."""
+    """Raised where the loss head did not consume the weights that the counts promise: the loss would be wrong."""
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Over all ranks.
+    """The numbers of a pass over a step, over all ranks.
 
     loss: the number that was differentiated.
-    magnitude: the sum of the absolute values of all that was added up to it, which its rounding error is relative to.
-    weight_sum: of the first term's weights, as consumed.
-    terms: each term's sum, by name, without its coefficient; those of the routers too, which are part of the loss.
-    observed: means over the valid tokens, and what else the loss asked for of them.
+    magnitude: sum of the absolute values of its summands, which its rounding error is relative to.
+    weight_sum: sum of the first term's weights, as consumed.
+    terms: each term's sum, by name, without its coefficient; terms of the routers too, which are part of the loss.
+    observed: the loss's metrics by name.
     outputs: each of the loss's outputs by name, sample by sample: [T] fp64, 0 where mask_T is False, on every rank.
     sequences: trajectories of the step.
     valid_tokens: targets.
     total_tokens: tokens without padding. computed_tokens: the same, what samples share counted once.
-    micro_batches: of each rank.
-    seconds: that forward and backward took, where they were timed.
-    lost: rows for which messages between experts had no room, of the rank that lost most; above 0 the step is worth
+    micro_batches: their number on each rank.
+    seconds: duration of forward and backward, where they were timed.
+    lost: rows for which messages between experts had no room, on the rank that lost most; above 0 the step is worth
         nothing.
-    reruns: how often `Engine.train_step` ran the step again for that; None without a bound.
-    busy_seconds: that this rank's device was at its micro-batches, before it waits for other ranks' sums.
-    cost, total_cost: of what this rank computed, and all: forward FLOPs.
+    reruns: number of times `Engine.train_step` ran the step again for that; None without a bound.
+    busy_seconds: time in which this rank's device computed its micro-batches, before it waits for other ranks' sums.
+    cost, total_cost: forward FLOPs of this rank, and of all.
     """
 
     loss: float
@@ -91,10 +91,10 @@ def run_step(
     dispatch_bound: float | None = None,
     forward_only: bool = False,
 ) -> StepMetrics:
-    """Forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
+    """Run forward and backward of every micro-batch; gradients accumulate unreduced in the chunks' buffers.
 
-    router_losses: what the routers add to the loss (`moe_balancing.start`).
-    dispatch_bound: of messages between experts; the caller looks at `lost`.
+    router_losses: losses that the routers add (`moe_balancing.start`).
+    dispatch_bound: bound of messages between experts; the caller looks at `lost`.
     Raises CanaryError if the weights consumed by the loss head, or by the routers, are not those of the counts.
     Collectives: the model's and the loss's; one all-gather over dp x context and one over pp of a few numbers, and a
     pair of all-reduces with router losses or with outputs of the loss; with a bound, an all-reduce of one number over
@@ -144,7 +144,7 @@ def run_step(
 
 
 def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tuple[RouterLoss, float]]:
-    """The losses of all routers of the step, none of them negative, once their weights are those of the counts."""
+    """Return the losses of all routers of the step, none of them negative, after their canary."""
     sums, consumed = reduce_losses(router_losses, model.mesh)
     layers = sum(model.arch.has_experts(layer) for layer in range(model.arch.num_layers))
     for weight_sum, counts in zip(consumed, router_losses.counts):
@@ -248,7 +248,7 @@ def _token_inputs(model: Model, micro_batch: PackedBatch, hidden: Tensor, loss: 
 
 
 def check_canary(weight_sum: float, counts: StepCounts, dtype: torch.dtype, consumer: str = "the loss head") -> None:
-    """dtype: of the model. Raises CanaryError."""
+    """Raise CanaryError where consumed weights do not add up to the counts' closed form. dtype: the model's."""
     tolerance = CANARY_TOLERANCE[torch.float64 if dtype == torch.float64 else torch.float32]
     if not abs(weight_sum - counts.weight_sum) <= tolerance * max(abs(counts.weight_sum), tolerance):
         raise CanaryError(
@@ -265,15 +265,15 @@ Number = TypeVar("Number", Tensor, float)
 
 @dataclass(frozen=True)
 class StepTotals(Generic[Number]):
-    """What the loss is made of: sums over the targets of a micro-batch, or over all of the step, and largest values.
+    """Sums and largest values over the targets of a micro-batch, or of the step: loss and metrics are made of them.
 
-    weight_sums: consumed weights, of each aggregation.
-    terms: of each term, without its coefficient.
+    weight_sums: consumed weights of each aggregation.
+    terms: sum of each term, without its coefficient.
     magnitude: a single number, see `StepMetrics`.
-    means: of each of the loss's mean_metrics, not yet divided.
+    means: sum of each of the loss's mean_metrics, not yet divided.
     moments: MOMENTS of each of its correlation_metrics.
-    largest: of each of its max_metrics.
-    lost: see `StepMetrics`; known of the step only.
+    largest: largest value of each of its max_metrics.
+    lost: see `StepMetrics`; known for the step only.
     """
 
     weight_sums: Sequence[Number]
@@ -286,23 +286,23 @@ class StepTotals(Generic[Number]):
 
     @staticmethod
     def sizes(loss: Loss) -> list[int]:
-        """How many numbers `flat` has of each field; all but the last are sums."""
+        """Return how many numbers of each field `flat` has; all but the last are sums."""
         summed = [len(loss.aggregations), len(loss.terms), 1, len(loss.mean_metrics)]
         return [*summed, MOMENTS * len(loss.correlation_metrics), len(loss.max_metrics)]
 
     def flat(self) -> list[Number]:
-        """The numbers of a micro-batch."""
+        """Return the numbers of a micro-batch in one list."""
         return [*self.weight_sums, *self.terms, *self.magnitude, *self.means, *self.moments, *self.largest]
 
     @staticmethod
     def read(loss: Loss, flat: Sequence[float]) -> "StepTotals[float]":
-        """flat: of the step, and `lost` if there is a bound."""
+        """Return what `flat` flattened. flat: the numbers of the step, and `lost` if there is a bound."""
         left = iter(flat)
         fields = [[*islice(left, size)] for size in StepTotals.sizes(loss)]
         return StepTotals(*fields, lost=sum(left))
 
     def observed(self: "StepTotals[float]", loss: Loss, tokens: int) -> dict[str, float]:
-        """The loss's metrics by name. tokens: valid ones of the step."""
+        """Return the loss's metrics by name. tokens: valid tokens of the step."""
         return {
             **{name: total / max(tokens, 1) for name, total in zip(loss.mean_metrics, self.means)},
             **{n: correlation(self.moments[MOMENTS * k :], tokens) for k, n in enumerate(loss.correlation_metrics)},
@@ -311,10 +311,10 @@ class StepTotals(Generic[Number]):
 
 
 def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh, more: Tensor | None = None) -> Tensor:
-    """The sums of the first `sums` numbers of all micro-batches and ranks, and the largest of each of the others.
+    """Return sums of the first `sums` numbers over all micro-batches and ranks, and the largest of each other number.
 
-    consumed: of each micro-batch of this rank, [sums + largest] fp64; those others are not negative.
-    more: a number of this rank, one of those others, 0-d.
+    consumed: numbers of each micro-batch of this rank, [sums + largest] fp64; the last `largest` are not negative.
+    more: one more number of this rank whose largest counts, 0-d.
     Collectives: one all-gather over dp x context and one over pp, where only the last stage has something to add; each
     where it has more than one rank.
     """
@@ -335,18 +335,18 @@ def totals_of(consumed: Sequence[Tensor], sums: int, largest: int, mesh: Mesh, m
 
 
 def largest_of(values_N: Tensor) -> Tensor:
-    """The largest of values none of which is negative; 0 where there is none."""
+    """Return the largest of values that are not negative; 0 where there is none."""
     return values_N.amax().double() if len(values_N) else values_N.new_zeros((), dtype=torch.float64)
 
 
 def moments_of(x_N: Tensor, y_N: Tensor) -> list[Tensor]:
-    """Sums of x, y, x^2, y^2 and xy."""
+    """Return the sums of x, y, x^2, y^2 and xy."""
     x_N, y_N = x_N.double(), y_N.double()
     return [values_N.sum() for values_N in (x_N, y_N, x_N.square(), y_N.square(), x_N * y_N)]
 
 
 def correlation(moments: Sequence[float], count: int) -> float:
-    """Pearson's, of the sums that `moments_of` gives; 1 where one of the two does not vary."""
+    """Return Pearson's correlation from `moments_of`; 1 where one of the two does not vary."""
     x, y, xx, yy, xy = (moment / max(count, 1) for moment in moments[:MOMENTS])
     variance_x, variance_y = xx - x * x, yy - y * y
     if variance_x <= SMALLEST_VARIANCE * xx or variance_y <= SMALLEST_VARIANCE * yy:

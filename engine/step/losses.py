@@ -17,12 +17,12 @@ from isoloss.parallel.sequence import sum_over_documents
 
 @dataclass(frozen=True)
 class TokenInputs:
-    """What a loss sees of the labeled positions of a micro-batch on this rank; all tensors are [N].
+    """The inputs of a loss at the targets of a micro-batch on this rank; all tensors are [N].
 
     logprobs_N: log-probabilities of the targets at the loss's temperature.
     entropy_N: entropy of the predicted distribution, in nats, if the loss asked for it.
-    values_N: the value head's output, of a critic, whose other two are empty.
-    fields: those of the samples.
+    values_N: output of a critic's value head; logprobs_N is then empty and entropy_N None.
+    fields: fields of the samples.
     document_N: the document of the row that each target belongs to.
     cut_sequences: whether a sequence of the step is cut into several samples.
     """
@@ -69,7 +69,8 @@ class Term:
     name: str = "loss"
 
     def values(self, inputs: TokenInputs) -> Tensor:
-        """What per_token gives, [N]. Raises UserError where that is not one number per target, or has no gradient."""
+        """Return per_token of the inputs, [N]. Raises UserError where it is not one number per target, or has no
+        gradient."""
         values_N = one_per_target(self.name, self.per_token, inputs)
         if torch.is_grad_enabled() and len(values_N) and not values_N.requires_grad:
             raise UserError(
@@ -86,9 +87,9 @@ class Loss:
     needs_entropy: whether a term or an observed value reads TokenInputs.entropy_N.
     temperature: logits are divided by it.
     mean_metrics: further per-token values, reported as means over the valid tokens of the step.
-    max_metrics: others, none of them negative, of which the largest is reported.
-    correlation_metrics: pairs of others, reported as Pearson's correlation.
-    outputs: others that the pass returns, sample by sample (`StepMetrics.outputs`).
+    max_metrics: further values, none of them negative, whose largest is reported.
+    correlation_metrics: pairs of further values, reported as Pearson's correlation.
+    outputs: further values that the pass returns for every target, sample by sample (`StepMetrics.outputs`).
     """
 
     terms: tuple[Term, ...]
@@ -113,24 +114,24 @@ class Loss:
         count_fully_masked: bool = False,
         needs_entropy: bool = False,
     ) -> "Loss":
-        """A loss of one term."""
+        """Make a loss of one term."""
         return cls((Term(per_token, Aggregation(aggregation, norm_length, count_fully_masked)),), needs_entropy)
 
     @property
     def aggregations(self) -> tuple[Aggregation, ...]:
-        """The distinct ones, in the order of the terms."""
+        """Return the distinct aggregations, in the order of the terms."""
         return tuple(dict.fromkeys(term.aggregation for term in self.terms))
 
 
 class Fields(dict[str, Tensor]):
-    """Those of the samples, by name."""
+    """Fields of the samples, by name."""
 
     def __missing__(self, name: str) -> Tensor:
         raise UserError(f"a loss asks for the field {name!r}, but the samples have {', '.join(self) or 'none'}")
 
 
 def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs) -> Tensor:
-    """Return what per_token gives, [N]. Raises UserError where that is not one number per target."""
+    """Return per_token of the inputs, [N]. Raises UserError where it is not one number per target."""
     values_N, shape = per_token(inputs), tuple(inputs.document_N.shape)
     if not isinstance(values_N, Tensor) or values_N.shape != shape:
         raise UserError(
@@ -141,12 +142,12 @@ def one_per_target(name: str, per_token: PerToken, inputs: TokenInputs) -> Tenso
 
 
 def shape_or_type(returned: object) -> str:
-    """What an error message says of what a user's function returned."""
+    """Describe the result of a user's function in an error message."""
     return f"shape {tuple(returned.shape)}" if isinstance(returned, Tensor) else f"a {type(returned).__name__}"
 
 
 def defined(function: Callable[..., Any]) -> str:
-    """The name of a function, and where it stands."""
+    """Return the name of a function, and the file and line of its definition."""
     while isinstance(function, partial):
         function = function.func
     code = getattr(function, "__code__", None)

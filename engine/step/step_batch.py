@@ -1,4 +1,4 @@
-"""The micro-batches of a step: counts and weights of its samples first, then a row for each micro-batch.
+"""Make the micro-batches of a step: counts and weights of its samples first, then a row for each micro-batch.
 
 Shape suffixes: T tokens of one sample, A aggregations of the loss.
 """
