@@ -57,6 +57,7 @@ from isoloss.models.weights.mappings import padded_vocab_size
 from isoloss.parallel import Layout, Mesh
 from isoloss.parallel.attention import PackedAttention
 from isoloss.parallel.head_exchange import HeadExchange
+from isoloss.parallel.ops.block_attention import Heads
 
 recompute_without_transformer_engine()
 recompute_by_copying()
@@ -242,7 +243,7 @@ def _core_attention(arch: Architecture, mesh: Mesh, layer: int, kernels: Kernels
         return partial(FusedAttention, **heads)
     groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}
     sinks, flash = arch.has_sinks(layer), kernels.attention != "blocks"
-    return partial(PackedAttention, **groups, sinks=sinks, flash=flash, **heads)
+    return partial(PackedAttention, **groups, sinks=sinks, heads=Heads(**heads, flash=flash))
 
 
 class _BiasedExpertOutput(RowParallelLinear):

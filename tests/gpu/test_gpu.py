@@ -23,7 +23,8 @@ from transformers import AutoModelForCausalLM
 
 from isoloss.engine.config.schema import Config
 from isoloss.parallel import Layout, Mesh
-from isoloss.parallel.attention import Heads, PackedRow, grid_attention
+from isoloss.parallel.attention import PackedRow, grid_attention
+from isoloss.parallel.ops.block_attention import Heads
 from isoloss.parallel.vocab import unrounded_logits
 from isoloss.recipes.launch import compose_config
 from isoloss.tools.prove import proof

@@ -14,8 +14,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, ModelConfig, TrainConfig
 from isoloss.engine.rl.config import AlgorithmConfig, RLConfig, RolloutConfig
 from isoloss.parallel import Layout
-from isoloss.tools.prove.proof import on_layout
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import on_layout, rollout_fields
 
 LAYOUTS = ("1", "dp2", "dp4", "tp2+dp2", "pp2+dp2", "ulysses2+dp2", "tp2+pp2")
 

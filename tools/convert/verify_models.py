@@ -39,7 +39,7 @@ class Rounded:
     """A source of weights as the other format holds them, whose types may be narrower."""
 
     def __init__(self, source: WeightSource, dtypes: Mapping[str, torch.dtype]):
-        """dtypes: by name of weight."""
+        """dtypes: the types of the weights, by name."""
         self._source, self._dtypes = source, dtypes
 
     def whole(self, weight: Weight) -> Tensor:
@@ -114,7 +114,7 @@ class TransformersModel:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
+            ignore_mismatched_sizes=True,  # to learn them from it, rather than from a table
         )
         model, info = loaded
         reader, arch = HFReader(folder), read_architecture(folder)
@@ -128,7 +128,7 @@ class TransformersModel:
         self._chunk: int | None = None
 
     def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
-        """As `IsolossModel.logits`."""
+        """Return logits as `IsolossModel.logits` does."""
         with torch.no_grad():
             tokens = tokens_T[None].to(self._model.device)
             with self._delta_rule():
