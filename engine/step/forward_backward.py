@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -211,7 +211,8 @@ def _loss(
     """Return what is differentiated of a micro-batch; its `StepTotals.flat`, places of targets, and outputs [N, K]."""
     inputs = _token_inputs(model, micro_batch, hidden, loss)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
-    value, magnitude, sums = hidden.new_zeros(()), hidden.new_zeros((), dtype=torch.float64), []
+    value, sums = hidden.new_zeros(()), []
+    magnitude: Any = 0.0
     for term in loss.terms:
         terms_N = weights_AN[loss.aggregations.index(term.aggregation)] * term.values(inputs)
         value = value + term.coefficient * terms_N.sum()

@@ -1,7 +1,7 @@
 """Documents of a packed row that share prefixes, as trees of pieces."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 
@@ -19,7 +19,7 @@ class PrefixTree:
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...] = ()
-    documents: tuple[int, ...] = ()
+    documents: tuple[int, ...] = field(default=(), repr=False)
 
     @classmethod
     def apart(cls, lengths: Sequence[int]) -> "PrefixTree":
