@@ -1,6 +1,7 @@
 """Documents of a packed row that share prefixes, as trees of pieces."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 
@@ -13,10 +14,17 @@ class PrefixTree:
 
     lengths: tokens of each piece. Pieces are cut over the ring as documents are.
     parents: index of the parent of each piece; -1: a root. Empty: every piece is a document.
+    documents: the last piece of each document, where documents are numbered; it may be an inner one.
     """
 
     lengths: tuple[int, ...]
     parents: tuple[int, ...] = ()
+    documents: tuple[int, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def apart(cls, lengths: Sequence[int]) -> "PrefixTree":
+        """Make a tree of documents that share nothing."""
+        return cls(tuple(lengths), (-1,) * len(lengths), tuple(range(len(lengths))))
 
     def __post_init__(self):
         assert not self.parents or len(self.parents) == len(self.lengths)
@@ -56,6 +64,22 @@ class PrefixTree:
             if parent >= 0:
                 ends[parent] = max(ends[parent], ends[piece])
         return tuple(ends)
+
+    @cached_property
+    def paths(self) -> tuple[tuple[int, ...], ...]:
+        """Return the pieces of each of `documents`, the last one first."""
+        paths: list[tuple[int, ...]] = []
+        for piece in self.documents:
+            path = [piece]
+            while (piece := self.parents[piece]) >= 0:
+                path.append(piece)
+            paths.append(tuple(path))
+        return tuple(paths)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """Return the positions at which each piece begins and ends."""
+        return [(start, start + length) for start, length in zip(self.offsets, self.lengths)]
 
     @property
     def longest(self) -> int:

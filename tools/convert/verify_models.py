@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.batching.plan import Placement
 from isoloss.engine.batching.sample import Sample
-from isoloss.engine.step.forward_backward import prepare_step, run_targets
+from isoloss.engine.step.forward_backward import run_targets
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
+from isoloss.engine.step.step_batch import prepare_step
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture, read_config
 from isoloss.models.mcore.moe.router import Router
@@ -67,8 +67,8 @@ class IsolossModel:
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
         loss = Loss.of(negative_log_likelihood, aggregation="sum")
-        placement = Placement.apart(Plan((((0,),),)), [len(tokens_T)])
-        batch = prepare_step([Sample(tokens_T, mask_T)], loss, placement, self._model.mesh, device)
+        plan = Plan.apart((((0,),),), [len(tokens_T)])
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, plan, self._model.mesh, device)
         with torch.no_grad():
             logits = run_targets(self._model, batch, self._head, (self._model.arch.vocab_size,))
         return logits[targets_N].float().cpu()

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.engine.batching.balance import CostModel, Plan
-from isoloss.engine.batching.plan import place, plan_step
+from isoloss.engine.batching.plan import plan_step
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, LossConfig, MoeConfig
@@ -84,14 +84,14 @@ class Case:
     ) -> RunTraits:
         """Return the traits by which a planted bug shows. moe: the configuration of a model with experts."""
         how = layout, self._budget(samples), CostModel.of(arch)
-        placement = place(samples, *how, share_prefixes=self._shares(arch))
-        micro_batches = [m for rank_batches in placement.plan.micro_batches for m in rank_batches]
+        plan = plan_step(samples, *how, share_prefixes=self._shares(arch))
+        micro_batches = [m for rank_batches in plan.micro_batches for m in rank_batches]
         documents = tuple(tuple(len(samples[i]) for i in m) for m in micro_batches)
         targets = tuple(tuple(int(samples[i].mask_T.sum()) for i in m) for m in micro_batches)
         mode, *others = (aggregation.mode for aggregation in self.build().aggregations)
         policy = None if self.policy is None or self.critic else self.policy.algorithm
-        rows = [pieces for rank_rows in placement.pieces for pieces in rank_rows]
-        children = [Counter(piece.parent for piece in pieces if piece.parent >= 0) for pieces in rows]
+        rows = [tree for rank_trees in plan.trees for tree in rank_trees]
+        children = [Counter(parent for parent in tree.parents if parent >= 0) for tree in rows]
         branches = any(max(of_row.values(), default=0) > 1 for of_row in children)
         return RunTraits(layout, documents, targets, mode, tuple(others), policy, moe, branches=branches)
 
@@ -151,7 +151,7 @@ class Measurement:
 def freeze(samples: Sequence[Sample]) -> bytes:
     """Return samples as bytes that any process can read (tensors sent through a pipe would share file descriptors)."""
     buffer = io.BytesIO()
-    torch.save([(s.tokens_T, s.mask_T, s.group, dict(s.fields)) for s in samples], buffer)
+    torch.save([sample.values() for sample in samples], buffer)
     return buffer.getvalue()
 
 

@@ -122,9 +122,9 @@ def weights_changed(reweigh: Reweigh) -> Mapping[str, Wrong]:
     """Return the changes of a bug in the weights of the tokens."""
 
     def wrong(prepare_step: Callable) -> Callable:
-        def prepare_wrongly(samples, loss, placement, mesh, device):
-            batch = prepare_step(samples, loss, placement, mesh, device)
-            change = reweigh(samples, placement.plan, mesh)
+        def prepare_wrongly(samples, loss, plan, mesh, device):
+            batch = prepare_step(samples, loss, plan, mesh, device)
+            change = reweigh(samples, plan, mesh)
             micro_batches = tuple(
                 dataclasses.replace(m, weights_AN=change(i, m.weights_AN)) for i, m in enumerate(batch.micro_batches)
             )

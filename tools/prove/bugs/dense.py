@@ -110,7 +110,7 @@ DENSE = (
     ),
     PlantedBug(
         "counts-over-dp-and-sp",
-        {"isoloss.engine.step.forward_backward.count_tokens": _counts_over_dp_and_sp},
+        {"isoloss.engine.step.step_batch.count_tokens": _counts_over_dp_and_sp},
         lambda run: run.layout.context > 1 and any(mode != "sum" for mode in run.aggregations),
         f"{CONTEXT}, and another aggregation than sum",
     ),
@@ -129,7 +129,7 @@ DENSE = (
     ),
     PlantedBug(
         "targets-shifted-after-sharding",
-        {"isoloss.engine.step.forward_backward.pack": _targets_shifted_after_sharding},
+        {"isoloss.engine.step.step_batch.pack": _targets_shifted_after_sharding},
         lambda run: run.layout.context > 1,
         CONTEXT,
     ),
@@ -138,7 +138,7 @@ DENSE = (
     ),
     PlantedBug(
         "fully-masked-sequence-counted",
-        {"isoloss.parallel.normalizer.token_weights": _fully_masked_sequence_counted},
+        {"isoloss.engine.step.step_batch.token_weights": _fully_masked_sequence_counted},
         lambda run: any(mode.startswith("seq-mean") for mode in run.aggregations),
         "an aggregation that begins with seq-mean",
     ),

@@ -20,9 +20,9 @@ def _router_losses_by_micro_batch() -> Mapping[str, Wrong]:
     plans = []
 
     def remember(prepare_step: Callable) -> Callable:
-        def prepare_and_remember(samples, loss, placement, mesh, device):
-            plans.append(placement.plan)
-            return prepare_step(samples, loss, placement, mesh, device)
+        def prepare_and_remember(samples, loss, plan, mesh, device):
+            plans.append(plan)
+            return prepare_step(samples, loss, plan, mesh, device)
 
         return prepare_and_remember
 

@@ -10,7 +10,7 @@ from isoloss.parallel.collectives import sum_parts
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.tools.prove.bugs.bug import PlantedBug, RunTraits, means_differ, weights_changed
 
-PACK, FORWARD_ROW = "isoloss.engine.step.forward_backward.pack", "isoloss.engine.step.forward_backward.forward_row"
+PACK, FORWARD_ROW = "isoloss.engine.step.step_batch.pack", "isoloss.engine.step.forward_backward.forward_row"
 
 
 def _sum_of_its_own_shard(sum_over_documents):
