@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.mappings import Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights import manifest, recorded_config
 from isoloss.models.weights.checkpoint_names import (
     FUSED_DELTA_NORM,
@@ -23,8 +25,7 @@ from isoloss.models.weights.checkpoint_names import (
 )
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.finite import check_finite
-from isoloss.models.weights.mappings import Vocabulary
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"

@@ -18,7 +18,8 @@ from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.manifest import Manifest
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.kinds.weight import Part
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 

@@ -32,7 +32,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.weight_map import Part
+from isoloss.models.kinds.weight import Part
 from isoloss.parallel import attention, vocab
 from isoloss.parallel.ops import row_blocks
 

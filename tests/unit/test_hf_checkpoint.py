@@ -23,7 +23,8 @@ from isoloss.models.weights.hf_checkpoint import (
 )
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.side_files import SideFiles
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.kinds.weight import Part
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 

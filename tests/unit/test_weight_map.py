@@ -12,7 +12,7 @@ from isoloss.models.architecture import Architecture, ExpertNames
 from isoloss.models.families import glm4_moe, qwen2, qwen3
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.rope import Rope
-from isoloss.models.weights.mappings import (
+from isoloss.models.kinds.mappings import (
     QKV,
     ColumnParallel,
     GatedMLP,

@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
 from isoloss.engine.batching.balance import CostModel
@@ -35,14 +36,15 @@ from isoloss.engine.rl.config import RLConfig, RLDataConfig, RolloutConfig
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import family_of
 from isoloss.models.flops import layer_flops, output_flops
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore import transformer_engine
-from isoloss.models.mcore.activation_memory import KEEP_ALL, RECOMPUTE_MODULES
+from isoloss.models.mcore.activation_memory import RECOMPUTE_MODULES
 from isoloss.models.mcore.build import transformer_config
-from isoloss.models.mcore.kernels import ALL
+from isoloss.models.mcore.layer_config import PLAIN
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights import recorded_config
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, local_name, native_style
-from isoloss.models.weights.weight_map import Weight, num_parameters, weight_map
+from isoloss.models.weights.weight_map import num_parameters, weight_map
 from isoloss.parallel import Layout, UserError
 from support.models import published
 from support.models.families import MODELS
@@ -135,7 +137,7 @@ def names(arch: Architecture) -> Iterator[str]:
             yield f"{weight.name} {style}: {rows}"
             if style is Style.PER_LAYER and weight.layer is not None:
                 within = rows[0].key.removeprefix(f"decoder.layers.{weight.layer}.")
-                yield f"{within}: {local_name(within, arch, weight.layer)}"
+                yield f"{within}: {local_name(within, arch.layers[weight.layer])}"
 
 
 def stages(arch: Architecture) -> Iterator[str]:
@@ -159,8 +161,8 @@ def megatron(arch: Architecture) -> Iterator[str]:
     for degrees in ({}, {"tp": 2, "ep": 2}, {"pp": 2}):
         layout = Layout(**degrees).with_world(4)
         try:
-            config = transformer_config(arch, layout, torch.float32, stage_layers(arch, layout), KEEP_ALL, ALL)
-            settings = {field.name: repr(getattr(config, field.name)) for field in fields(config)}
+            config = transformer_config(arch, layout, torch.float32, stage_layers(arch, layout), PLAIN)
+            settings = {field.name: repr(getattr(config, field.name)) for field in fields(TransformerConfig)}
         except (ValueError, AssertionError) as error:
             settings = {"refused": repr(error)}
         for name, value in settings.items():

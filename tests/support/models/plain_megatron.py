@@ -27,7 +27,7 @@ from torch import nn
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.mappings import ColumnParallel, Vocabulary
+from isoloss.models.kinds.mappings import ColumnParallel, Vocabulary
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh
 
