@@ -12,7 +12,7 @@ import torch
 
 from isoloss.models.kinds.experts import Experts
 from isoloss.models.kinds.gated_delta import GatedDelta
-from isoloss.models.kinds.kind import Attention, Kind, Place
+from isoloss.models.kinds.kind import MLP, Attention, Kind, Place
 from isoloss.models.kinds.layer import Layer
 from isoloss.models.rope import Rope
 
@@ -83,9 +83,13 @@ class Architecture:
         return tuple(sorted(found, key=lambda kind: (isinstance(kind, GatedDelta), kind.window is not None)))
 
     @cached_property
+    def mlps(self) -> tuple[MLP, ...]:
+        """Each kind of MLP once."""
+        return tuple(dict.fromkeys(layer.mlp for layer in self.layers))
+
+    @property
     def kinds(self) -> tuple[Kind, ...]:
-        """Each kind of attention, then each kind of MLP, once."""
-        return (*self.attentions, *dict.fromkeys(layer.mlp for layer in self.layers))
+        return (*self.attentions, *self.mlps)
 
     @property
     def experts(self) -> Experts | None:

@@ -64,11 +64,11 @@ def check(config: Config, arch: Architecture, layout: Layout) -> None:
             raise UserError(f"{key}={as_written(setup.value(key))} {why}; {remedy}")
 
 
-def layers(setup: Setup) -> Refusals:
-    """By the kinds of attention and MLP, in `models/kinds`. Tensor parallelism stands first: other axes divide its
-    shares."""
+def attention_and_mlp(setup: Setup) -> Refusals:
+    """What the kinds in `models/kinds` refuse. Tensor parallelism stands first: other axes divide its shares."""
     arch, tp = setup.arch, setup.layout.tp
-    refusals = [refusal for kind in arch.kinds for refusal in kind.refusals(setup.layout)]
+    kinds = (*arch.attentions, *(mlp for mlp in arch.mlps if mlp.experts is None))
+    refusals = [refusal for kind in kinds for refusal in kind.refusals(setup.layout)]
     yield from (refusal for refusal in refusals if refusal[0] == "parallel.tp")
     if arch.critic and arch.hidden_size % tp:
         why = f"does not divide the hidden_size {arch.hidden_size} that the critic's value head reads"
@@ -124,7 +124,9 @@ def stages(setup: Setup) -> Refusals:
         yield "parallel.stage_layers", why, "change a number, or leave it at []"
 
 
-def expert_parallelism(setup: Setup) -> Refusals:
+def mixture_of_experts(setup: Setup) -> Refusals:
+    for mlp in setup.arch.mlps:
+        yield from mlp.refusals(setup.layout) if mlp.experts else ()
     for key, degree in (("parallel.ep", setup.layout.ep), ("parallel.etp", setup.layout.etp)):
         if degree > 1 and setup.arch.experts is None:
             yield key, "is for mixture-of-experts models and this one is dense", "set it to 1"
@@ -298,11 +300,11 @@ def offloading(setup: Setup) -> Refusals:
 
 
 SUBJECTS = (
-    layers,
+    attention_and_mlp,
     shared_prefixes,
     generation,
     stages,
-    expert_parallelism,
+    mixture_of_experts,
     load_balancing,
     dispatch_bound,
     dispatcher,

@@ -21,7 +21,7 @@ from isoloss.engine.memory.delta import DeltaMemory, delta_memory
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.dense import Dense
 from isoloss.models.kinds.gated_delta import GatedDelta
-from isoloss.models.kinds.kind import MLP, SoftmaxAttention
+from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.models.kinds.mappings import ParamMapping
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.weight_map import weight_map
@@ -123,10 +123,6 @@ class _Sizes:
     delta: DeltaMemory | None
 
 
-def _mlps(arch: Architecture) -> list[MLP]:
-    return [layer.mlp for layer in arch.layers]
-
-
 def kept_by_layers(config: Config, arch: Architecture, layout: Layout, layers: range) -> float:
     """Bytes that consecutive layers keep of a micro-batch until its backward."""
     return _chunk(config, arch, layout, layers, _sizes(config, arch, layout))
@@ -136,7 +132,7 @@ def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
     tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
     return _Sizes(
         tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
-        max((mlp.width for mlp in _mlps(arch) if isinstance(mlp, Dense)), default=0) // layout.tp, width,
+        max((mlp.width for mlp in arch.mlps if isinstance(mlp, Dense)), default=0) // layout.tp, width,
         layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
         next(
             (delta_memory(kind, layout, tokens, width) for kind in arch.attentions if isinstance(kind, GatedDelta)),
@@ -219,7 +215,7 @@ def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str
 
 def _grouped(config: Config, arch: Architecture) -> bool:
     """Whether all experts of a rank are run at once."""
-    plain = all(mlp.activation != "clamped_swiglu" for mlp in _mlps(arch)) and not config.model.transformer_engine
+    plain = all(mlp.activation != "clamped_swiglu" for mlp in arch.mlps) and not config.model.transformer_engine
     return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
 
 

@@ -2,15 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from isoloss.models.kinds.mappings import ParamMapping, Replicated
 from isoloss.models.kinds.weight import Part, Shape, Weight
 from isoloss.models.rope import Rope
 from isoloss.parallel import Layout
-
-if TYPE_CHECKING:
-    from isoloss.models.kinds.experts import Experts
 
 # A key, why its value cannot be, and what would do.
 Refusal = tuple[str, str, str]
@@ -176,11 +173,11 @@ class SoftmaxAttention(Attention):
 class MLP(Kind):
     """What computes each token by itself.
 
-    experts: the mixture of experts in it.
+    experts: the `Experts` in it, or None.
     activation: that of its gate.
     """
 
-    experts: "Experts | None" = None
+    experts: Any = None
     activation: Activation
 
 

@@ -129,7 +129,7 @@ def _layers(arch: Architecture, layout: Layout, options: BuildOptions) -> dict[s
     differ."""
     settings = {"num_layers": arch.num_layers, "hidden_size": arch.hidden_size, "add_bias_linear": False}
     settings |= arch.attentions[0].settings()
-    for mlp in dict.fromkeys(layer.mlp for layer in arch.layers):
+    for mlp in arch.mlps:
         settings |= mlp.settings()
     if arch.layers_differ and (any(arch.linear) or not arch.experts):
         settings["linear_attention_freq"] = [int(linear) for linear in arch.linear]
