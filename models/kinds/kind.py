@@ -180,6 +180,10 @@ class MLP(Kind):
     experts: Any = None
     activation: Activation
 
+    def norm(self, place: Place, name: str) -> Iterator[Weight]:
+        """Return the weights of what norms the residual stream for it. name: what files call a single norm."""
+        yield place.weight("pre_mlp_layernorm.weight", f"{name}.weight", (place.hidden,))
+
 
 def divisors(n: int) -> str:
     return f"use one of {[d for d in range(1, n + 1) if n % d == 0]}"
