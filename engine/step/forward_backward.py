@@ -22,6 +22,7 @@ from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
 from isoloss.engine.step.step_batch import StepBatch
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
+from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.mcore.moe.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
@@ -146,7 +147,7 @@ def run_step(
 def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tuple[RouterLoss, float]]:
     """Return the losses of all routers of the step, none of them negative, after their canary."""
     sums, consumed = reduce_losses(router_losses, model.mesh)
-    layers = sum(model.arch.has_experts(layer) for layer in range(model.arch.num_layers))
+    layers = sum(model.arch.sparse)
     for weight_sum, counts in zip(consumed, router_losses.counts):
         check_canary(weight_sum / layers, counts, model.dtype, "a layer's routers")
     return list(zip(router_losses.losses, sums))
@@ -193,8 +194,14 @@ def _forward(
 ) -> Tensor:
     watchdog.beat()
     routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
-    row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, micro_batch.parents
-    return forward_row(chunk, *row, routed, bound(micro_batch), micro_batch.uploads)
+    row = RoutedRow(
+        lengths=micro_batch.lengths,
+        parents=micro_batch.parents,
+        uploads=micro_batch.uploads,
+        tokens=routed,
+        bound=bound(micro_batch),
+    )
+    return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, row)
 
 
 def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: PackedBatch) -> Bound | None:

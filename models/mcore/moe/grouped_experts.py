@@ -16,16 +16,15 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
-from isoloss.models.mcore.arrival import wait_for_weights
 from isoloss.parallel.ops.fused import Fused, precise
 
 ALIGNED = 8  # bf16 numbers in 16 bytes
 
 
-class Experts(SequentialMLP):
+class LocalExperts(SequentialMLP):
     """Megatron's experts of a rank, one after the other.
 
     grouped: `at_once` may do the same, where `on_gpu`. To be asked for only where the activation is SwiGLU.
@@ -65,6 +64,14 @@ class Experts(SequentialMLP):
         wait_for_weights(*inner, *outer)
         matrices = [module.weight for module in (*inner, *outer)]
         return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, *matrices)
+
+
+def wait_for_weights(*modules: nn.Module) -> None:
+    """Wait for weights that a forward pass reads without calling their module. After a step they may still be in flight
+    from other ranks (engine/step/optimizer.py, `Gather`), and a module's forward pre-hook waits for its own."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
 
 
 def on_gpu(hidden: Tensor) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore.layers import activations, gated_attention, gated_norm, norm, residual_norm, rotary
+from isoloss.models.mcore.layers import activations, grouped_attention, norm, residual_norm, rotary
 from isoloss.models.mcore.moe import dispatch, grouped_experts
 from isoloss.parallel.ops import block_attention
 from isoloss.parallel.ops import loss_head_kernels as loss_head
@@ -110,19 +110,19 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         ),
     ),
     "gated_norm_forward": (
-        gated_norm.gated_norm_forward,
+        norm.gated_norm_forward,
         lambda: (_bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(WIDTH, seed=2), 1e-6),
     ),
     "gated_norm_backward": (
-        gated_norm.gated_norm_backward,
+        norm.gated_norm_backward,
         lambda: (
             _bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(ROWS, 2, WIDTH, seed=2), _bf16(WIDTH, seed=3),
             1e-6,
         ),
     ),
-    "gate_forward": (gated_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
+    "gate_forward": (grouped_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
     "gate_backward": (
-        gated_attention.gate_backward,
+        grouped_attention.gate_backward,
         lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1), _bf16(ROWS, WIDTH, seed=2)),
     ),
     "union": (block_attention.union, lambda: (_draw(ROWS, HEADS), _draw(ROWS, HEADS, seed=1))),

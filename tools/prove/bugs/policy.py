@@ -107,14 +107,15 @@ def _positions_across_siblings(pack):
 def _siblings_see_each_other(forward_row):
     """Use the mask of one document instead of that of a tree."""
 
-    def forward_wrongly(chunk, tokens_R, positions_R, lengths, parents, *more):
+    def forward_wrongly(chunk, tokens_R, positions_R, row):
         documents: list[int] = []
-        for length, parent in zip(lengths, parents):
+        for length, parent in zip(row.lengths, row.parents):
             if parent >= 0:
                 documents[-1] += length
             else:
                 documents.append(length)
-        return forward_row(chunk, tokens_R, positions_R, tuple(documents), (), *more)
+        row.lengths, row.parents = tuple(documents), ()
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     return forward_wrongly
 
@@ -122,9 +123,9 @@ def _siblings_see_each_other(forward_row):
 def _prompt_unseen(forward_row):
     """Let the mask forget the prefix."""
 
-    def forward_wrongly(chunk, tokens_R, positions_R, lengths, parents, *more):
-        del parents
-        return forward_row(chunk, tokens_R, positions_R, lengths, (), *more)
+    def forward_wrongly(chunk, tokens_R, positions_R, row):
+        row.parents = ()
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     return forward_wrongly
 
