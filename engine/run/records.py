@@ -24,11 +24,11 @@ class RunRecords:
 
     folder: Path
 
-    def metrics(self) -> Iterator[dict[str, float]]:
+    def metrics(self) -> Iterator[dict[str, Any]]:
         """Yield the numbers of each optimizer step."""
         return map(_numbers, read_rows(self.folder / METRICS))
 
-    def evaluations(self) -> Iterator[dict[str, float]]:
+    def evaluations(self) -> Iterator[dict[str, Any]]:
         """Yield the numbers of each evaluation."""
         return map(_numbers, read_rows(self.folder / EVALUATIONS))
 
@@ -87,6 +87,6 @@ def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no number of JSON")
 
 
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers of a row, with those that JSON does not have and that are texts in the file."""
     return {key: float(value) if value in ("nan", "inf", "-inf") else value for key, value in row.items()}
