@@ -30,8 +30,8 @@ class LocalWeight:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
 
     tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
-    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); whoever visits
-    every weight once skips it.
+    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); a visit of every
+    weight once skips it.
     first: whether, of the ranks of its stage that hold this very shard, this one is the first.
     """
 
