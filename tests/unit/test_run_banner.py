@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models.decoders import decoder
 from support.models.gated_delta import architecture
 
 from isoloss.engine.config.schema import Config, ModelConfig
@@ -47,7 +48,7 @@ def test_the_first_lines_tell_what_is_slow_for_lack_of_a_package(
     monkeypatch.setattr(flash_linear_attention, "why_not", lambda: why)
     config = Config(ModelConfig("somewhere"), kernels=Kernels(delta_rule=wanted))
     config = replace(config, train=replace(config.train, precision=precision))
-    arch = architecture() if has_layers else replace(architecture(), delta=None)
+    arch = architecture() if has_layers else decoder(1, 26, (8, 8, 4), 16, 64)
     model = SimpleNamespace(arch=arch, stages=(1,), mesh=SimpleNamespace(layout=Layout()))
     engine = SimpleNamespace(model=model, source=SimpleNamespace(path="somewhere"))
     run: Any = SimpleNamespace(_config=config, _engine=engine, total_steps=1, output_dir="here", done=0)
