@@ -93,17 +93,21 @@ class ExpertLayer(MoELayer):
 
     def _compute(self, hidden_states: Tensor, row: RoutedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)
-        weights_ZE, chosen_ZE, chosen_ZX = self.router(hidden_states, row.tokens)
+        output = self._routed(hidden_states, self.router(hidden_states, row.tokens), row)
+        return output if shared is None else output + shared, None
+
+    def _routed(self, hidden_states: Tensor, routed: tuple[Tensor, Tensor, Tensor], row: RoutedRow) -> Tensor:
+        """For each token the weighted sum over its experts. routed: what the router returns."""
+        weights_ZE, chosen_ZE, chosen_ZX = routed
         if self._dispatches and getattr(self.experts, "grouped", False) and grouped_experts.on_gpu(hidden_states):
-            output = self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
-            return output if shared is None else output + shared, None
+            return self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
         dispatcher = self.token_dispatcher
         dispatched = self.dispatch(*self.preprocess(hidden_states, weights_ZE, chosen_ZE))
         received, counts, weights = dispatcher.dispatch_postprocess(*dispatched)
         output = dispatcher.combine_preprocess(self._run_experts(received, counts, weights))
-        output = self.postprocess(self.combine(output), shared)
+        output = self.postprocess(self.combine(output), None)
         self._forget()
-        return output, None
+        return output
 
     def _run_experts(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         def run(rows: Tensor, weights: Tensor) -> Tensor:
