@@ -104,20 +104,25 @@ def swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
 @Fused
 def geglu_forward(wide: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    return (gate * _open(gate) * up).to(wide.dtype)
+    return (gate * gelu_factor(gate) * up).to(wide.dtype)
 
 
 @Fused
 def geglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    square, grad_open = gate * gate, precise(grad) * _open(gate)
-    slope = gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - _open(gate))
-    return torch.cat([grad_open * up * (1 + slope), grad_open * gate], -1).to(wide.dtype)
+    grad_open = precise(grad) * gelu_factor(gate)
+    return torch.cat([grad_open * up * (1 + gelu_slope(gate)), grad_open * gate], -1).to(wide.dtype)
 
 
-def _open(gate: Tensor) -> Tensor:
+def gelu_factor(gate: Tensor) -> Tensor:
     """GELU's factor (1 + tanh(y)) / 2, as a sigmoid: the sum would cancel far below 0. A part of a kernel."""
     return torch.sigmoid(gate * (GELU_LINEAR + GELU_CUBIC * gate * gate))
+
+
+def gelu_slope(gate: Tensor) -> Tensor:
+    """Return the derivative of GELU's factor times gate / factor. A part of a kernel."""
+    square = gate * gate
+    return gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - gelu_factor(gate))
 
 
 @Fused

@@ -12,7 +12,7 @@ columns of any of their matrices.
 # pyright: reportAttributeAccessIssue=false
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm, silu
 
 from isoloss.models.mcore.arrival import wait_for_weights
+from isoloss.models.mcore.layers.activations import gelu_factor, gelu_slope
 from isoloss.parallel.ops.fused import Fused, precise
 
 ALIGNED = 8  # bf16 numbers in 16 bytes
@@ -28,13 +29,15 @@ ALIGNED = 8  # bf16 numbers in 16 bytes
 class Experts(SequentialMLP):
     """Megatron's experts of a rank, one after the other.
 
-    grouped: `at_once` may do the same, where `on_gpu`. To be asked for only where the activation is SwiGLU.
+    grouped: `at_once` may do the same, where `on_gpu`.
+    activation: a key of `WEIGHTED`, for `at_once`.
     """
 
     local_experts: Any
 
-    def __init__(self, *args: Any, grouped: bool, **kwargs: Any):
+    def __init__(self, *args: Any, grouped: bool, activation: str, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._weighted = WEIGHTED[activation]
         self.grouped = grouped and _fits(self.local_experts[0])
 
     def forward(self, rows_RD: Tensor, tokens_per_expert: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -64,7 +67,7 @@ class Experts(SequentialMLP):
         outer = [expert.linear_fc2 for expert in self.local_experts]
         wait_for_weights(*inner, *outer)
         matrices = [module.weight for module in (*inner, *outer)]
-        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, *matrices)
+        return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, self._weighted, *matrices)
 
 
 def on_gpu(hidden: Tensor) -> bool:
@@ -80,12 +83,12 @@ def _fits(expert: Any) -> bool:
 
 class _Experts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, *matrices):
+    def forward(ctx, rows_RD, weights_R, ends_E, again, empty, weighted, *matrices):
         inner, outer = _halves(matrices)
         wide_RI = _times(rows_RD, torch.stack(inner).mT, ends_E)
-        output_RD = _times(weighted_swiglu(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
+        output_RD = _times(weighted.forward(wide_RI, weights_R), torch.stack(outer).mT, ends_E)
         ctx.save_for_backward(rows_RD, weights_R, ends_E, *(() if again else (wide_RI,)))
-        ctx.matrices, ctx.empty = matrices, empty
+        ctx.matrices, ctx.empty, ctx.weighted = matrices, empty, weighted
         return output_RD
 
     @staticmethod
@@ -95,12 +98,12 @@ class _Experts(torch.autograd.Function):
         inner_ENK, grad_RD = torch.stack(inner), grad_RD.contiguous()
         wide_RI = kept[0] if kept else _times(rows_RD, inner_ENK.mT, ends_E)
         grad_RI = _times(grad_RD, torch.stack(outer), ends_E)
-        active_RI, grad_weights_R = weighted_swiglu_again(wide_RI, weights_R, grad_RI)
-        grad_wide_RI = weighted_swiglu_backward(wide_RI, weights_R, grad_RI)
+        active_RI, grad_weights_R = ctx.weighted.again(wide_RI, weights_R, grad_RI)
+        grad_wide_RI = ctx.weighted.backward(wide_RI, weights_R, grad_RI)
         of_outer = _of_matrices(grad_RD, active_RI, ends_E, ctx.empty, outer)
         of_inner = _of_matrices(grad_wide_RI, rows_RD, ends_E, ctx.empty, inner)
         grad_rows_RD = _times(grad_wide_RI, inner_ENK, ends_E)
-        return grad_rows_RD, grad_weights_R, None, None, None, *of_inner, *of_outer
+        return grad_rows_RD, grad_weights_R, None, None, None, None, *of_inner, *of_outer
 
 
 def _halves(matrices: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -176,3 +179,45 @@ def weighted_swiglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor
     weighted_RI = precise(grad_RI) * precise(weights_R)[:, None]
     grad_gate_RI = weighted_RI * up_RI * sigmoid_RI * (1 + gate_RI * (1 - sigmoid_RI))
     return torch.cat([grad_gate_RI, weighted_RI * gate_RI * sigmoid_RI], -1).to(wide_RI.dtype)
+
+
+@Fused
+def weighted_geglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
+    """Return gelu(gate) * up * weight, rounded once, with GELU's approximation by tanh."""
+    gate_RI, up_RI = precise(wide_RI).chunk(2, dim=-1)
+    return (gate_RI * gelu_factor(gate_RI) * up_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+
+
+@Fused
+def weighted_geglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what `weighted_swiglu_again` does, for `weighted_geglu`."""
+    width = grad_RI.shape[1]
+    gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
+    active_RI = gate_RI * gelu_factor(gate_RI) * up_RI
+    output_RI = (active_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+    return output_RI, (precise(grad_RI) * active_RI).sum(1).to(weights_R.dtype)
+
+
+@Fused
+def weighted_geglu_backward(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> Tensor:
+    """Return the gradient of gate and up."""
+    gate_RI, up_RI = precise(wide_RI).chunk(2, dim=-1)
+    factor_RI = precise(grad_RI) * gelu_factor(gate_RI)
+    grad_gate_RI = (factor_RI + factor_RI * gelu_slope(gate_RI)) * up_RI
+    # The weights come last: a compiler makes two kernels of more inputs to `cat`.
+    grad_wide_RI = torch.cat([grad_gate_RI, factor_RI * gate_RI], -1) * precise(weights_R)[:, None]
+    return grad_wide_RI.to(wide_RI.dtype)
+
+
+class Weighted(NamedTuple):
+    """A gated activation of rows, times the weight of each, and its gradients."""
+
+    forward: Fused
+    again: Fused
+    backward: Fused
+
+
+WEIGHTED = {
+    "swiglu": Weighted(weighted_swiglu, weighted_swiglu_again, weighted_swiglu_backward),
+    "geglu": Weighted(weighted_geglu, weighted_geglu_again, weighted_geglu_backward),
+}
