@@ -9,15 +9,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.mcore.activation_memory import KEEP_ALL, ActivationMemory
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore.build import build_chunks
 from isoloss.models.mcore.gpt import PackedGPT, unwrap
-from isoloss.models.mcore.kernels import ALL, Kernels
+from isoloss.models.mcore.kernels import Kernels
+from isoloss.models.mcore.layer_config import PLAIN, BuildOptions
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Named, Receives, stream_weights
 from isoloss.models.weights.checkpoint_names import local_name
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
 from isoloss.parallel.ops.prepacked import PackedMatrix
@@ -68,27 +69,17 @@ class Model:
         mesh: Mesh,
         dtype: torch.dtype,
         stages: Sequence[int] | None = None,
-        memory: ActivationMemory = KEEP_ALL,
-        kernels: Kernels = ALL,
-        *,
-        te: bool = False,
-        dispatcher: str = "alltoall",
-        deterministic: bool = False,
+        options: BuildOptions = PLAIN,
     ) -> "Model":
-        """With uninitialised weights.
+        """Build this rank's part of a model, with uninitialised weights.
 
-        stages: None: of even cost.
-        te: of Transformer Engine's modules.
-        dispatcher: of tokens to their experts.
-        deterministic: without Megatron's operations whose repetitions differ on a GPU.
+        stages: layers of each; None: stages of even cost.
 
         Collectives: with tied embeddings and a pipeline, Megatron exchanges the embedding between first and last stage.
         """
         stages = tuple(stages or stage_layers(arch, mesh.layout))
-        chunks = build_chunks(
-            arch, mesh, dtype, stages, memory, kernels, te=te, dispatcher=dispatcher, deterministic=deterministic
-        )
-        return cls(chunks, arch, mesh, dtype, stages, kernels)
+        chunks = build_chunks(arch, mesh, dtype, stages, options)
+        return cls(chunks, arch, mesh, dtype, stages, options.kernels)
 
     @property
     def modules(self) -> list[PackedGPT]:
@@ -196,7 +187,7 @@ class Model:
         decoder, layers, index, *within = name.split(".")
         modules: Any = module.decoder.layers
         layer = modules[int(index)].layer_number - 1
-        rest = local_name(".".join(within), self.arch, layer).split(".")
+        rest = local_name(".".join(within), self.arch.layers[layer]).split(".")
         if "local_experts" in rest:
             assert self.arch.experts is not None
             place = rest.index("local_experts") + 1

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from isoloss.models.architecture import Architecture
-from isoloss.models.flops import delta_flops, met_parameters, output_parameters, pair_flops
+from isoloss.models.flops import met_parameters, output_parameters
 
 
 @dataclass(frozen=True)
@@ -58,15 +58,13 @@ class CostModel:
         masked prompts are a little cheaper than this says.
         """
         parameters = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
-        linear = [layer for layer in range(arch.num_layers) if arch.is_linear(layer)]
-        windowed = [layer for layer in range(arch.num_layers) if arch.window(layer) is not None]
-        whole = set(range(arch.num_layers)) - {*linear, *windowed}
-        windows = {arch.window(layer) or 0 for layer in windowed}
+        attentions = [layer.attention for layer in arch.layers]
+        windows = {attention.window for attention in attentions if attention.window}
         assert len(windows) <= 1, "config.json gives one window for all layers that have one"
         return cls(
-            linear=2.0 * parameters + (len(linear) * delta_flops(arch) if linear else 0.0),
-            quadratic=sum(pair_flops(arch, layer) for layer in whole),
-            windowed=sum(pair_flops(arch, layer) for layer in windowed),
+            linear=2.0 * parameters + sum(attention.token_flops for attention in attentions),
+            quadratic=sum(attention.pair_flops for attention in attentions if not attention.window),
+            windowed=sum(attention.pair_flops for attention in attentions if attention.window),
             window=max(windows, default=0),
         )
 

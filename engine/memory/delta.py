@@ -4,7 +4,7 @@ installed, take less."""
 
 from dataclasses import dataclass
 
-from isoloss.models.architecture import GatedDelta
+from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.parallel import Layout
 from isoloss.parallel.attention import kv_repeats
 from isoloss.parallel.ops.gated_delta_chunks import CHUNK

@@ -19,8 +19,11 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory.attention import backward_by_blocks, is_by_blocks, kept_by_attention
 from isoloss.engine.memory.delta import DeltaMemory, delta_memory
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.gated_delta import GatedDelta
+from isoloss.models.kinds.kind import SoftmaxAttention
+from isoloss.models.kinds.mappings import ParamMapping
 from isoloss.models.mcore.stages import stage_layers
-from isoloss.models.weights.mappings import ParamMapping
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
 from isoloss.parallel.vocab import FUSED_CHUNK_ELEMENTS
@@ -129,9 +132,12 @@ def _sizes(config: Config, arch: Architecture, layout: Layout) -> _Sizes:
     tokens, width = config.batch.max_tokens // layout.context, BYTES[config.train.precision]
     return _Sizes(
         tokens, tokens // (layout.tp if layout.sequence_parallel else 1), arch.hidden_size,
-        arch.intermediate_size // layout.tp, width,
+        max((mlp.width for mlp in arch.mlps if isinstance(mlp, Dense)), default=0) // layout.tp, width,
         layout.sequence_parallel, _grouped(config, arch), _received(config, arch, layout),
-        delta_memory(arch.delta, layout, tokens, width) if arch.delta else None,
+        next(
+            (delta_memory(kind, layout, tokens, width) for kind in arch.attentions if isinstance(kind, GatedDelta)),
+            None,
+        ),
     )  # fmt: skip
 
 
@@ -196,18 +202,20 @@ def _recomputed_modules(config: Config) -> tuple[str, ...]:
 def _layer(arch: Architecture, layout: Layout, layer: int, modules: Sequence[str], z: _Sizes) -> float:
     """What a layer keeps of a micro-batch: attention or Gated DeltaNet; two sums of the residual stream, two norms, and
     what is normed behind attention and MLP; the MLP."""
-    if z.delta is not None and arch.is_linear(layer):
+    attention = arch.layers[layer].attention
+    if z.delta is not None and not isinstance(attention, SoftmaxAttention):
         kept = z.delta.kept_without_core if "core_attn" in modules else z.delta.kept
     else:
-        kept = kept_by_attention(arch, layout, layer, modules, z.t, z.width)
-    norms = (0 if "layernorm" in modules else 1) + 2 + 2 * arch.sandwich_norm
+        assert isinstance(attention, SoftmaxAttention)
+        kept = kept_by_attention(attention, layout, modules, z.t, z.width)
+    norms = (0 if "layernorm" in modules else 1) + 2 + 2 * arch.layers[layer].sandwich
     kept += z.width * z.s * z.h * norms
-    return kept + (_experts(arch, layout, modules, z) if arch.has_experts(layer) else _mlp(modules, z))
+    return kept + (_experts(arch, layout, modules, z) if arch.sparse[layer] else _mlp(modules, z))
 
 
 def _grouped(config: Config, arch: Architecture) -> bool:
     """Whether all experts of a rank are run at once."""
-    plain = not arch.clamped_swiglu and not arch.linear_bias and not config.model.transformer_engine
+    plain = all(mlp.activation != "clamped_swiglu" for mlp in arch.mlps) and not config.model.transformer_engine
     return config.kernels.grouped_experts and config.train.precision == "bf16" and plain
 
 
@@ -236,7 +244,7 @@ def _backward(config: Config, arch: Architecture, layout: Layout, layer: int, z:
     """What the backward of the last layer adds: gradients inside of its MLP, and first what it computes again."""
     modules = _recomputed_modules(config)
     gradients = z.width * 2 * z.s * z.h
-    if arch.has_experts(layer):
+    if arch.sparse[layer]:
         gradients += max(_experts_backward(arch, layout, z), _sum_over_etp(layout, z))
         again = _experts(arch, layout, (), z) if {"moe", "experts"} & {*modules} else 0
         again -= _experts(arch, layout, ("experts",), z) if "experts" in modules and "moe" not in modules else 0
@@ -263,7 +271,7 @@ def _experts_backward(arch: Architecture, layout: Layout, z: _Sizes) -> float:
 
 def _delta_backward(config: Config, arch: Architecture, layout: Layout, layers: range, z: _Sizes) -> float:
     """What the backward of the last layer of Gated DeltaNet adds, less what it and those behind it no longer keep."""
-    last = max((n for n in layers if arch.is_linear(n)), default=None)
+    last = max((n for n in layers if arch.linear[n]), default=None)
     if last is None or z.delta is None:
         return 0
     gone = _by_layers(config, arch, layout, layers, z)[last - layers.start :]
@@ -278,7 +286,7 @@ def _block_backward(config: Config, arch: Architecture, layout: Layout, layers: 
     gone = sum(_by_layers(config, arch, layout, layers, z)[last - layers.start :])
     whole = config.memory.recompute == "full" and config.memory.recompute_layers is None
     modules = () if whole else tuple(module for module in _recomputed_modules(config) if module != "core_attn")
-    left = _layer(arch, layout, last, modules, z) - _mlp(modules, z) - z.width * z.s * z.h * arch.sandwich_norm
+    left = _layer(arch, layout, last, modules, z) - _mlp(modules, z) - z.width * z.s * z.h * arch.layers[last].sandwich
     return left - gone + z.width * 2 * z.s * z.h + backward_by_blocks(arch, layout, last, z.t)
 
 

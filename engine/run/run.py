@@ -245,7 +245,7 @@ class Run:
         stages = f" (layers {'+'.join(map(str, model.stages))})" if model.mesh.layout.pp > 1 else ""
         source = self._engine.source.path
         kernels = config.kernels.delta_rule, config.train.precision
-        slow = flash_linear_attention.missed(*kernels) if model.arch.delta is not None else None
+        slow = flash_linear_attention.missed(*kernels) if any(model.arch.linear) else None
         lines = [
             f"device: {device.describe(dist.get_world_size())}, {config.train.precision}",
             f"model: {source}, {num_parameters(model.arch):,} parameters{weights}, layers of {layers}",

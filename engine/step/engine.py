@@ -41,6 +41,7 @@ from isoloss.engine.step.optimizer import (
     wrap_ddp,
 )
 from isoloss.models.mcore.build import accumulate_in_embedding, accumulate_in_products
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.value_head import CriticWeights
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.mcore.weight_stream import Receives
@@ -114,11 +115,13 @@ class Engine:
             self.mesh,
             DTYPES[config.train.precision],
             stage_layers(self.arch, layout, config.parallel.stage_layers),
-            config.memory,
-            config.kernels,
-            te=config.model.transformer_engine,
-            dispatcher=config.moe.dispatcher,
-            deterministic=config.train.deterministic,
+            BuildOptions(
+                config.memory,
+                config.kernels,
+                te=config.model.transformer_engine,
+                dispatcher=config.moe.dispatcher,
+                deterministic=config.train.deterministic,
+            ),
         )
         on_gpu = model.tensors()[0].is_cuda
         if config.accumulates_in_products(on_gpu=on_gpu):

@@ -223,7 +223,7 @@ def run_step(
 def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tuple[RouterLoss, float]]:
     """The losses of all routers of the step, none of them negative, once their weights are those of the counts."""
     sums, consumed = reduce_losses(router_losses, model.mesh)
-    layers = sum(model.arch.has_experts(layer) for layer in range(model.arch.num_layers))
+    layers = sum(model.arch.sparse)
     for weight_sum, counts in zip(consumed, router_losses.counts):
         check_canary(weight_sum / layers, counts, model.dtype, "a layer's routers")
     return list(zip(router_losses.losses, sums))

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isoloss.models.kinds.mappings import Replicated
 from isoloss.models.model import LocalWeight, Model
-from isoloss.models.weights.mappings import Replicated
 from isoloss.parallel.collectives import gather_objects, gather_shards
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -23,14 +23,15 @@ from isoloss.models.conversion.hf_files import SHARDS, ShardLayout, other_files
 from isoloss.models.conversion.plan import FilePlan, OutputFile, Source, published_checksum
 from isoloss.models.conversion.tensors import MergedRows, parts_of
 from isoloss.models.families.registry import HUGGINGFACE, read_architecture
+from isoloss.models.kinds.mappings import GatedMLP, Vocabulary, padded_vocab_size
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_names import Style, checkpoint_rows, native_style
 from isoloss.models.weights.distcp import is_checkpoint
 from isoloss.models.weights.hf_checkpoint import INDEX, HFReader, check
 from isoloss.models.weights.manifest import NAME, FileRecord, Manifest
-from isoloss.models.weights.mappings import GatedMLP, Vocabulary, padded_vocab_size
 from isoloss.models.weights.mmap import DTYPES
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 # Larger tensors are cut, so that a loader which needs a part of one reads little more than that.

@@ -17,12 +17,13 @@ from isoloss.models.conversion.hf_files import HFFile, HFTensor, ShardLayout, ar
 from isoloss.models.conversion.plan import Content, FilePlan, OutputFile, Source
 from isoloss.models.conversion.tensors import KeptTensor, SplitPart, parts_of
 from isoloss.models.families.registry import hf_folder, read_architecture
+from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.weights import manifest
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.hf_checkpoint import INDEX, Entry, HFReader, check, has_weights, index_text
 from isoloss.models.weights.mmap import DTYPES
-from isoloss.models.weights.weight_map import Part, Weight, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}

@@ -14,11 +14,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isoloss.models.kinds.mappings import InterleavedGatedMLP, TransposedRowParallel
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.finite import check_finite, is_finite
-from isoloss.models.weights.mappings import InterleavedGatedMLP, TransposedRowParallel
 from isoloss.models.weights.mmap import fetch
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel.runtime.errors import UserError
 
 BLOCK_BYTES = 4 << 20

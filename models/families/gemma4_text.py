@@ -8,12 +8,23 @@ the layers without a window by `global_head_dim` and `num_global_key_value_heads
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from isoloss.models.architecture import Architecture, Windowed
-from isoloss.models.families.hf_config import FULL, SLIDING, TEXT_MODEL, layer_kinds, read, text_config
+from isoloss.models.architecture import Architecture
+from isoloss.models.families.hf_config import (
+    FULL,
+    SLIDING,
+    TEXT_MODEL,
+    Family,
+    grouped_query,
+    layer_kinds,
+    read,
+    text_config,
+)
 from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse, with_absent
 from isoloss.models.families.hf_rope import rope
+from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.rope import Proportional, Rope
 
 PINNED: Mapping[str, Any] = {
@@ -48,6 +59,7 @@ DEFAULTS: Mapping[str, Any] = {
     },
 }  # fmt: skip
 GLOBAL_HEAD_DIM, PER_LAYER_INPUT = 512, 256
+FAMILY = Family("gemma4_text", pinned=PINNED, irrelevant=IRRELEVANT, fields=FIELDS)
 
 
 def architecture(config: ConfigJson) -> Architecture:
@@ -55,45 +67,39 @@ def architecture(config: ConfigJson) -> Architecture:
         text = architecture(text_config(config, "gemma4", irrelevant=AROUND_TEXT))
         return replace(text, tensor_prefix=TEXT_MODEL, text_class="Gemma4ForCausalLM")
     _refuse_what_is_not_built(config)
-    layers, heads = positive_int(config, "num_hidden_layers"), positive_int(config, "num_attention_heads")
+    heads = positive_int(config, "num_attention_heads")
     config = with_absent(config, DEFAULTS, null=("rope_parameters",))
     config = {**config, "tie_word_embeddings": flag(config, "tie_word_embeddings", True)}
-    kinds = layer_kinds(config, layers, lambda n: SLIDING if (n + 1) % 6 and n + 1 < layers else FULL)
+    layers = positive_int(config, "num_hidden_layers")
+    kinds = layer_kinds(config, lambda n: SLIDING if (n + 1) % 6 and n + 1 < layers else FULL)
     if kinds[-1] != FULL:
         refuse("layer_types", kinds[-1], f"is the last layer's kind, which transformers takes for {FULL}")
     for name in ("num_key_value_heads", "num_global_key_value_heads"):
         if config.get(name) is not None and heads % positive_int(config, name):
             refuse(name, config[name], f"must divide num_attention_heads={heads}")
-    own = _without_window(config, kinds)
-    max_positions, softcap = positive_int(config, "max_position_embeddings"), config.get("final_logit_softcapping")
-    rotations = {kind: _rotation(config, kind, max_positions) for kind in (FULL, SLIDING)}
-    return replace(
-        read(
-            {**config, **own, "layer_types": kinds, "rope_parameters": None},
-            "gemma4_text",
-            pinned=PINNED,
-            irrelevant=IRRELEVANT,
-            fields=FIELDS,
-            qkv_bias=False,
-            qk_norm=True,
-            windowed=Windowed(
-                num_kv_heads=positive_int(config, "num_key_value_heads"),
-                head_dim=positive_int(config, "head_dim"),
-                rotary_dim=positive_int(config, "head_dim"),
-                rope=rotations[SLIDING],
-            ),
-            softmax_scale=1.0,
-            keys_as_values=flag(config, "attention_k_eq_v"),
-            value_norm=True,
-            geglu=True,
-            sandwich_norm=True,
-            layer_scalar=True,
-            scaled_embedding=True,
-            logit_softcap=None if softcap is None else float(positive_number(config, "final_logit_softcapping")),
-            left_out=LEFT_OUT,
-        ),
-        rope=rotations[FULL],
+    own, softcap = _without_window(config, kinds), config.get("final_logit_softcapping")
+    rotations = {
+        kind: _rotation(config, kind, positive_int(config, "max_position_embeddings")) for kind in (FULL, SLIDING)
+    }
+    config = {**config, "layer_types": kinds, "rope_parameters": None}
+    full, windowed = (_attention(each)[kind] for each, kind in (({**config, **own}, FULL), (config, SLIDING)))
+    full = replace(full, keys_as_values=flag(config, "attention_k_eq_v"))
+    arch = read(
+        config,
+        FAMILY,
+        {kind: replace(attention, rope=rotations[kind]) for kind, attention in ((FULL, full), (SLIDING, windowed))},
+        activation="geglu",
+        scaled_embedding=True,
+        logit_softcap=None if softcap is None else float(positive_number(config, "final_logit_softcapping")),
+        left_out=LEFT_OUT,
     )
+    return arch.with_layers(lambda layer: replace(layer, sandwich=True, scalar=True))
+
+
+def _attention(config: ConfigJson) -> dict[str, Asymmetric]:
+    """The attention of layers with and without a window, whose heads `config` describes. Values are as wide as keys."""
+    kind = partial(Asymmetric, value_dim=positive_int(config, "head_dim"), value_norm=True, softmax_scale=1.0)
+    return grouped_query(config, FAMILY, kind, qk_norm="head")
 
 
 def _refuse_what_is_not_built(config: ConfigJson) -> None:

@@ -119,8 +119,8 @@ def _as_filed(arch: Architecture, folder: Path) -> Architecture:
     names = tensor_names(folder)
     if not names or any(name.endswith(".experts.gate_up_proj") for name in names):
         return arch
-    apart = replace(arch.experts.names, stacked="")
-    return replace(arch, experts=replace(arch.experts, names=apart))
+    apart = replace(arch.experts, names=replace(arch.experts.names, stacked=""))
+    return arch.with_layers(lambda layer: replace(layer, mlp=apart) if layer.mlp.experts else layer)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

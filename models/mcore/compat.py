@@ -9,12 +9,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
-from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
-
-from isoloss.models.mcore.layer_config import LayerConfig
-from isoloss.models.mcore.layers.activations import clamped_swiglu, geglu, swiglu
 
 
 def submodules_of(spec: Any) -> Any:
@@ -40,27 +36,3 @@ class AnyLayer(SimpleNamespace):
 def gradients_for_norm(part: Any) -> Sequence[Tensor]:
     """Of an optimizer's parameters, each once; 0.19 has another name for them."""
     return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()
-
-
-class SwiGLU(MegatronModule):
-    """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
-    parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
-
-    config: LayerConfig
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return swiglu(wide, one_kernel=self.config.kernels.activation)
-
-
-class ClampedSwiGLU(SwiGLU):
-    """`clamped_swiglu` as a module."""
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)
-
-
-class GeGLU(SwiGLU):
-    """`geglu` as a module."""
-
-    def forward(self, wide: Tensor) -> Tensor:
-        return geglu(wide, one_kernel=self.config.kernels.activation)

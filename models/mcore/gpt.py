@@ -14,7 +14,6 @@ from isoloss.models.mcore.layers.rotary import rotary_table
 from isoloss.models.mcore.moe.dispatch import Bound
 from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
-from isoloss.models.rope import QueryScaling
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.matmul import main_grad_to_add_to
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -28,16 +27,16 @@ class PackedGPT(GPTModel):
     def __init__(
         self,
         *args,
-        inv_freq: Tensor,
-        rotary_factor: float,
-        query_scaling: QueryScaling | None = None,
+        rotary_factor: float = 1.0,
         embedding_factor: float = 1.0,
         **kwargs,
     ):
         super().__init__(*args, position_embedding_type="none", **kwargs)
+        self.rotary_factor, self.embedding_factor = rotary_factor, embedding_factor
         # Not a buffer: it must stay fp32 when the module is cast, and it is not part of a checkpoint.
-        self.inv_freq, self.rotary_factor = inv_freq.to(torch.cuda.current_device()), rotary_factor
-        self.query_scaling, self.embedding_factor = query_scaling, embedding_factor
+        inv_freqs = [rope.inv_freq(channels) for rope, channels in self.config.ropes]
+        self.inv_freq = torch.cat([torch.empty(0, dtype=torch.float32), *inv_freqs]).to(torch.cuda.current_device())
+        self.query_scaling = self.config.ropes[0][0].query_scaling if self.config.ropes else None
 
     def _preprocess(self, input_ids, position_ids, *args, **kwargs):
         outputs = super()._preprocess(input_ids, position_ids, *args, **kwargs)

@@ -13,18 +13,17 @@ import torch
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.mappings import Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights import manifest, recorded_config
 from isoloss.models.weights.checkpoint_names import (
-    FUSED_DELTA_NORM,
-    FUSED_NORMS,
     CheckpointRows,
     Style,
     checkpoint_rows,
 )
 from isoloss.models.weights.distcp import Folder, StoredTensor
 from isoloss.models.weights.finite import check_finite
-from isoloss.models.weights.mappings import Vocabulary
-from isoloss.models.weights.weight_map import Weight, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -117,7 +116,7 @@ class CheckpointWeights:
         return tuple(stored_rows)
 
     def _key(self, key: str, tensors: Mapping[str, StoredTensor]) -> str:
-        names = [self._prefix + name for name in _spellings(key)]
+        names = [self._prefix + name for name in _spellings(key, self.arch)]
         found = [name for name in names if name in tensors]
         if not found:
             raise UserError(
@@ -178,10 +177,10 @@ def _style(tensors: Iterable[str]) -> Style:
     return Style.SINGLETON if any(apart.search(key) for key in tensors) else Style.PER_LAYER
 
 
-def _spellings(key: str) -> tuple[str, ...]:
+def _spellings(key: str, arch: Architecture) -> tuple[str, ...]:
     """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
     Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
-    for pair in (*FUSED_NORMS.items(), *FUSED_DELTA_NORM.items()):
+    for pair in (pair for kind in arch.kinds for pair in kind.fused_norms().items()):
         for name, other in (pair, pair[::-1]):
             if f".{name}weight" in f".{key}":
                 return key, key.replace(name, other)

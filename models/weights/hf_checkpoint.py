@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.weight import Part, Weight
 from isoloss.models.weights.finite import check_finite
 from isoloss.models.weights.manifest import IS_A_POINTER, is_pointer, read_json
 from isoloss.models.weights.mmap import DTYPES, safetensors_views
-from isoloss.models.weights.weight_map import Part, Weight, embedding_name, hf_shapes, output_name, weight_map
+from isoloss.models.weights.weight_map import embedding_name, hf_shapes, output_name, weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 INDEX = "model.safetensors.index.json"

@@ -13,12 +13,14 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.checkpoint_names import Style
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import Folder
 from isoloss.models.weights.hf_checkpoint import HFReader
 from isoloss.models.weights.manifest import Manifest
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 
@@ -41,7 +43,8 @@ def read_all(folder: Path, arch: Architecture) -> None:
 
 def native(style: str, arch) -> Style:
     """What Megatron-Core makes of "stacked" where layers differ."""
-    differ = arch.delta or arch.windowed or (arch.experts and arch.experts.dense_layers)
+    asymmetric = any(isinstance(kind, Asymmetric) for kind in arch.attentions)
+    differ = any(arch.linear) or asymmetric or len(set(arch.sparse)) > 1
     return Style.PER_LAYER if style == "stacked" and differ else Style(style)
 
 

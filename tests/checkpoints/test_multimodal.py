@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from isoloss.engine.rl.backends.local import transformers_backend
 from isoloss.models.conversion.mcore_to_hf import plan_export
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.weight_map import Part, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.parallel import UserError
 from isoloss.tools.convert import __main__ as convert
 

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from isoloss.engine.batching.sample import Sample
 from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.models.weights.weight_map import Part
 from isoloss.parallel import attention, vocab
 from isoloss.parallel.ops import row_blocks
 
@@ -176,8 +176,8 @@ def test_rotary_angles_are_bit_equal_to_those_of_transformers(folder, one_rank):
     rotary = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
     positions = torch.arange(engine.arch.max_positions)
     kinds = [{"layer_type": kind} for kind in getattr(rotary, "layer_types", ())] or [{}]
-    inv_freqs = engine.chunks[0].module.inv_freq.split([channels // 2 for channels in engine.arch.rotary_dims])
-    for kind, inv_freq, rope in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
+    inv_freqs = engine.chunks[0].module.inv_freq.split([channels // 2 for _, channels in engine.arch.ropes])
+    for kind, inv_freq, (rope, _) in zip(kinds, inv_freqs, engine.arch.ropes, strict=True):
         cos, sin = rotary(torch.zeros((), dtype=torch.float32), positions[None], **kind)
         angles = torch.outer(positions.float(), inv_freq)
         if cos.shape[-1] != angles.shape[-1]:  # gpt-oss keeps one half

@@ -1,24 +1,20 @@
 """The plan: what must hold for every input, and how even it is on realistic lengths. Never its time."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from support.models.decoders import decoder, sparse, with_attentions, with_windows
 
 from isoloss.engine.batching.balance import CostModel, Plan, Shared, imbalance, make_plan
-from isoloss.models.architecture import Architecture, Experts, Latent, Values, Windowed
+from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.latent import Latent
 from isoloss.models.rope import Rope
 from isoloss.tools.plan.rollout_batch import cache_bytes
 
 TOKENS = CostModel(linear=1.0, quadratic=0.0)
 SQUARES = CostModel(linear=0.0, quadratic=1.0)
-DECODER_7B = CostModel.of(
-    Architecture(
-        "llama", 28, 3584, 28, 4, 128, 18944, 152064, 1e-6, Rope(1e4), False, False, False, 4096, "bfloat16", 128
-    )
-)
+DECODER_7B = CostModel.of(decoder(28, 3584, (28, 4, 128), 18944, 152064))
 
 cost_models = st.sampled_from([TOKENS, SQUARES, DECODER_7B, CostModel(24576.0, 1.0)])
 lengths_and_budget = st.integers(1, 300).flatmap(  # some lengths are over the budget
@@ -188,7 +184,7 @@ def test_cost_model_refuses_coefficients_that_do_not_grow(coefficients):
 
 def test_cost_counts_every_matrix():
     # Two layers: q 8x8, k and v 8x4 each, o 8x8, three 8x16 of the MLP; the head 8x32. Attention: 2 heads of 4.
-    arch = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
+    arch = decoder(2, 8, (2, 1, 4), 16, 32)
     model = CostModel.of(arch)
     assert model.linear == 2 * (2 * (64 + 32 + 32 + 64 + 3 * 128) + 256)
     assert model.quadratic == 2 * (2 * 2 * 2 * 4) / 2
@@ -197,30 +193,38 @@ def test_cost_counts_every_matrix():
     ]
 
 
-def test_cost_counts_what_a_token_meets():
-    plain = Architecture("llama", 2, 8, 2, 1, 4, 16, 32, 1e-6, Rope(1e4), False, False, False, 64, "float32", 4)
-    sparse = replace(plain, experts=Experts(6, 2, 12, "softmax", True, shared_size=5, dense_layers=1))
-    moe = 6 * 8 + 2 * 3 * 8 * 12 + 3 * 8 * 5  # router, two of six experts, the shared one
-    assert CostModel.of(sparse).linear == pytest.approx(CostModel.of(plain).linear + 2 * (moe - 3 * 8 * 16))
+def asymmetric(kv_heads: int, head_dim: int, value_dim: int, **more) -> Asymmetric:
+    own = {"heads": 2, "kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": head_dim, "value_dim": value_dim}
+    return Asymmetric(rope=Rope(1e4), **{**own, **more})
 
-    latent = replace(plain, num_kv_heads=2, head_dim=5, latent=Latent(7, 6, 3, 2, 4))
+
+def test_cost_counts_what_a_token_meets():
+    plain = decoder(2, 8, (2, 1, 4), 16, 32)
+    some_sparse = sparse(plain, 6, 2, 12, "softmax", True, shared_size=5, dense_layers=1)
+    moe = 6 * 8 + 2 * 3 * 8 * 12 + 3 * 8 * 5  # router, two of six experts, the shared one
+    assert CostModel.of(some_sparse).linear == pytest.approx(CostModel.of(plain).linear + 2 * (moe - 3 * 8 * 16))
+
+    rope = Rope(1e4, interleaved=True)
+    latent = with_attentions(
+        plain, [Latent(heads=2, q_rank=7, kv_rank=6, nope_dim=3, rope_dim=2, value_dim=4, rope=rope)]
+    )
     attention = 8 * 7 + 7 * 2 * 5 + 8 * (6 + 2) + 6 * 2 * (3 + 4) + 2 * 4 * 8
     assert CostModel.of(latent).linear == 2 * (2 * (attention + 3 * 8 * 16) + 256)
     assert CostModel.of(latent).quadratic == 2 * (2 * 2 * (5 + 4)) / 2
 
-    kinds = replace(plain, windows=(None, 10), values=Values(3, 0.5), windowed=Windowed(2, 4, 4, Rope(1e4)))
+    kinds = with_attentions(plain, [asymmetric(1, 4, 3), asymmetric(2, 4, 3, window=10)])
     attention = 8 * (2 * 4 + 1 * 4 + 1 * 3) + 8 * (2 * 4 + 2 * 4 + 2 * 3) + 2 * 2 * 3 * 8
     assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
     assert CostModel.of(kinds).quadratic == CostModel.of(kinds).windowed == 2 * 2 * (4 + 3) / 2
     assert cache_bytes(kinds) == 2 * (1 + 2) * (4 + 3)
 
-    kinds = replace(plain, windows=(None, 10), windowed=Windowed(2, 6, 6, Rope(1e4)), keys_as_values=True)
+    kinds = with_attentions(plain, [asymmetric(1, 4, 4, keys_as_values=True), asymmetric(2, 6, 6, window=10)])
     attention = 8 * (2 * 4 + 1 * 4) + 2 * 4 * 8 + 8 * (2 * 6 + 2 * 6 + 2 * 6) + 2 * 6 * 8
     assert CostModel.of(kinds).linear == 2 * (attention + 2 * 3 * 8 * 16 + 256)
     assert (CostModel.of(kinds).quadratic, CostModel.of(kinds).windowed) == (2 * 2 * 4, 2 * 2 * 6)
     assert cache_bytes(kinds) == 2 * (1 * 2 * 4 + 2 * 2 * 6)
 
-    windowed = CostModel.of(replace(plain, windows=(None, 10)))
+    windowed = CostModel.of(with_windows(plain, None, 10))
     assert windowed.cost([10])[0] == CostModel.of(plain).cost([10])[0]
     pairs = [sum(min(t + 1, 10) for t in range(n)) for n in (1000, 1001)]
     slope = windowed.linear + (2 * 2 * 2 * 4) * (1000 + 0.5 + pairs[1] - pairs[0] - 1)  # a half square and a strip

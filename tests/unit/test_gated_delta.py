@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.models.gated_delta import architecture, build, load, random_case, token_by_token
+from support.models.gated_delta import architecture, build, delta_of, load, random_case, token_by_token
 from torch import Tensor
 from torch.nn.functional import conv1d, silu
 
@@ -206,8 +206,7 @@ def test_the_layer_is_that_of_transformers(one_rank):
     module = importlib.import_module(TRANSFORMERS)
     settings_ = importlib.import_module("transformers.models.qwen3_5.configuration_qwen3_5")
     arch = architecture()
-    delta, lengths = arch.delta, (70, 2, 133)
-    assert delta is not None
+    delta, lengths = delta_of(arch), (70, 2, 133)
     case = random_case(lengths, arch, 0)
     case.weights["A_log"] -= 3
     mesh = Mesh.create(Layout())

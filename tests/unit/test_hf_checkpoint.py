@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from isoloss.engine.step.model_source import open_weights
 from isoloss.models.families import gpt_oss
 from isoloss.models.families.registry import read_architecture
+from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import (
     HFReader,
     check,
@@ -23,7 +24,7 @@ from isoloss.models.weights.hf_checkpoint import (
 )
 from isoloss.models.weights.random_weights import RandomWeights
 from isoloss.models.weights.side_files import SideFiles
-from isoloss.models.weights.weight_map import Part, weight_map
+from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel.runtime.errors import UserError
 
 

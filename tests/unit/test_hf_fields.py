@@ -166,4 +166,8 @@ def test_key_value_heads_that_are_left_out(name, heads, kv_heads):
     config = json.loads(found.to_json_string(use_diff=False))
     config = changed(config | {"architectures": families.published(name)["architectures"]}, ("num_key_value_heads",))
     arch = ours(config)
-    assert arch is not None and arch == ours(theirs(config_class, config) or {}) and arch.num_kv_heads == kv_heads
+    assert (
+        arch is not None
+        and arch == ours(theirs(config_class, config) or {})
+        and arch.attentions[0].kv_heads == kv_heads
+    )

@@ -40,8 +40,15 @@ ORDER = {
         "loop.py",
     ),
     "engine/rl/backends": ("protocol.py", "local servers", "sglang"),
-    "models": ("rope.py", "architecture.py", "weights", "families flops.py", "conversion mcore", "model.py"),
-    "models/mcore": ("*", "layer_config.py", "layers", "compat.py moe patches.py", "gpt.py", "build.py"),
+    "models": ("rope.py", "kinds", "architecture.py", "weights", "families flops.py", "conversion mcore", "model.py"),
+    "models/kinds": (
+        "mappings.py",
+        "weight.py",
+        "kind.py",
+        "dense.py gated_delta.py grouped_query.py latent.py layer.py",
+        "asymmetric.py experts.py",
+    ),
+    "models/mcore": ("*", "layer_config.py", "layers", "moe patches.py", "gpt.py", "build.py"),
     "parallel": (
         "collectives.py runtime",
         "aggregation.py layout.py ops rank0.py",

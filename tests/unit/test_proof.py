@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import Config, LossConfig, ModelConfig
 from isoloss.engine.rl.config import AlgorithmConfig
+from isoloss.models.kinds.mappings import Replicated, Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.manifest import FileRecord
-from isoloss.models.weights.mappings import Replicated, Vocabulary
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.convert import verify, verify_logits, verify_tensors
 from isoloss.tools.convert.verify_logits import CEILING, LogitsEvidence

@@ -21,10 +21,10 @@ from isoloss.engine.step.forward_backward import prepare_step, run_targets
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture, read_config
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore.moe.router import Router
 from isoloss.models.model import Model
 from isoloss.models.weights.hf_checkpoint import HFReader, WeightSource, harmless
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout, Mesh, mesh
 from isoloss.parallel.runtime import process_group
 

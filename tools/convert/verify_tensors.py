@@ -15,10 +15,11 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.mappings import Vocabulary
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.checkpoint_read import CheckpointWeights, StoredRows
 from isoloss.models.weights.hf_checkpoint import HFReader, check
-from isoloss.models.weights.mappings import Vocabulary
-from isoloss.models.weights.weight_map import Weight, hf_shapes, weight_map
+from isoloss.models.weights.weight_map import hf_shapes, weight_map
 from isoloss.tools.convert.verify_models import Unverified
 
 BATCH_BYTES = 2 << 30

@@ -21,10 +21,10 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.step.engine import Engine
 from isoloss.engine.step.model_source import resolve
 from isoloss.models.architecture import Architecture
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.mcore import patches, weight_stream
 from isoloss.models.mcore.moe import dispatch
 from isoloss.models.mcore.weight_stream import Label
-from isoloss.models.weights.weight_map import Weight
 from isoloss.parallel import Layout
 from isoloss.recipes.launch import RECIPES, compose_config
 from isoloss.tools.plan import world

@@ -74,10 +74,7 @@ def estimate_batch(
 
 def cache_bytes(arch: Architecture) -> float:
     """Of a token of a completion, in all layers."""
-    if arch.latent is not None:
-        return BYTES * arch.num_layers * (arch.latent.kv_rank + arch.latent.rope_dim)
-    layers = range(arch.num_layers)
-    return BYTES * sum(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in layers)
+    return BYTES * sum(layer.attention.cached for layer in arch.layers)
 
 
 def _token_seconds(
@@ -87,7 +84,7 @@ def _token_seconds(
     read = weights
     if arch.experts is not None:  # those that somebody's token chose
         experts = 3 * arch.hidden_size * arch.experts.intermediate_size * BYTES
-        layers = sum(arch.has_experts(layer) for layer in range(arch.num_layers))
+        layers = sum(arch.sparse)
         asked = arch.experts.count * (1 - (1 - arch.experts.top_k / arch.experts.count) ** running)
         read -= layers * experts * (arch.experts.count - asked)
     middle = config.data.max_length - config.rollout.max_new_tokens / 2

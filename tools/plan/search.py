@@ -15,6 +15,7 @@ from isoloss.engine.memory.estimate import kept_by_layers, step_memory
 from isoloss.engine.memory.limits import room
 from isoloss.models.architecture import Architecture
 from isoloss.models.flops import layer_flops, output_flops
+from isoloss.models.kinds.kind import SoftmaxAttention
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.parallel import Layout, UserError
 from isoloss.tools.plan.estimate import host_seconds, micro_batches, sequences
@@ -178,10 +179,9 @@ def _exchange(config: Config, arch: Architecture, layout: Layout, layers: int, a
     outputs back. Ring: keys and values, and with their gradients. Experts: tokens there and back."""
     width, tokens = 2, config.batch.max_tokens // layout.context
     row = width * tokens * arch.hidden_size
-    of_layers = range(arch.num_layers)
-    channels = fmean(arch.kv_heads(n) * (arch.key_dim(n) + arch.value_dim(n)) for n in of_layers)
-    pairs = width * tokens * channels / layout.tp
-    heads = width * tokens * arch.num_heads * fmean(map(arch.key_dim, of_layers)) / layout.tp + pairs
+    attentions = [layer.attention for layer in arch.layers if isinstance(layer.attention, SoftmaxAttention)]
+    pairs = width * tokens * fmean(kind.kv_heads * (kind.head_dim + kind.value_dim) for kind in attentions) / layout.tp
+    heads = width * tokens * fmean(kind.heads * kind.head_dim for kind in attentions) / layout.tp + pairs
     inside, outside = NETWORK_SHARE * gpu.nvlink, NETWORK_SHARE * gpu.infiniband
     seconds = layers * (10 + 4 * again) * row * (layout.tp - 1) / layout.tp / inside
     seconds += layers * (2 + again) * 1.5 * heads * (layout.ulysses - 1) / layout.ulysses / inside

@@ -4,12 +4,16 @@ On a GPU each is one kernel forth and one back, which rounds nothing but its res
 """
 
 import math
+from collections.abc import Mapping
 from functools import partial
 
 import torch
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 from torch.nn.functional import gelu, silu
 
+from isoloss.models.kinds.kind import Activation
+from isoloss.models.mcore.layer_config import LayerConfig
 from isoloss.parallel.ops.fused import Fused, precise
 from isoloss.parallel.ops.row_blocks import slabs
 
@@ -141,3 +145,32 @@ def clamped_swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     grad_gate = grad_precise * (up.clamp(-7.0, 7.0) + 1) * open_ * (1 + 1.702 * clamped * (1 - open_))
     grad_up = grad_precise * clamped * open_
     return torch.cat([grad_gate * (gate <= 7.0), grad_up * (up.abs() <= 7.0)], -1).to(wide.dtype)
+
+
+class SwiGLU(MegatronModule):
+    """`swiglu` as a module, which 0.17 demands in the slot of an activation. Built from the configuration; it has no
+    parameters, and Megatron asks it, like its neighbours, what it adds to a checkpoint."""
+
+    config: LayerConfig
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return swiglu(wide, one_kernel=self.config.kernels.activation)
+
+
+class ClampedSwiGLU(SwiGLU):
+    """`clamped_swiglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return clamped_swiglu(wide, one_kernel=self.config.kernels.activation)
+
+
+class GeGLU(SwiGLU):
+    """`geglu` as a module."""
+
+    def forward(self, wide: Tensor) -> Tensor:
+        return geglu(wide, one_kernel=self.config.kernels.activation)
+
+
+ACTIVATIONS: Mapping[Activation, type[MegatronModule]] = {
+    "swiglu": SwiGLU, "clamped_swiglu": ClampedSwiGLU, "geglu": GeGLU,
+}  # fmt: skip

@@ -2,13 +2,20 @@
 
 import torch
 import torch.distributed as dist
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.parallel.ops.fused import Fused, precise
+
+
+def norm_class(options: BuildOptions) -> type[nn.Module]:
+    """Return the norm for a slot whose norm no projection owns."""
+    return TENorm if options.te else RMSNorm
 
 
 class RMSNorm(nn.Module):

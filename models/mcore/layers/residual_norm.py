@@ -9,23 +9,10 @@ from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from isoloss.models.mcore.layers.norm import RMSNorm, scale_of, through_norm, weight_gradient
 from isoloss.parallel.ops.fused import Fused, precise
-
-
-class ResidualNormLayer(TransformerLayer):
-    """Megatron's layer, with both slots given to its norm if that is a ResidualNorm.
-
-    A norm that is computed again in the backward (`recompute_modules=[layernorm]`) is a step of its own.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        if isinstance(self.pre_mlp_layernorm, ResidualNorm) and not self.recompute_pre_mlp_layernorm:
-            self.self_attn_bda = self.pre_mlp_layernorm.add
 
 
 class ResidualNorm(RMSNorm):

@@ -9,8 +9,9 @@ from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attri
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
+from isoloss.models.kinds.weight import Weight
 from isoloss.models.weights.hf_checkpoint import WeightSource
-from isoloss.models.weights.weight_map import VALUE_HEAD, Weight
+from isoloss.models.weights.weight_map import VALUE_HEAD
 from isoloss.parallel.collectives import sum_parts
 
 

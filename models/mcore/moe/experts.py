@@ -11,11 +11,15 @@ from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
+from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 from torch import Tensor, nn
 
-from isoloss.models.mcore.layers.residual_norm import ResidualNormLayer
+from isoloss.models.kinds.experts import Experts
+from isoloss.models.mcore.compat import AnyLayer, of_class, submodules_of
+from isoloss.models.mcore.layer_config import BuildOptions
+from isoloss.models.mcore.layers.activations import ACTIVATIONS
 from isoloss.models.mcore.moe import grouped_experts
 from isoloss.models.mcore.moe.dispatch import (
     Bound,
@@ -28,7 +32,10 @@ from isoloss.models.mcore.moe.dispatch import (
     slots_of,
     to_experts,
 )
+from isoloss.models.mcore.moe.grouped_experts import LocalExperts
+from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
+from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedRow
 
 
@@ -44,14 +51,6 @@ class RoutedRow(PackedRow):
     tokens: RoutedTokens | None = None
     bound: Bound | None = None
     sizes: dict[int, Sizes | Slots] = field(default_factory=dict)
-
-
-class ExpertTransformerLayer(ResidualNormLayer):
-    """Hands the row to the MLP, in Megatron's slot for a padding mask."""
-
-    def forward(self, *args, packed_seq_params: RoutedRow, **kwargs):
-        kwargs["padding_mask"] = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
 
 
 def _gate_on_the_device(shared: Any) -> None:
@@ -83,6 +82,21 @@ class ExpertLayer(MoELayer):
         dispatcher = self.token_dispatcher
         self._groups = Groups(dispatcher.ep_group, dispatcher.tp_group, dispatcher.tp_ep_group)
         self._dispatches = type(dispatcher) is MoEAlltoAllTokenDispatcher
+
+    @classmethod
+    def fill(cls, layer: Any, kind: Experts, mesh: Mesh, options: BuildOptions) -> None:
+        mlp = submodules_of(layer.mlp)
+        mlp.router = partial(Router, experts=kind)
+        experts = submodules_of(mlp.experts)
+        experts.activation_func = submodules_of(mlp.shared_experts).activation_func = ACTIVATIONS[kind.activation]
+        if not options.te:
+            if kind.bias:
+                experts.linear_fc2 = _BiasedExpertOutput
+            grouped = options.kernels.grouped_experts and kind.activation == "swiglu"
+            mlp.experts = of_class(mlp.experts, LocalExperts, grouped=grouped)
+        # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
+        params = {"pg_collection": mesh.megatron, "recompute_experts": options.memory.recomputes_experts}
+        layer.mlp = AnyLayer(module=cls, submodules=mlp, params=params)
 
     def forward(self, hidden_states: Tensor, intermediate_tensors=None, padding_mask: RoutedRow | None = None):
         assert intermediate_tensors is None and padding_mask is not None  # the first is of CUDA graphs
@@ -136,3 +150,11 @@ class ExpertLayer(MoELayer):
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "tokens_per_expert"):
             if hasattr(dispatcher, name):
                 setattr(dispatcher, name, None)
+
+
+class _BiasedExpertOutput(RowParallelLinear):
+    """Megatron's MLP adds an expert's bias in place to what this returns, which autograd forbids on its own output."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        output, bias = super().forward(x)
+        return output.clone(), bias

@@ -26,7 +26,7 @@ from isoloss.parallel.ops.fused import Fused, precise
 ALIGNED = 8  # bf16 numbers in 16 bytes
 
 
-class Experts(SequentialMLP):
+class LocalExperts(SequentialMLP):
     """Megatron's experts of a rank, one after the other.
 
     grouped: `at_once` may do the same, where `on_gpu`.

@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from isoloss.models.architecture import Experts
+from isoloss.models.kinds.experts import Experts
 from isoloss.models.mcore.moe.router_losses import TINY, RoutedTokens, Routing
 
 

@@ -138,5 +138,6 @@ def _transformers_name(tensor: str, arch: Architecture) -> str:
         return LM_HEAD
     if tensor.startswith(arch.tensor_prefix):
         tensor = "model." + tensor.removeprefix(arch.tensor_prefix)
-    tensor = tensor.replace(f".self_attn.{arch.sinks_name}", ".self_attn.sinks")
+    for sinks in {kind.sinks for kind in arch.attentions} - {""}:
+        tensor = tensor.replace(f".self_attn.{sinks}", ".self_attn.sinks")
     return tensor.replace(f".{arch.experts.names.module}.", ".mlp.") if arch.experts else tensor
