@@ -174,10 +174,12 @@ class MLP(Kind):
     """What computes each token by itself.
 
     experts: the `Experts` in it, or None.
+    norms_residual: it reads the residual stream through norms of its own, so the layer has none before it.
     activation: that of its gate.
     """
 
     experts: Any = None
+    norms_residual: bool = False
     activation: Activation
 
 

@@ -32,7 +32,7 @@ from isoloss.models.mcore.moe.dispatch import (
     slots_of,
     to_experts,
 )
-from isoloss.models.mcore.moe.grouped_experts import LocalExperts
+from isoloss.models.mcore.moe.grouped_experts import WEIGHTED, LocalExperts
 from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.parallel import Mesh
@@ -92,8 +92,8 @@ class ExpertLayer(MoELayer):
         if not options.te:
             if kind.bias:
                 experts.linear_fc2 = _BiasedExpertOutput
-            grouped = options.kernels.grouped_experts and kind.activation == "swiglu"
-            mlp.experts = of_class(mlp.experts, LocalExperts, grouped=grouped)
+            weighted = WEIGHTED.get(kind.activation) if options.kernels.grouped_experts else None
+            mlp.experts = of_class(mlp.experts, LocalExperts, weighted=weighted)
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
         params = {"pg_collection": mesh.megatron, "recompute_experts": options.memory.recomputes_experts}
         layer.mlp = AnyLayer(module=cls, submodules=mlp, params=params)

@@ -29,16 +29,15 @@ ALIGNED = 8  # bf16 numbers in 16 bytes
 class LocalExperts(SequentialMLP):
     """Megatron's experts of a rank, one after the other.
 
-    grouped: `at_once` may do the same, where `on_gpu`.
-    activation: a key of `WEIGHTED`, for `at_once`.
+    weighted: the kernels of their activation, with which `at_once` may do the same, where `on_gpu`; None: it may not.
     """
 
     local_experts: Any
 
-    def __init__(self, *args: Any, grouped: bool, activation: str, **kwargs: Any):
+    def __init__(self, *args: Any, weighted: "Weighted | None", **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._weighted = WEIGHTED[activation]
-        self.grouped = grouped and _fits(self.local_experts[0])
+        self._weighted = weighted
+        self.grouped = weighted is not None and _fits(self.local_experts[0])
 
     def forward(self, rows_RD: Tensor, tokens_per_expert: Tensor, weights_R: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.grouped and on_gpu(rows_RD):

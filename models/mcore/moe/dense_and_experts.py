@@ -10,29 +10,34 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
+from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.norm import RMSNorm, unit_norm
-from isoloss.models.mcore.layers.sandwich_norm import SandwichLayer
-from isoloss.models.mcore.moe.experts import ExpertLayer, ExpertTransformerLayer, RoutedRow
+from isoloss.models.mcore.moe.experts import ExpertLayer, RoutedRow
 from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
+from isoloss.parallel import Mesh
 
 
-class ExpertSandwichLayer(SandwichLayer, ExpertTransformerLayer):
-    """Norms behind attention and the MLP, around a slot that gets the row. The slot has norms of its own before it."""
-
-
-class ExpertsBesideDense(ExpertLayer):
-    """Adds the dense MLP, Megatron's shared expert, to the experts. Each half is normed before and behind."""
+class DenseAndExpertLayer(ExpertLayer):
+    """Add the dense MLP, Megatron's shared expert, to the experts. Each half is normed before and behind."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         norm = partial(RMSNorm, self.config, self.config.hidden_size, self.config.layernorm_epsilon)
         self.pre_shared_expert_layernorm, self.post_shared_expert_layernorm = norm(), norm()
         self.pre_moe_layernorm, self.post_moe_layernorm = norm(), norm()
+
+    @classmethod
+    def fill(cls, layer: Any, kind: DenseAndExperts, mesh: Mesh, options: BuildOptions) -> None:
+        super().fill(layer, kind, mesh, options)
+        layer.mlp.submodules.router = partial(NormedRouter, experts=kind)
+        layer.pre_mlp_layernorm = IdentityOp
 
     def _compute(self, hidden_states: Tensor, row: RoutedRow) -> tuple[Tensor, None]:
         dense = self.shared_experts_compute(self.pre_shared_expert_layernorm(hidden_states))
