@@ -141,6 +141,7 @@ SPARSE: dict[str, Row] = {
         },
     }),
 }  # fmt: skip
+# Experts beside the MLP of both layers.
 SPARSE["gemma-4-moe"] = (
     Gemma4TextConfig,
     {
