@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models.published import (
     DEEPSEEK_V3,
+    GEMMA_4_26B_A4B,
     GEMMA_4_31B,
     GLM_45_AIR,
     GLM_47_FLASH,
@@ -68,8 +69,10 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
+from isoloss.models.flops import met_parameters, output_parameters
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
 from isoloss.models.kinds.experts import ExpertNames, Experts
 from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.models.kinds.grouped_query import GatedQuery, GroupedQuery
@@ -201,9 +204,7 @@ def test_gemma_4_as_published(tmp_path):
 def test_sparse_gemma_4_as_published(tmp_path):
     arch = gemma4_text.architecture(GEMMA_4_26B_A4B)
     (moe,) = arch.mlps
-    assert moe == DenseAndExperts(
-        count=128, top_k=8, intermediate_size=704, shared_size=2112, activation="geglu"
-    ) and all(arch.sparse)  # fmt: skip
+    assert moe == DenseAndExperts(128, 8, 704, shared_size=2112, activation="geglu") and all(arch.sparse)
     assert (moe.score, moe.normalize, moe.scaling) == ("softmax", True, 1.0)
     assert round(num_parameters(arch) / 1e9, 1) == 25.2
     met = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
@@ -556,7 +557,7 @@ REFUSED = [
         "rope_parameters=.* rotates other channels where there is a window",
     ),
     (GEMMA_4_26B_A4B, {"top_k_experts": 129}, "top_k_experts=129 exceeds num_experts=128"),
-    (GEMMA_4_26B_A4B, {"num_experts": None}, "num_experts=None must be"),
+    (GEMMA_4_31B, {"enable_moe_block": True}, "num_experts is missing"),
     (GEMMA_4_26B_A4B, {"expert_intermediate_size": 512}, "expert_intermediate_size=512 contradicts moe_intermediate_s"),
     (GEMMA_4_31B, {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20 is not supported; layers that read the keys"),
     (GEMMA_4_31B, {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported; embeddings"),
