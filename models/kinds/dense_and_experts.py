@@ -32,11 +32,11 @@ class DenseAndExperts(Experts):
     normalize: bool = True
     names: ExpertNames = STACKED
 
-    norms_residual = True
-
-    def weights(self, place: Place) -> Iterator[Weight]:
+    def norm(self, place: Place, name: str) -> Iterator[Weight]:
         for module, tensor in NORMS.items():
             yield place.weight(f"mlp.{module}.weight", f"{tensor}.weight", (place.hidden,))
+
+    def weights(self, place: Place) -> Iterator[Weight]:
         yield place.weight("mlp.router.weight", "router.proj.weight", (self.count, place.hidden))
         yield place.weight("mlp.router.scale", "router.scale", (place.hidden,))
         yield place.weight("mlp.router.per_expert_scale", "router.per_expert_scale", (self.count,))

@@ -174,13 +174,15 @@ class MLP(Kind):
     """What computes each token by itself.
 
     experts: the `Experts` in it, or None.
-    norms_residual: it reads the residual stream through norms of its own, so the layer has none before it.
     activation: that of its gate.
     """
 
     experts: Any = None
-    norms_residual: bool = False
     activation: Activation
+
+    def norm(self, place: Place, name: str) -> Iterator[Weight]:
+        """Return the weights of what norms the residual stream for it. name: what files call a single norm."""
+        yield place.weight("pre_mlp_layernorm.weight", f"{name}.weight", (place.hidden,))
 
 
 def divisors(n: int) -> str:

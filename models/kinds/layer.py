@@ -28,8 +28,7 @@ class Layer:
         if self.sandwich:
             before_mlp = "pre_feedforward_layernorm"
             yield place.weight("post_self_attn_layernorm.weight", "post_attention_layernorm.weight", norm)
-        if not self.mlp.norms_residual:
-            yield place.weight("pre_mlp_layernorm.weight", f"{before_mlp}.weight", norm)
+        yield from self.mlp.norm(place, before_mlp)
         yield from self.mlp.weights(place)
         if self.sandwich:
             yield place.weight("post_mlp_layernorm.weight", "post_feedforward_layernorm.weight", norm)

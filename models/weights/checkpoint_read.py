@@ -177,10 +177,17 @@ def _style(tensors: Iterable[str]) -> Style:
     return Style.SINGLETON if any(apart.search(key) for key in tensors) else Style.PER_LAYER
 
 
+# Norms that Megatron-Core's specs of local experts and of latent attention call as if a dense MLP, or grouped-query
+# attention, stood behind them.
+_MIXED = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}  # fmt: skip
+
+
 def _spellings(key: str, arch: Architecture) -> tuple[str, ...]:
-    """A norm is called as Transformer Engine's fused layers call it, or as it is in the local layer spec;
-    Megatron-Core's specs mix the two (local experts and latent attention), so either is taken for the other."""
-    for pair in (pair for kind in arch.kinds for pair in kind.fused_norms().items()):
+    """Return the names of a tensor: a norm is called as Transformer Engine's fused layers call it, or as it is in the
+    local layer spec."""
+    for pair in (*(pair for kind in arch.kinds for pair in kind.fused_norms().items()), *_MIXED.items()):
         for name, other in (pair, pair[::-1]):
             if f".{name}weight" in f".{key}":
                 return key, key.replace(name, other)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import plain_megatron
+from support.models.decoders import attending
 from support.models.families import FAMILIES, VOCAB
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -124,10 +125,13 @@ def test_what_does_not_belong_to_the_model_is_named(checkpoint):
     hf, folder = checkpoint
     arch = read_architecture(hf)
     for changed, says in (
-        (replace(arch, num_layers=5), r"linear_qkv.layer_norm_weight has shape \[4, 56\] where .* \[5, 56\]"),
+        (
+            replace(arch, layers=arch.layers[:1] * 5),
+            r"linear_qkv.layer_norm_weight has shape \[4, 56\] where .* \[5, 56\]",
+        ),
         (replace(arch, vocab_size=600), r"word_embeddings.weight has shape \[512, 56\] where .* \[600, 56\]"),
         (replace(arch, tie_embeddings=True), r"has output_layer.weight \(1 such\), a tensor that the model"),
-        (replace(arch, qk_norm=True), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
+        (attending(arch, qk_norm="head"), r"lacks decoder.layers.self_attention.q_layernorm.weight, which"),
     ):
         with pytest.raises(UserError, match=says):
             CheckpointWeights(folder, changed)

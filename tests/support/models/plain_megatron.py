@@ -200,9 +200,9 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             layer.submodules.self_attention.submodules.core_attention = LatentCoreAttention
     if joint:
         for layer in spec.layer_specs:
-            attention = layer.submodules.self_attention.submodules
+            parts = layer.submodules.self_attention.submodules
             for slot, heads in (("q_layernorm", attention.heads), ("k_layernorm", attention.kv_heads)):
-                setattr(attention, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
+                setattr(parts, slot, ModuleSpec(JointNorm, params={"heads": heads, "tp_group": mesh.tp}))
     if isinstance(attention, Asymmetric):
         for layer in spec.layer_specs:
             layer.submodules.self_attention.module = DifferingAttention
