@@ -654,7 +654,7 @@ def test_registry_names_what_is_wrong_with_a_folder(tmp_path):
     ("family", "published", "absent", "of", "value"),
     [
         (glm4_moe, GLM_45_AIR, "partial_rotary_factor", "rotary_dim", 64),
-        (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "experts", GLM_47_EXPERTS),
+        (glm4_moe_lite, GLM_47_FLASH, "first_k_dense_replace", "sparse", (False,) + (True,) * 46),
         (gpt_oss, GPT_OSS_20B, "layer_types", "windows", [128, None] * 12),
         (mimo_v2_flash, MIMO_V2_FLASH, "attention_value_scale", "value_scale", 0.707),
         (minimax_m2, MINIMAX_M2, "rotary_dim", "rotary_dim", 128),
@@ -670,7 +670,7 @@ def test_an_absent_field_means_what_transformers_takes(family, published, absent
     """The numbers are the defaults of its configuration classes; some differ from those of Llama."""
     config = {name: v for name, v in published.items() if name != absent}
     arch = family.architecture(config)
-    found = {"windows": windows(arch), "experts": arch.experts}
+    found = {"windows": windows(arch), "sparse": arch.sparse}
     assert found.get(of, getattr(attention_of(arch), of, None)) == value
 
 

@@ -13,7 +13,7 @@ from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.parallel.ops.fused import Fused, precise
 
 
-def norm_class(options: BuildOptions) -> type[nn.Module]:
+def norm_class(options: BuildOptions) -> type:
     """Return the norm for a slot whose norm no projection owns."""
     return TENorm if options.te else RMSNorm
 
