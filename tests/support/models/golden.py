@@ -10,7 +10,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ from support.models.families import published as tiny
 FILE = Path(__file__).with_suffix(".json")
 PUBLISHED = {name: value for name, value in vars(published).items() if name.isupper()}
 NAMES = tuple(f"tiny {name}" for name in MODELS) + tuple(f"published {name}" for name in PUBLISHED)
+FEW = 6  # layers of published models with experts: more are like these
 TP = (1, 2, 3, 4, 8)
 STAGES = ((2, 1), (4, 1), (2, 2), (4, 2), (8, 1))
 LENGTHS = (1, 100, 4096, 100_000)
@@ -100,7 +101,8 @@ def _servers(backend: str) -> dict[str, Any]:
 def architecture(name: str) -> Architecture:
     source, _, model = name.partition(" ")
     config = tiny(model) if source == "tiny" else PUBLISHED[model]
-    return family_of(config["architectures"][0]).architecture(config)
+    arch = family_of(config["architectures"][0]).architecture(config)
+    return replace(arch, layers=arch.layers[:FEW]) if source == "published" and arch.experts else arch
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore.layers import activations, gated_attention, gated_norm, norm, residual_norm, rotary
+from isoloss.models.mcore.layers import activations, gated_norm, grouped_attention, norm, residual_norm, rotary
 from isoloss.models.mcore.moe import dispatch, grouped_experts
 from isoloss.parallel.ops import block_attention, logits
 from isoloss.parallel.ops.fused import Fused
@@ -128,9 +128,9 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
             1e-6,
         ),
     ),
-    "gate_forward": (gated_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
+    "gate_forward": (grouped_attention.gate_forward, lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1))),
     "gate_backward": (
-        gated_attention.gate_backward,
+        grouped_attention.gate_backward,
         lambda: (_bf16(ROWS, WIDTH), _bf16(ROWS, WIDTH, seed=1), _bf16(ROWS, WIDTH, seed=2)),
     ),
     "union": (block_attention.union, lambda: (_draw(ROWS, HEADS), _draw(ROWS, HEADS, seed=1))),
