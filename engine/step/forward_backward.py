@@ -24,6 +24,7 @@ from isoloss.engine.step.losses import Fields, Loss, TokenInputs
 from isoloss.engine.step.moe_balancing import reduce_losses, routed_tokens
 from isoloss.models.mcore.gpt import forward_row
 from isoloss.models.mcore.moe.dispatch import Bound
+from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.mcore.moe.router_losses import RouterLoss, RouterLosses
 from isoloss.models.model import Model
 from isoloss.parallel import Mesh
@@ -263,8 +264,14 @@ def _forward(
 ) -> Tensor:
     watchdog.beat()
     routed = routed_tokens(micro_batch, model.mesh, router_losses) if model.arch.experts else None
-    row = micro_batch.tokens_R, micro_batch.positions_R, micro_batch.lengths, micro_batch.parents
-    return forward_row(chunk, *row, routed, bound(micro_batch), micro_batch.uploads)
+    row = RoutedRow(
+        lengths=micro_batch.lengths,
+        parents=micro_batch.parents,
+        uploads=micro_batch.uploads,
+        tokens=routed,
+        bound=bound(micro_batch),
+    )
+    return forward_row(chunk, micro_batch.tokens_R, micro_batch.positions_R, row)
 
 
 def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: PackedBatch) -> Bound | None:

@@ -14,7 +14,7 @@ from isoloss.engine.config.schema import Config
 from isoloss.engine.memory import preflight
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import hf_folder, read_architecture
-from isoloss.models.mcore import nvidia_apex
+from isoloss.models.mcore.compat import check_apex
 from isoloss.models.weights.checkpoint_dirs import checkpoint_folder
 from isoloss.models.weights.checkpoint_read import CheckpointWeights
 from isoloss.models.weights.distcp import is_checkpoint
@@ -59,7 +59,7 @@ def resolve(config: Config) -> ModelSource:
 
     Raises UserError where they do not fit together. Enters no collective and needs no process group.
     """
-    nvidia_apex.check()
+    check_apex()
     device.check(config.train.device)
     path, folder = checkpoint_folder(config.model.path), hf_folder(config.model.path)
     arch = read_architecture(folder)

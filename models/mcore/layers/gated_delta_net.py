@@ -25,7 +25,7 @@ from torch.nn.functional import pad, softplus
 from isoloss.models.kinds.gated_delta import DELTA_SECTIONS, GatedDelta
 from isoloss.models.mcore.layer_config import BuildOptions, LayerConfig
 from isoloss.models.mcore.layers.core_attention import fill_attention
-from isoloss.models.mcore.layers.gated_norm import gated_norm
+from isoloss.models.mcore.layers.norm import gated_norm
 from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedRow, kv_repeats
 from isoloss.parallel.collectives import sum_gradient

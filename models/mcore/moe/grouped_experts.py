@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import grouped_mm, silu
 
-from isoloss.models.mcore.arrival import wait_for_weights
 from isoloss.models.mcore.layers.activations import gelu_factor, gelu_slope
 from isoloss.parallel.ops.fused import Fused, precise
 
@@ -67,6 +66,14 @@ class LocalExperts(SequentialMLP):
         wait_for_weights(*inner, *outer)
         matrices = [module.weight for module in (*inner, *outer)]
         return _Experts.apply(rows_RD, weights_R, ends_E, again, empty, self._weighted, *matrices)
+
+
+def wait_for_weights(*modules: nn.Module) -> None:
+    """Wait for weights that a forward pass reads without calling their module. After a step they may still be in flight
+    from other ranks (engine/step/optimizer.py, `Gather`), and a module's forward pre-hook waits for its own."""
+    for module in modules:
+        for hook in module._forward_pre_hooks.values():
+            hook(module, ())
 
 
 def on_gpu(hidden: Tensor) -> bool:

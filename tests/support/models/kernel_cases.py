@@ -10,7 +10,7 @@ from torch import Tensor
 
 import isoloss.models.mcore
 import isoloss.parallel
-from isoloss.models.mcore.layers import activations, gated_norm, grouped_attention, norm, residual_norm, rotary
+from isoloss.models.mcore.layers import activations, grouped_attention, norm, residual_norm, rotary
 from isoloss.models.mcore.moe import dispatch, grouped_experts
 from isoloss.parallel.ops import block_attention, logits
 from isoloss.parallel.ops.fused import Fused
@@ -118,11 +118,11 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         ),
     ),
     "gated_norm_forward": (
-        gated_norm.gated_norm_forward,
+        norm.gated_norm_forward,
         lambda: (_bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(WIDTH, seed=2), 1e-6),
     ),
     "gated_norm_backward": (
-        gated_norm.gated_norm_backward,
+        norm.gated_norm_backward,
         lambda: (
             _bf16(ROWS, 2, WIDTH), _bf16(ROWS, 2, WIDTH, seed=1), _bf16(ROWS, 2, WIDTH, seed=2), _bf16(WIDTH, seed=3),
             1e-6,

@@ -65,9 +65,9 @@ def uploads(folder: Path, parallel: dict) -> list[tuple[int, int]]:
     given: list[tuple[Tensor, object]] = []
     forward_row = forward_backward.forward_row
 
-    def forwarding(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads):
-        given.append((tokens_R, uploads))
-        return forward_row(chunk, tokens_R, positions_R, lengths, parents, routed, bound, uploads)
+    def forwarding(chunk, tokens_R, positions_R, row):
+        given.append((tokens_R, row.uploads))
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     with mock.patch.object(forward_backward, "forward_row", forwarding):
         engine.forward_backward(make_samples(LENGTHS, VOCAB), TOKEN_MEAN)

@@ -48,14 +48,15 @@ def _positions_across_siblings(pack):
 def _siblings_see_each_other(forward_row):
     """The mask of one document in the place of that of a tree."""
 
-    def forward_wrongly(chunk, tokens_R, positions_R, lengths, parents, *more):
+    def forward_wrongly(chunk, tokens_R, positions_R, row):
         documents: list[int] = []
-        for length, parent in zip(lengths, parents):
+        for length, parent in zip(row.lengths, row.parents):
             if parent >= 0:
                 documents[-1] += length
             else:
                 documents.append(length)
-        return forward_row(chunk, tokens_R, positions_R, tuple(documents), (), *more)
+        row.lengths, row.parents = tuple(documents), ()
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     return forward_wrongly
 
@@ -63,9 +64,9 @@ def _siblings_see_each_other(forward_row):
 def _prompt_unseen(forward_row):
     """The mask forgets what comes before."""
 
-    def forward_wrongly(chunk, tokens_R, positions_R, lengths, parents, *more):
-        del parents
-        return forward_row(chunk, tokens_R, positions_R, lengths, (), *more)
+    def forward_wrongly(chunk, tokens_R, positions_R, row):
+        row.parents = ()
+        return forward_row(chunk, tokens_R, positions_R, row)
 
     return forward_wrongly
 

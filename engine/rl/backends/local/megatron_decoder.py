@@ -8,17 +8,17 @@ V the vocabulary, R tokens of the packed row.
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor
+from torch import Tensor, nn
 
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence, Decoder
 from isoloss.engine.rl.trajectory import Sampling
 from isoloss.models.mcore import patches
 from isoloss.models.mcore.gpt import forward_row
+from isoloss.models.mcore.moe.experts import RoutedRow
 from isoloss.models.model import Model
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prepacked import PackedMatrix
@@ -132,7 +132,10 @@ class MegatronDecoder(Decoder):
         rest = -len(tokens) % self._multiple
         both = upload(torch.tensor([tokens + [0] * rest, positions + list(range(rest))]), device)
         lengths = lengths + [rest] * (rest > 0)
-        forward = partial(forward_row, tokens_R=both[0], positions_R=both[1], lengths=tuple(lengths), cache=cache)
+
+        def forward(chunk: nn.Module) -> Tensor:
+            return forward_row(chunk, both[0], both[1], RoutedRow(lengths=tuple(lengths), cache=cache))
+
         hidden = through_stages(model.mesh, model.chunks, both.shape[1] // self._multiple, forward)
         if hidden is None:
             return None
