@@ -1,6 +1,6 @@
 """A dense MLP and experts side by side (Gemma 4's sparse models): the router by its formula, and the promise in fp64.
 
-Weights are those of a file, all random: made up they would be 1 in norms and scales, which nobody could tell from left
+Weights are those of a file, all random: made up they would be 1 in norms and scales, which would look the same as left
 out. `test_transformers_parity.py` compares the same model with transformers.
 """
 

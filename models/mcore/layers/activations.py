@@ -51,7 +51,9 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
 
 
 class _InSlabs(torch.autograd.Function):
-    """activation: of the gate. backward_of_gate: of the gradient of what that gives, and of the gate."""
+    """activation: function of the gate.
+    backward_of_gate: gradient of the gate, from that of the output of `activation` and the gate.
+    """
 
     @staticmethod
     def forward(ctx, wide, activation, backward_of_gate):
@@ -78,7 +80,7 @@ class _InSlabs(torch.autograd.Function):
 
 
 class InOneKernel(torch.autograd.Function):
-    """forth: of gate and up. back: of those and the gradient of what `forth` gives."""
+    """forth: function of gate and up. back: function of those and the gradient of the output of `forth`."""
 
     @staticmethod
     def forward(ctx, wide, forth, back):

@@ -56,7 +56,7 @@ class LocalExperts(SequentialMLP):
         """The weighted outputs, [R, D].
 
         rows_RD: sorted by expert.
-        weights_R: what each counts.
+        weights_R: factor of each row.
         ends_E: where each expert's rows end, int32 on the device.
         again: compute gate and up again in the backward, and do not keep them.
         empty: which experts have no rows; None: the host does not know.
@@ -131,7 +131,7 @@ def _of_matrices(
 
     An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
     (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
-    Where Megatron keeps sums of gradients (`main_grad`) they are added to those, and what is returned only tells it so,
+    Where Megatron keeps sums of gradients (`main_grad`) they are added to those, and the return value only says so,
     as the gradients of its own layers do.
     """
     if not matrices[0].requires_grad:
@@ -168,12 +168,16 @@ def weighted_swiglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
 
 @Fused
 def weighted_swiglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """What `weighted_swiglu` gave, which nobody kept, and the gradient of the weights: sums over the loop that gives
-    it. The gradient of gate and up runs over both, and is a kernel of its own."""
+    """Return the output of `weighted_swiglu`, which nobody kept, and the gradient of the weights: sums over the loop
+    that makes it. The gradient of gate and up runs over both, and is a kernel of its own."""
     width = grad_RI.shape[1]  # of one name for the compiler, which else makes a loop of each
     gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
-    active_RI = silu(gate_RI) * up_RI
-    output_RI = (active_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
+    return _weighted(silu(gate_RI) * up_RI, weights_R, grad_RI)
+
+
+def _weighted(active_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows times their weights, and the gradient of the weights. A part of a kernel."""
+    output_RI = (active_RI * precise(weights_R)[:, None]).to(grad_RI.dtype)
     return output_RI, (precise(grad_RI) * active_RI).sum(1).to(weights_R.dtype)
 
 
@@ -199,9 +203,7 @@ def weighted_geglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) ->
     """Return what `weighted_swiglu_again` does, for `weighted_geglu`."""
     width = grad_RI.shape[1]
     gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
-    active_RI = gate_RI * gelu_factor(gate_RI) * up_RI
-    output_RI = (active_RI * precise(weights_R)[:, None]).to(wide_RI.dtype)
-    return output_RI, (precise(grad_RI) * active_RI).sum(1).to(weights_R.dtype)
+    return _weighted(gate_RI * gelu_factor(gate_RI) * up_RI, weights_R, grad_RI)
 
 
 @Fused
