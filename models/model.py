@@ -21,8 +21,8 @@ from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Mesh
 from isoloss.parallel.collectives import gather_rows, gather_shards, sum_gradient
+from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
 from isoloss.parallel.ops.prepacked import PackedMatrix
-from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class LocalWeight:
     """A parameter (or buffer) of this rank and the weight that it is a TP shard of.
 
     tp: the group that the shards are spread over; for an expert that of its own tensor parallelism.
-    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); whoever visits
-    every weight once skips it.
+    replica: the weight also lives on the first pipeline stage (a tied output matrix on the last one); a visit of every
+    weight once skips it.
     first: whether, of the ranks of its stage that hold this very shard, this one is the first.
     """
 
@@ -119,11 +119,10 @@ class Model:
             targets_N,
             self.arch.vocab_size,
             self.mesh.tp,
-            temperature=temperature,
-            softcap=self.arch.logit_softcap,
-            with_entropy=with_entropy,
-            fused=self.kernels.loss_head and hidden.is_cuda,
-            main_grad_VD=module.output_gradient(),
+            LossHeadOptions(
+                temperature, self.arch.logit_softcap, with_entropy, fused=self.kernels.loss_head and hidden.is_cuda
+            ),
+            module.output_gradient(),
         )
 
     def values(self, hidden: Tensor, labelled_N: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from isoloss.models.kinds.mappings import ParamMapping
 from isoloss.models.mcore.stages import stage_layers
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout
-from isoloss.parallel.vocab import FUSED_CHUNK_ELEMENTS
+from isoloss.parallel.loss_head import FUSED_CHUNK_ELEMENTS
 
 EMBEDDING = "embedding"
 BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}

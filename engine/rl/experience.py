@@ -62,7 +62,7 @@ class RolloutBatch:
         on rank 0."""
         if self.exhausted:
             return {"experience": None}
-        samples = [(s.tokens_T, s.mask_T, s.group, dict(s.fields), s.id) for s in self.samples]
+        samples = [sample.values() for sample in self.samples]
         steps = [list(step) for step in self.steps]
         rest = {"samples": samples, "steps": steps, "stats": dict(self.stats), "done": self.done}
         return {"experience": rest}
@@ -252,21 +252,23 @@ def whitened(samples: Sequence[Sample], advantages: Sequence[Tensor]) -> list[Te
     return [torch.zeros_like(a).masked_scatter(s.mask_T, w) for s, a, w in zip(samples, advantages, per_target)]
 
 
-def minibatches(groups: Sequence[int], step: int, config: RLConfig) -> tuple[tuple[int, ...], ...]:
-    """The completions of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
+def minibatches(
+    groups: Sequence[int], step: int, config: RLConfig, sequences: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], ...]:
+    """The samples of each optimizer step: algorithm.epochs times all of them, in algorithm.minibatches parts.
 
-    groups: the prompt of each completion.
+    groups: the prompt of each sample.
+    sequences: the trajectory of each, whose samples stay together; None: each sample is one.
     Shuffled by (seed, first step, epoch), one by one, so that completions of a prompt are spread over the parts, or by
     prompt (algorithm.minibatch_by): no part holds only easy prompts. A batch that dynamic sampling left smaller is cut
     into the most parts, up to algorithm.minibatches, that are of one size: every step is a mean, so a completion of a
     smaller part would weigh more.
     """
-    dealt = [[index] for index in range(len(groups))]
-    if config.algorithm.minibatch_by == "prompt":
-        of_group: dict[int, list[int]] = {}
-        for index, group in enumerate(groups):
-            of_group.setdefault(group, []).append(index)
-        dealt = list(of_group.values())
+    together = range(len(groups)) if sequences is None else sequences
+    units: dict[int, list[int]] = {}
+    for index, unit in enumerate(groups if config.algorithm.minibatch_by == "prompt" else together):
+        units.setdefault(unit, []).append(index)
+    dealt = list(units.values())
     steps, parts = [], max(n for n in range(1, config.algorithm.minibatches + 1) if len(dealt) % n == 0)
     for epoch in range(config.algorithm.epochs):
         order = np.random.default_rng([config.train.seed, step, epoch]).permutation(len(dealt))

@@ -3,6 +3,7 @@
 from contextlib import closing
 
 from isoloss.engine.batching.distribute import Scatter
+from isoloss.engine.batching.sample import sequence_numbers
 from isoloss.engine.rl.algorithms import check_functions
 from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import RLConfig
@@ -91,7 +92,7 @@ def make_batch(groups: SampledGroups, models: Models, step: int, config: RLConfi
     one is generated, if the backend can do both. Collective over the world."""
     asked = [sample for wave in groups.waves for sample in with_logprobs(wave, models, config)]
     samples = models.scatter.make(lambda: with_advantages(asked, groups.kept, config))
-    steps = minibatches([sample.group for sample in samples], step, config)
+    steps = minibatches([sample.group for sample in samples], step, config, sequence_numbers(samples))
     return RolloutBatch(tuple(samples), steps, batch_stats(groups))
 
 

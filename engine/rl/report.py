@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from isoloss.engine.data.remarks import repeats_told
+from isoloss.engine.data.remarks import repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
@@ -12,6 +12,7 @@ from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run.metrics import MetricsLog
+from isoloss.engine.run.records import EVAL_ROLLOUTS, ROLLOUTS
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.step.engine import Engine
 from isoloss.models.weights.weight_map import num_parameters
@@ -78,8 +79,8 @@ class RolloutLog:
         self._log = log
         self.told: Mapping[str, str] = {}
         if log.enabled:
-            self._train = log.file("rollouts.jsonl")
-            self._eval = log.file("eval_rollouts.jsonl", of_evaluations=True)
+            self._train = log.file(ROLLOUTS)
+            self._eval = log.file(EVAL_ROLLOUTS, of_evaluations=True)
 
     def batch(self, step: int, groups: SampledGroups, batch: RolloutBatch) -> None:
         """step: the first optimizer step that the batch feeds."""
@@ -160,10 +161,10 @@ def banner(config: RLConfig, data: RLData, run: Run) -> list[str]:
         f"{config.batch.global_size} prompts x {rollout.num_generations} completions -> {algorithm.minibatches} "
         f"mini-batches of {batch // algorithm.minibatches} x {algorithm.epochs} epochs"
     )
-    lines = [prompts, *data.rejects(config.data).told(run.output_dir)]
+    lines = [prompts, *data.rejects(config.data).lines(run.output_dir)]
     if is_main():
         held_out_digests = data.eval.digests() if data.eval else ()
-        lines += repeats_told(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
+        lines += repeat_lines(data.train.digests(), held_out_digests, config.batch.global_size, "prompt", "batch")
     lines.append(work)
     return run.banner("", lines, f"optimizer steps, rollouts by {rollout.backend}")
 

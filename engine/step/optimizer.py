@@ -212,15 +212,13 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
     return optim.min_lr + (optim.lr - optim.min_lr) * shape
 
 
-def set_hyperparameters(optimizer: ChainedOptimizer, lr: float) -> None:
-    """Those of the next step: the configured ones, whatever a checkpoint brought. `wd_mult` is 0 for biases and norms;
-    Megatron leaves it to the training loop to multiply with it."""
+def set_hyperparameters(optimizer: ChainedOptimizer, optim: OptimConfig) -> None:
+    """Set AdamW's numbers for the next step, whatever the last one had or a checkpoint brought. `wd_mult` is 0 for
+    biases and norms; Megatron leaves it to the training loop to multiply with it."""
     for part in optimizer.chained_optimizers:
-        settings = part.config
         for group in part.param_groups:
-            group["lr"], group["eps"] = lr, settings.adam_eps
-            group["betas"] = (settings.adam_beta1, settings.adam_beta2)
-            group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+            group["lr"], group["eps"], group["betas"] = optim.lr, optim.eps, optim.betas
+            group["weight_decay"] = optim.weight_decay * group["wd_mult"]
 
 
 @torch.no_grad()

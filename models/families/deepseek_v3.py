@@ -28,7 +28,7 @@ PINNED = {
     "topk_method": "noaux_tc",
     "moe_layer_freq": 1,
 }
-# Widths that transformers derives from the others and writes down beside them; and where the hub files point at code
+# Widths that transformers derives from the others and writes down as well; and where the hub files point at code
 # that transformers has long taken over.
 IRRELEVANT = MOE_IRRELEVANT | {"head_dim", "qk_head_dim", "auto_map"}
 FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"}
@@ -36,7 +36,7 @@ FIELDS = GROUPED_EXPERTS | {"q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "
 
 ABSENT = {"first_k_dense_replace": 3, "num_key_value_heads": 128, "num_nextn_predict_layers": 1}
 FAMILY = Family("deepseek_v3", pinned=PINNED, irrelevant=IRRELEVANT, fields=FIELDS)
-KIMI_K2 = "kimi_k2"  # what the hub files of Kimi-K2 give as their model_type, beside code that is DeepSeek-V3's
+KIMI_K2 = "kimi_k2"  # what the hub files of Kimi-K2 give as their model_type, though their code is DeepSeek-V3's
 
 
 def architecture(config: ConfigJson) -> Architecture:

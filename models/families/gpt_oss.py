@@ -3,7 +3,7 @@ and experts with a clamped SwiGLU whose weights are stored together, transposed 
 
 Source: transformers, models/gpt_oss/modeling_gpt_oss.py. Softmax over the chosen experts' logits, as it is written
 there, equals the softmax over all, divided by its sum over the chosen. The hub files are quantized (MXFP4), which
-`quantization_config` tells and which is refused: let transformers write a bfloat16 copy first.
+`quantization_config` records and which is refused: let transformers write a bfloat16 copy first.
 """
 
 from isoloss.models.architecture import Architecture

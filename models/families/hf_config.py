@@ -57,7 +57,7 @@ UNUSED_WINDOW = frozenset({"sliding_window", "max_window_layers"})
 DTYPES = ("float32", "bfloat16", "float16")
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 TEXT_MODEL = "model.language_model."  # what the files of a multimodal model call its text model
-# Of a multimodal model, beside its text_config.
+# Fields of a multimodal model next to its text_config.
 _AROUND_TEXT = IRRELEVANT | {
     "text_config", "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
 }  # fmt: skip
@@ -200,7 +200,7 @@ def layer_kinds(config: ConfigJson, default: Callable[[int], str]) -> list[str]:
 def text_config(config: ConfigJson, family: str, *, irrelevant: Set[str] = frozenset()) -> ConfigJson:
     """What a multimodal model's config.json says of its text model.
 
-    family: the model_type of the multimodal model. irrelevant: fields of it, beside text_config, that say nothing of
+    family: the model_type of the multimodal model. irrelevant: fields of it, next to text_config, that say nothing of
         text.
     Raises UserError, as `read`, and where the two contradict each other.
     """

@@ -20,7 +20,8 @@ GATED: Mapping[str, Any] = MappingProxyType({"head_dim_default": 256, "rotary_fr
 
 
 def with_layer_types(config: ConfigJson) -> ConfigJson:
-    """Return `config` with `layer_types`. Absent ones mean attention in every so many layers."""
+    """Return `config` with `layer_types`. Absent ones mean attention in every
+    `full_attention_interval`th layer."""
     interval = positive_int(config, "full_attention_interval") if config.get("full_attention_interval") else 4
     return {**config, "layer_types": layer_kinds(config, lambda layer: LINEAR if (layer + 1) % interval else FULL)}
 

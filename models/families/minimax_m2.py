@@ -2,7 +2,7 @@
 each head rotated, and experts in every layer, chosen by sigmoid scores with a selection bias.
 
 Source: transformers, models/minimax_m2/modeling_minimax_m2.py; the fields of the hub files that it does not read are
-those of the code beside them. Their layers for multi-token prediction are not part of what the model computes.
+those of the code next to them. Their layers for multi-token prediction are not part of what the model computes.
 """
 
 from dataclasses import replace

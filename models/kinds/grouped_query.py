@@ -119,7 +119,7 @@ class GroupedQuery(Grouped):
 
 @dataclass(frozen=True, kw_only=True)
 class GatedQuery(GroupedQuery):
-    """The output is multiplied by a sigmoid, channel by channel, of a gate that is projected beside the queries."""
+    """The output is multiplied by a sigmoid, channel by channel, of a gate that is projected with the queries."""
 
     @property
     def projection(self) -> QKV:

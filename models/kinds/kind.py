@@ -74,7 +74,7 @@ class Kind:
         raise NotImplementedError
 
     def recorded(self) -> Iterator[Recorded]:
-        """What a trainer records of it beside a checkpoint."""
+        """What a trainer records of it next to a checkpoint."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:

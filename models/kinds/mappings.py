@@ -266,7 +266,7 @@ class Vocabulary(_OneTensor):
     vocab_size: int
 
     def shard(self, whole: Tensor, tp_size: int, tp_rank: int, padded_vocab: int | None = None) -> Tensor:
-        """padded_vocab: rows in all shards together; `padded_vocab_size` unless told."""
+        """padded_vocab: rows in all shards together; by default `padded_vocab_size`."""
         padded = padded_vocab_size(self.vocab_size, tp_size) if padded_vocab is None else padded_vocab
         # Only this rank's rows are copied: the embedding of a large model is gigabytes.
         rows = padded // tp_size

@@ -74,7 +74,7 @@ def rotate_by_table() -> None:
 
 
 def embed_into_main_grad() -> None:
-    """Let an embedding that is told to (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer."""
+    """Let an embedding with that flag (`build.accumulate_in_embedding`) add its gradient to Megatron's buffer."""
     with_autograd = layers.VocabParallelEmbedding.forward
 
     def forward(self: Any, tokens_R: Tensor) -> Tensor:

@@ -92,7 +92,7 @@ class CheckpointWeights:
         return tuple(dict.fromkeys(self.folder.path / piece.file for piece in pieces))
 
     def _check_manifest(self) -> None:
-        """That every file has its size, and the checkpoint is one of this model, where a manifest tells."""
+        """Check against the manifest, if any, that every file has its size and the checkpoint is one of this model."""
         path = self.folder.path
         if not (path / manifest.NAME).is_file():  # plain Megatron-Core writes none
             return

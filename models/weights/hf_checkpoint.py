@@ -196,7 +196,7 @@ def write_shards(
 ) -> dict[str, Entry]:
     """Write Hugging Face-named tensors under temporary names; returns where each one went, for `finish`.
 
-    tag: tells the writers of one folder apart (one a pipeline stage, say); they may run at the same time.
+    tag: distinguishes the writers of one folder (one a pipeline stage, say); they may run at the same time.
     A shard holds at most max_shard_bytes, or one tensor. Tensors are kept as they are until their shard is full, so the
     caller must not overwrite one that it has yielded. A tensor yielded twice is a bug of the caller (ValueError).
     Raises UserError where the folder already holds a model.

@@ -19,7 +19,7 @@ DTYPES: Mapping[str, torch.dtype] = {"F32": torch.float32, "BF16": torch.bfloat1
 _PAGE = 4096
 # Linux reads little more at one request. What follows is begun as well: the disk works while this thread hashes.
 _REQUEST_BYTES, _AHEAD_BYTES = 128 << 10, 16 << 20
-# Of Linux: begin to read; read to the end, and tell what fails (since 5.14; older ones refuse it).
+# Linux: begin to read; read to the end, and report what fails (since 5.14; older ones refuse it).
 _WILLNEED, _POPULATE_READ = 3, 22
 _EHWPOISON = 133
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0

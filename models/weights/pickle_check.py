@@ -45,8 +45,8 @@ def read_common(folder: Path) -> dict[str, Any]:
         asked = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
         found = None if asked else torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as error:  # whatever the parsers of zip and pickle raise
-        told = repr(error).splitlines()[0][:200]
-        raise UserError(f"{path} is not what torch.save writes ({told}); copy the checkpoint again") from None
+        message = repr(error).splitlines()[0][:200]
+        raise UserError(f"{path} is not what torch.save writes ({message}); copy the checkpoint again") from None
     if asked:
         raise UserError(f"{path} asks for {min(asked)}, which is no plain value; {distcp.DISTRUST}")
     if not isinstance(found, dict):

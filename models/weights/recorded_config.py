@@ -1,7 +1,7 @@
-"""What trainers note down of the model of a checkpoint: is it that of config.json? Megatron-Bridge does so in
+"""Compare the model that trainers record next to a checkpoint with that of config.json. Megatron-Bridge records it in
 `run_config.yaml`, Megatron-LM among its arguments (megatron_args).
 
-Much of what tells models apart shows in no tensor: the base of the rotations, an epsilon, how experts are chosen.
+Many differences between models show in no tensor: the base of the rotations, an epsilon, how experts are chosen.
 Source of the names: Megatron-Core's TransformerConfig, and Megatron-Bridge's models/gpt_provider.py and
 models/conversion/model_bridge.py. Fields that are absent are not compared.
 """
@@ -68,7 +68,7 @@ def hf_model(folder: Path) -> str | None:
 
 
 def _model(path: Path) -> dict[str, Any]:
-    """Its model. What newer versions nest under `transformer` stands beside the rest."""
+    """Return its model, with the fields that newer versions nest under `transformer` among the others."""
     try:
         found = yaml.safe_load(path.read_text(encoding="utf-8"))["model"]
         return {**found, **found.get("transformer", {})}
@@ -97,7 +97,9 @@ def _said(model: Mapping[str, Any]) -> dict[str, Any]:
     elif not isinstance(every, list):  # an expression
         said.pop("moe_layer_freq", None)
     linear = said.get("linear_attention_freq")
-    if isinstance(linear, int) and isinstance(layers, int) and linear > 0:  # attention in every so many layers
+    if (
+        isinstance(linear, int) and isinstance(layers, int) and linear > 0
+    ):  # a period of layers, of which the last has attention
         said["linear_attention_freq"] = [int((layer + 1) % linear > 0) for layer in range(layers)]
     if "low_freq_factor" in said and "scale_factor" in said:  # what earlier versions called Llama 3.1's scaling
         said |= {"rope_scaling": True, "rope_scaling_factor": said["scale_factor"]}

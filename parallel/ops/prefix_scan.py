@@ -4,7 +4,7 @@ the state that it leaves, and its convolution sees the last tokens of that piece
 Shape suffixes: T tokens of the row, X channels, H value heads, U width of a value.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from isoloss.parallel.ops.gated_delta_chunks import DeltaInputs
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 from isoloss.parallel.ops.row_order import reordered
 from isoloss.parallel.ops.varlen import VarlenCache
@@ -55,13 +56,13 @@ class Branches:
 def scan_forest(
     rule: Callable[..., Tensor],
     rule_and_states: Callable[..., tuple[Tensor, Tensor]],
-    given: Sequence[Tensor],
+    given: DeltaInputs,
     forest: PrefixTree,
     uploads: VarlenCache,
 ) -> Tensor:
     """[T, H, U]: `delta_rule` of every document of the row, each piece once. given: its tensors, [T, ...]."""
     if not forest.shares:
-        return rule(*given, forest.lengths, uploads)
+        return rule(given, forest.lengths, uploads)
     device, by_level = given[0].device, levels_of(forest)
     order, place = uploads.once(("levels", forest), lambda: by_level.order, device)
     sizes = [level.tokens for level in by_level.levels]
@@ -75,10 +76,10 @@ def scan_forest(
         return left.index_select(0, uploads.once(("parents", level.lengths, forest), lambda: level.parents, device))
 
     for level, mine in above:
-        out, left = rule_and_states(*mine, level.lengths, uploads, begun(level))
+        out, left = rule_and_states(DeltaInputs(*mine), level.lengths, uploads, begun(level))
         outs.append(out)
     level, mine = deepest
-    outs.append(rule(*mine, level.lengths, uploads, begun(level)))
+    outs.append(rule(DeltaInputs(*mine), level.lengths, uploads, begun(level)))
     return reordered(torch.cat(outs), place, order)
 
 

@@ -7,7 +7,6 @@ softmax) are compiled again in fp64; rotary angles stay fp32 on both sides and a
 
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,11 +28,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from isoloss.engine.batching.sample import Sample
-from isoloss.models import model as model_module
 from isoloss.models.families.registry import FAMILIES
 from isoloss.models.kinds.weight import Part
 from isoloss.models.weights.hf_checkpoint import HFReader
-from isoloss.parallel import attention, vocab
+from isoloss.parallel import attention, loss_head
 from isoloss.parallel.ops import row_blocks
 
 LENGTHS = (2, 40, 17, 1, 29, 33, 110, 9, 12)  # one far beyond the windows and the original lengths of scaled rotations
@@ -143,8 +141,7 @@ def test_long_documents_and_a_vocabulary_in_chunks(name, one_rank, monkeypatch, 
     """Micro-batches of more tokens than the blocks in which masked attention takes its queries, and of more labeled
     positions than the loss head takes at a time: a window, and sinks, reach over the borders."""
     monkeypatch.setattr(row_blocks, "CACHED_ELEMENTS", 5 * VOCAB)
-    loss_head = partial(vocab.vocab_parallel_logprobs, chunk_elements=100 * VOCAB)
-    monkeypatch.setattr(model_module, "vocab_parallel_logprobs", loss_head)
+    monkeypatch.setattr(loss_head, "CHUNK_ELEMENTS", 100 * VOCAB)
     folder = write_folder(name, tmp_path / "in", max_position_embeddings=2048)
     lengths = (1200, 3, 700, 9)
     assert max(lengths) > 2 * attention.QUERY_BLOCK

@@ -12,6 +12,7 @@ from support.runs import rollouts
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence
 from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
+from isoloss.parallel.ops.block_attention import Heads
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prepacked import PackedMatrix
 
@@ -135,7 +136,7 @@ def test_what_is_kept_is_what_dense_attention_sees(window, with_sinks):
     def step(cache: KeyValueCache) -> None:
         rows = len(kept)
         query, key, value = draw(rows, 6, 8), draw(rows, 2, 8), draw(rows, 2, 5)
-        found = cache.attend(7, query, key, value, 0.7, window, sinks_H)
+        found = cache.attend(7, query, key, value, Heads(0.7, window, sinks_H))
         cache.grown()
         for row in range(rows):
             kept[row] = tuple(torch.cat([old, new[row, :, None]], 1) for old, new in zip(kept[row], (key, value)))

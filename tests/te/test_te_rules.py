@@ -9,7 +9,7 @@ from packaging.version import Version
 from support.faults.refusals import first_refusal, rule_places, silent
 from support.models.decoders import attending, decoder, sparse, with_attentions, with_windows
 
-from isoloss.engine.batching.packing import pack
+from isoloss.engine.batching.packing import StepSamples, pack
 from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config import rules
 from isoloss.engine.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
@@ -21,6 +21,7 @@ from isoloss.models.rope import Rope
 from isoloss.models.weights.checkpoint_names import checkpoint_rows, local_name, native_style
 from isoloss.models.weights.weight_map import weight_map
 from isoloss.parallel import Layout, Mesh, UserError
+from isoloss.parallel.ops.prefix_tree import PrefixTree
 
 DENSE = decoder(4, 64, (8, 4, 8), 72, 100)
 SPARSE = sparse(DENSE, 6, 2, 28, "softmax", True)
@@ -174,10 +175,11 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
     for length in lengths:
         samples.append(Sample(torch.arange(start, start + length), torch.arange(length) > 0))
         start += length
-    weights = [torch.ones((1, length), dtype=torch.float64) for length in lengths]
-    offsets = [sum(lengths[:i]) for i in range(len(lengths))]
+    weights = {i: torch.ones((1, length), dtype=torch.float64) for i, length in enumerate(lengths)}
+    step, tree = StepSamples(samples, weights, 1), PrefixTree.apart(lengths)
     rows = [
-        pack(samples, weights, offsets, fake_mesh(context, rank, tp), torch.device("cpu")) for rank in range(context)
+        pack(step, range(len(samples)), tree, fake_mesh(context, rank, tp), torch.device("cpu"))
+        for rank in range(context)
     ]
     multiple = 2 * context if context > 1 else 1
     expected: list[list[int]] = [[] for _ in range(context)]
@@ -199,5 +201,5 @@ def test_rows_are_dealt_as_transformer_engine_wants_them(lengths, context, tp):
         document, targets = row.piece_R[row.labelled_N], row.targets_N
         assert document.equal(row.document_N)
         assert targets.equal(row.tokens_R[row.labelled_N] + 1) and not padding[row.labelled_N].any()
-        assert row.positions_R[row.labelled_N].equal(row.origin_N - 1 - torch.tensor(offsets)[document])
+        assert row.positions_R[row.labelled_N].equal(row.origin_N - 1 - torch.tensor(step.starts)[document])
     assert sum(len(row.labelled_N) for row in rows) == sum(lengths) - len(lengths)

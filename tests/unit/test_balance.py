@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.models.decoders import decoder, sparse, with_attentions, with_windows
 
-from isoloss.engine.batching.balance import CostModel, Plan, Shared, imbalance, make_plan
+from isoloss.engine.batching.balance import CostModel, Plan, imbalance, make_plan
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.latent import Latent
 from isoloss.models.rope import Rope
@@ -154,7 +154,7 @@ def test_without_samples_every_rank_has_empty_micro_batches(multiple_of):
 
 
 def test_imbalance_is_the_costliest_rank_over_the_mean():
-    plan = Plan((((0,), ()), ((1,), (2,))))
+    plan = Plan.apart((((0,), ()), ((1,), (2,))), [1, 1, 1])
     assert imbalance(plan, [3, 1, 1], TOKENS) == pytest.approx(3 / 2.5)
     assert imbalance(plan, [3, 1, 1], SQUARES) == pytest.approx(9 / 5.5)
 
@@ -234,18 +234,20 @@ def test_cost_counts_what_a_token_meets():
 # ---- samples that begin alike ----------------------------------------------------------------------------------------
 
 
-def computed(plan: Plan, lengths: list[int], groups: list[Shared], cost_model: CostModel) -> list[list[tuple]]:
+def computed(
+    plan: Plan, lengths: list[int], groups: dict[tuple[int, ...], int], cost_model: CostModel
+) -> list[list[tuple]]:
     """(tokens, cost) of each micro-batch of each rank, what its samples share counted once."""
-    group_of = {i: group for group in groups for i in group.samples}
+    group_of = {i: samples for samples in groups for i in samples}
 
     def of(micro_batch: tuple[int, ...]) -> tuple[int, float]:
-        beginnings = {id(group_of[i]): group_of[i].tokens for i in micro_batch if i in group_of}
+        beginnings = {group_of[i]: groups[group_of[i]] for i in micro_batch if i in group_of}
         tokens = sum(beginnings.values()) + sum(
-            lengths[i] - (group_of[i].tokens if i in group_of else 0) for i in micro_batch
+            lengths[i] - (groups[group_of[i]] if i in group_of else 0) for i in micro_batch
         )
         cost = sum(float(cost_model.cost(shared)) for shared in beginnings.values())
         for i in micro_batch:
-            before = group_of[i].tokens if i in group_of else 0
+            before = groups[group_of[i]] if i in group_of else 0
             cost += float(cost_model.cost(lengths[i])) - (float(cost_model.cost(before)) if before else 0.0)
         return tokens, cost
 
@@ -264,12 +266,12 @@ def costliest(found: list[list[tuple]]) -> float:
 def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
     prompts, budget, dp_size, multiple_of, cost_model
 ):
-    lengths, groups = [], []
+    lengths, groups = [], {}
     for prompt, completions in prompts:
         members = range(len(lengths), len(lengths) + len(completions))
         lengths += [prompt + completion for completion in completions]
         if len(members) > 1:
-            groups.append(Shared(tuple(members), prompt))
+            groups[tuple(members)] = prompt
     plan = make_plan(lengths, dp_size, budget, cost_model, multiple_of, groups)
     assert sorted(indices(plan)) == list(range(len(lengths)))
     assert {len(rank) for rank in plan.micro_batches} == {plan.num_micro_batches}
@@ -277,14 +279,14 @@ def test_groups_are_placed_once_within_the_budget_and_never_cost_more(
     found = computed(plan, lengths, groups, cost_model)
     for rank, of_rank in zip(plan.micro_batches, found):
         assert all(len(m) == 1 or tokens <= budget for m, (tokens, _) in zip(rank, of_rank))
-    alone = computed(make_plan(lengths, dp_size, budget, cost_model, multiple_of), lengths, [], cost_model)
+    alone = computed(make_plan(lengths, dp_size, budget, cost_model, multiple_of), lengths, {}, cost_model)
     assert costliest(found) <= costliest(alone) * (1 + 1e-12)
 
 
 def test_a_pipeline_wants_small_micro_batches():
     """Eight completions of 8 tokens behind a prompt of 16: 80 tokens in one micro-batch, or 72 and 40 in two. Eight
     stages take the time of the largest seven times more: 640 or 616."""
-    groups = [Shared(tuple(range(8)), 16)]
+    groups = {tuple(range(8)): 16}
     plans = [make_plan([24] * 8, 1, 80, CostModel(1.0, 0.0), 1, groups, stages) for stages in (1, 8)]
     assert [[len(m) for m in plan.micro_batches[0]] for plan in plans] == [[8], [5, 3]]
 
@@ -302,12 +304,12 @@ def test_a_pipeline_wants_small_micro_batches():
 def test_what_sharing_saves_of_the_costliest_rank(prompts, ranks, budget, prompt, completion, gain):
     """Eight completions a prompt, lengths drawn log-normally around these."""
     rng = np.random.default_rng(7)
-    lengths, groups = [], []
+    lengths, groups = [], {}
     for _ in range(prompts):
         shared = int(rng.lognormal(np.log(prompt), 0.4))
-        groups.append(Shared(tuple(range(len(lengths), len(lengths) + 8)), shared))
+        groups[tuple(range(len(lengths), len(lengths) + 8))] = shared
         lengths += [shared + max(1, int(length)) for length in rng.lognormal(np.log(completion), 0.5, 8)]
     plan = make_plan(lengths, ranks, budget, DECODER_7B, 1, groups)
-    alone = computed(make_plan(lengths, ranks, budget, DECODER_7B), lengths, [], DECODER_7B)
+    alone = computed(make_plan(lengths, ranks, budget, DECODER_7B), lengths, {}, DECODER_7B)
     assert costliest(alone) / costliest(computed(plan, lengths, groups, DECODER_7B)) > gain
     assert plan.num_micro_batches <= len(alone[0])

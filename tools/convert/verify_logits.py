@@ -17,7 +17,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.weights.hf_checkpoint import WeightSource
 from isoloss.tools.convert.verify_models import TransformersModel, Unverified, isoloss_model
 
-# The first is long enough to tell the usual scalings of rotary positions apart, and sliding windows from none.
+# The first is long enough to distinguish the usual scalings of rotary positions, and sliding windows from none.
 LENGTHS = (2048, 257, 64)
 # More sequences of the first length, until a token was sent to every expert.
 EXTRA_SEQUENCES = 16
@@ -35,16 +35,12 @@ NOISE_FACTOR = 4.0
 
 @dataclass(frozen=True)
 class LogitsEvidence:
-    """lengths: tokens of each sequence;
-    text_tokens: those of the first if it is a text, else 0.
+    """The comparison of logits with transformers.
 
-    compared: numbers.
-    max_difference: the largest |isoloss - transformers|.
-    spread: the logits' standard deviation.
-    noise: the largest difference between two evaluations by transformers.
-    tolerance: of max_difference.
-    experts: of all layers together.
-    experts_visited: how many of them a token was sent to.
+    lengths: number of tokens of each sequence. text_tokens: number in the first sequence if it is a text, else 0.
+    compared: number of logits. max_difference: the largest |isoloss - transformers|. spread: the standard deviation of
+    the logits. noise: the largest difference between two evaluations by transformers. tolerance: the limit of
+    max_difference. experts: number in all layers together. experts_visited: number of experts that got a token.
     """
 
     lengths: tuple[int, ...]
@@ -69,10 +65,10 @@ class Probe:
 def compare_logits(
     arch: Architecture, source: WeightSource, hf: Path, dtype: torch.dtype | None = None
 ) -> LogitsEvidence:
-    """source: the weights of the checkpoint.
-    dtype: of them, where those of the folder `hf` are wider.
+    """Compare the logits of a checkpoint with those of transformers. Raise Unverified if they differ, an expert saw no
+    token, or transformers finds other tensors.
 
-    Raises Unverified where the logits differ, an expert saw no token, or transformers finds other tensors.
+    source: the weights of the checkpoint. dtype: their type, if the weights of the folder `hf` are wider.
     """
     text = _text(arch, hf)
     questions, ours, visited = _ask_isoloss(arch, source, text)

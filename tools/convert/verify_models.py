@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from isoloss.engine.batching.balance import Plan
 from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.batching.plan import Placement
 from isoloss.engine.batching.sample import Sample
-from isoloss.engine.step.forward_backward import prepare_step, run_targets
+from isoloss.engine.step.forward_backward import run_targets
 from isoloss.engine.step.losses import Loss, negative_log_likelihood
+from isoloss.engine.step.step_batch import prepare_step
 from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture, read_config
 from isoloss.models.kinds.weight import Weight
@@ -39,7 +39,7 @@ class Rounded:
     """A source of weights as the other format holds them, whose types may be narrower."""
 
     def __init__(self, source: WeightSource, dtypes: Mapping[str, torch.dtype]):
-        """dtypes: by name of weight."""
+        """dtypes: the types of the weights, by name."""
         self._source, self._dtypes = source, dtypes
 
     def whole(self, weight: Weight) -> Tensor:
@@ -67,8 +67,8 @@ class IsolossModel:
         mask_T[targets_N] = True
         device = torch.device(torch.cuda.current_device())
         loss = Loss.of(negative_log_likelihood, aggregation="sum")
-        placement = Placement.apart(Plan((((0,),),)), [len(tokens_T)])
-        batch = prepare_step([Sample(tokens_T, mask_T)], loss, placement, self._model.mesh, device)
+        plan = Plan.apart((((0,),),), [len(tokens_T)])
+        batch = prepare_step([Sample(tokens_T, mask_T)], loss, plan, self._model.mesh, device)
         with torch.no_grad():
             logits = run_targets(self._model, batch, self._head, (self._model.arch.vocab_size,))
         return logits[targets_N].float().cpu()
@@ -114,7 +114,7 @@ class TransformersModel:
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # to be told of them, rather than by a table
+            ignore_mismatched_sizes=True,  # to learn them from it, rather than from a table
         )
         model, info = loaded
         reader, arch = HFReader(folder), read_architecture(folder)
@@ -128,7 +128,7 @@ class TransformersModel:
         self._chunk: int | None = None
 
     def logits(self, tokens_T: Tensor, targets_N: Tensor) -> Tensor:
-        """As `IsolossModel.logits`."""
+        """Return logits as `IsolossModel.logits` does."""
         with torch.no_grad():
             tokens = tokens_T[None].to(self._model.device)
             with self._delta_rule():

@@ -27,7 +27,7 @@ BATCH_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class TensorEvidence:
-    """weights, bytes: that were compared, as Megatron-Core has them. hugging_face_tensors: that they are made of."""
+    """weights, bytes: numbers of Megatron-Core's that were compared. hugging_face_tensors: number of their origins."""
 
     weights: int
     hugging_face_tensors: int

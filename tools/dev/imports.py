@@ -29,7 +29,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).resolve().parents[2]  # the checkout, though a link may lead here
-# What each folder of the product may import besides itself.
+# The folders that each folder of the product may import, apart from itself.
 ALLOWED = {
     "parallel": set(),
     "models": {"parallel"},
@@ -43,7 +43,7 @@ Arrows = Mapping[str, set[str]]  # from each node to those that it imports
 
 @dataclass(frozen=True)
 class Import:
-    """One imported name.
+    """An imported name.
 
     importer: path of the module that imports, from the root of the checkout.
     name: absolute and dotted; `from a import b` gives a.b.

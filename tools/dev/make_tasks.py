@@ -19,7 +19,7 @@ from isoloss.tools import command_line
 from isoloss.tools.dev import make_tiny
 
 EVAL_ROWS = 512
-# Tokens besides the 256 bytes: a question is then a handful of tokens, while letters and digits stay one each.
+# Tokens next to the 256 bytes: a question is then a handful of tokens, while letters and digits stay one each.
 WORDS = ("user", "assistant", "Sort", " the", " letters", "What", " is")
 
 

@@ -60,7 +60,7 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Question:
-    """One question and its answer. `document` (a topic or a top-level module) is never divided between the splits."""
+    """A question and its answer. `document` (a topic or a top-level module) is never divided between the splits."""
 
     document: str
     question: str

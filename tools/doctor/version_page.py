@@ -1,4 +1,4 @@
-"""docs/versions.md, from the table of parallel/runtime/versions.py."""
+"""Write docs/versions.md from the table of parallel/runtime/versions.py."""
 
 from collections.abc import Iterable, Sequence
 
@@ -15,7 +15,7 @@ The facts are those of package metadata on PyPI, for Linux on x86-64.
 ABOUT_NCCL = """NCCL forms a group only between processes of one version ("Mismatched NCCL version detected"). So
 `rollout.weight_sync=broadcast` needs servers with the trainer's NCCL; `tensor` and `disk` form no group with them.
 
-A server tells its release of SGLang, not its NCCL. What is compared is the NCCL of the torch wheel that the release
+A server reports its release of SGLang, not its NCCL. What is compared is the NCCL of the torch wheel that the release
 pins; a container image may have exchanged it. A trainer whose NCCL is not that of its own torch wheel is let pass: it
 was chosen to fit such servers."""
 ABOUT_IMAGES = """`recipes/containers/Dockerfile` builds a trainer, servers, and a node with both. Each has an

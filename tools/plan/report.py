@@ -9,7 +9,8 @@ from isoloss.tools.plan.recorder import Phase
 
 # Of what is live at a peak: files whose allocations are of a kind. All others' are activations.
 KINDS = {
-    "loss head": ("isoloss/parallel/vocab.py", "isoloss/models/model.py", "isoloss/models/mcore/layers/value_head.py"),
+    "loss head": ("isoloss/parallel/loss_head.py", "isoloss/models/model.py",
+                  "isoloss/models/mcore/layers/value_head.py"),
     "exchange": ("isoloss/parallel/collectives.py", "isoloss/parallel/ring.py",
                  "megatron/core/tensor_parallel/mappings.py", "megatron/core/pipeline_parallel/p2p_communication.py",
                  "megatron/core/utils.py"),

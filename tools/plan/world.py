@@ -9,7 +9,8 @@ that torch chooses on a GPU, or those of a CPU, which a real run on this machine
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,8 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from isoloss.engine.batching.packing import PackedBatch
-from isoloss.engine.step import forward_backward
+from isoloss.engine.batching.packing import PackedBatch, StepSamples
+from isoloss.engine.step import forward_backward, step_batch
 from isoloss.parallel import mesh, normalizer
 from isoloss.parallel.ops import flash_linear_attention, fused
 from isoloss.parallel.runtime import cuda_stubs
@@ -112,13 +113,14 @@ def _counted_as_one(function: Callable[..., Any], **options: Any) -> Callable[..
 
 def _pack_on_the_host() -> None:
     """Packing is the host's work, and needs values: of the weights, which the device has counted, made-up ones."""
-    pack = forward_backward.pack
+    pack = step_batch.pack
 
-    def pack_with_values(samples: Any, weights: Sequence[Tensor], *more: Any) -> PackedBatch:
+    def pack_with_values(step: StepSamples, *more: Any) -> PackedBatch:
         with unset_fake_temporarily():
-            return pack(samples, [torch.full(w.shape, made_up(w.dtype), dtype=w.dtype) for w in weights], *more)
+            weights = {i: torch.full(w.shape, made_up(w.dtype), dtype=w.dtype) for i, w in step.weights.items()}
+            return pack(replace(step, weights=weights), *more)
 
-    forward_backward.pack = pack_with_values
+    step_batch.pack = pack_with_values
 
 
 def _exchange_objects() -> None:

@@ -12,18 +12,18 @@ from isoloss.models.mcore.layer_config import BuildOptions
 from isoloss.models.mcore.layers.norm import norm_class
 from isoloss.parallel import Mesh
 from isoloss.parallel.attention import PackedAttention
+from isoloss.parallel.ops.block_attention import Heads
 
 
 def core_attention(kind: SoftmaxAttention, mesh: Mesh, options: BuildOptions) -> Callable[..., nn.Module]:
     """Return what makes the core attention from (config, layer_number)."""
-    heads = {"scale": kind.scale, "window": kind.window}
+    heads = Heads(kind.scale, kind.window, flash=options.kernels.attention != "blocks")
     if mesh.cp_kernel != "isoloss":
         from isoloss.models.mcore.layers.te_attention import FusedAttention
 
-        return partial(FusedAttention, **heads)
+        return partial(FusedAttention, scale=heads.scale, window=heads.window)
     groups = {"ulysses": mesh.ulysses, "ring": mesh.ring, "tp_group": mesh.tp}
-    flash = options.kernels.attention != "blocks"
-    return partial(PackedAttention, **groups, sinks=bool(kind.sinks), flash=flash, **heads)
+    return partial(PackedAttention, **groups, sinks=bool(kind.sinks), heads=heads)
 
 
 def fill_attention(layer: Any, module: type[nn.Module], kind: Attention, options: BuildOptions, **given: Any) -> None:

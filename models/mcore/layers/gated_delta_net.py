@@ -32,7 +32,7 @@ from isoloss.parallel.collectives import sum_gradient
 from isoloss.parallel.head_exchange import HeadExchange
 from isoloss.parallel.ops import flash_linear_attention
 from isoloss.parallel.ops.fused import precise
-from isoloss.parallel.ops.gated_delta import delta_rule, delta_rule_and_states, delta_rule_next
+from isoloss.parallel.ops.gated_delta import DeltaInputs, delta_rule, delta_rule_and_states, delta_rule_next
 from isoloss.parallel.ops.kv_cache import KeyValueCache
 from isoloss.parallel.ops.prefix_scan import convolve_forest, scan_forest
 from isoloss.parallel.ops.short_convolution import convolution_next, last_tokens, short_convolution
@@ -143,24 +143,24 @@ class GatedDeltaNet(MegatronModule):
             prompts = cache.prompts
             convolved_R = short_convolution(qkv_R, conv_XK, row.lengths, row.uploads)
             of_rule = given(convolved_R, rate_RH, decay_RH, keys=self.key_heads)
-            out_RHU, state_SHDU = delta_rule_and_states(*of_rule, row.lengths, row.uploads)
+            out_RHU, state_SHDU = delta_rule_and_states(of_rule, row.lengths, row.uploads)
             inputs_SKX = last_tokens(qkv_R, prompts, self.delta.conv_width - 1)
             cache.keep_states(self.layer_number, inputs_SKX, state_SHDU[: len(prompts)])
             return out_RHU.flatten(1)
         rows, kept = len(cache.behind), cache.states(self.layer_number)  # the others are padding
         convolved_B, kept[0] = convolution_next(qkv_R[:rows], kept[0], conv_XK)
         of_rule = given(convolved_B, rate_RH[:rows], decay_RH[:rows], keys=self.key_heads)
-        return pad(delta_rule_next(*of_rule, kept[1]).flatten(1), (0, 0, 0, len(qkv_R) - rows))
+        return pad(delta_rule_next(of_rule, kept[1]).flatten(1), (0, 0, 0, len(qkv_R) - rows))
 
     def _given(
         self, convolved: Tensor, rate: Tensor, decay: Tensor, A_log: Tensor, dt_bias: Tensor, keys: int
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    ) -> DeltaInputs:
         """What the rule is given for tokens: queries, keys, values, log decays and rates. keys: heads of keys."""
         widths = keys * self.delta.key_dim, keys * self.delta.key_dim
         query, key, value = convolved.split([*widths, convolved.shape[1] - sum(widths)], 1)
         log_decay = -precise(A_log).exp() * softplus(precise(decay) + precise(dt_bias))
         query, key, value = (t.unflatten(1, (n, -1)) for t, n in ((query, keys), (key, keys), (value, len(A_log))))
-        return query, key, value, log_decay, precise(rate).sigmoid()
+        return DeltaInputs(query, key, value, log_decay, precise(rate).sigmoid())
 
     def _by_head(self, qkv: Tensor, repeats: int) -> list[Tensor]:
         """Queries, keys and values of [rows, channels], each key head as often as ranks need it."""

@@ -1,4 +1,4 @@
-"""Megatron's grouped-query attention, and one whose output is multiplied by a sigmoid of a gate beside the queries
+"""Megatron's grouped-query attention, and one whose output is multiplied by a sigmoid of a gate next to the queries
 (Qwen3-Next, arXiv:2505.06708).
 
 With a gate, Megatron's projection holds, for each key/value head, its query heads, the gates of these, its key head

@@ -240,7 +240,7 @@ def _summed_over_etp(returned: Tensor, groups: Groups, gathered: list[int] | Non
 
 
 def _regrouped(rows: Tensor, chunks: np.ndarray) -> Tensor:
-    """Chunks in the order [a, b], of so many rows each, in the order [b, a]."""
+    """Return chunks that stand in the order [a, b], with these numbers of rows, in the order [b, a]."""
     if 1 in chunks.shape:
         return rows
     parts = rows.split(chunks.ravel().tolist())

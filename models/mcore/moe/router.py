@@ -49,7 +49,7 @@ class Router(MegatronModule):
         self.register_buffer("load_E", load_E, persistent=False)
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Megatron tells its modules their place."""
+        """Set the place of the layer: Megatron calls this."""
         self.layer = layer_number
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -12,7 +12,8 @@ import isoloss.models.mcore
 import isoloss.parallel
 from isoloss.models.mcore.layers import activations, grouped_attention, norm, residual_norm, rotary
 from isoloss.models.mcore.moe import dispatch, grouped_experts
-from isoloss.parallel.ops import block_attention, logits
+from isoloss.parallel.ops import block_attention
+from isoloss.parallel.ops import loss_head_kernels as loss_head
 from isoloss.parallel.ops.fused import Fused
 
 Inputs = Sequence[Any]
@@ -138,18 +139,18 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         block_attention.weighted,
         lambda: (_draw(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS), _bf16(ROWS, HEADS, WIDTH), _draw(ROWS, HEADS, seed=1)),
     ),
-    "statistics": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, None, True)),
-    "statistics, capped": (logits.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, 5.0, True)),
+    "statistics": (loss_head.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, None, True)),
+    "statistics, capped": (loss_head.statistics, lambda: (3 * _draw(ROWS, COLUMNS), _targets(), 0.7, 5.0, True)),
     "gradient": (
-        logits.gradient,
+        loss_head.gradient,
         lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, None, torch.bfloat16),
     ),
     "gradient, capped": (
-        logits.gradient,
+        loss_head.gradient,
         lambda: (3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), 1.0, 5.0, torch.bfloat16),
     ),
     "gradient_with_entropy": (
-        logits.gradient_with_entropy,
+        loss_head.gradient_with_entropy,
         lambda: (
             3 * _draw(ROWS, COLUMNS), _targets(), _log_sum_exp(), _draw(ROWS), _draw(ROWS, seed=1).abs(),
             _draw(ROWS, seed=2), 1.0, 5.0, torch.bfloat16,

@@ -627,7 +627,7 @@ QUICK = {
     "unit/test_tiny.py": {
         "test_unigram_baseline": "",
     },
-    "unit/test_vocab.py": {
+    "unit/test_loss_head.py": {
         "test_a_chunk_of_logits_is_passed_over_by_one_kernel_each_way": "",
     },
 }

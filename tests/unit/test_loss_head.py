@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from support.ranks.vocab import dense_reference
 from torch._inductor.utils import run_and_get_code
 
-from isoloss.parallel import vocab
-from isoloss.parallel.ops import logits as kernels
+from isoloss.parallel import loss_head
+from isoloss.parallel.loss_head import LossHeadOptions, softcapped, unrounded_logits, vocab_parallel_logprobs
+from isoloss.parallel.ops import loss_head_kernels as kernels
 from isoloss.parallel.ops import matmul, row_blocks
-from isoloss.parallel.vocab import softcapped, unrounded_logits, vocab_parallel_logprobs
 
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 
@@ -42,7 +42,7 @@ def check(group, problem, dtype, with_entropy, fused, tolerance):
     grads = torch.randn(2, n, generator=random).to(compute) * torch.tensor([[1.0], [float(with_entropy)]])
 
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, targets, v, group, with_entropy=with_entropy, fused=fused, chunk_elements=chunk
+        hidden, weight, targets, v, group, LossHeadOptions(with_entropy=with_entropy, fused=fused, chunk_elements=chunk)
     )
     assert logprobs.dtype == compute and logprobs.shape == (n,)
     assert (entropy is not None) == with_entropy
@@ -105,14 +105,14 @@ def test_bf16_weights_have_the_logits_that_their_numbers_give(std, temperature, 
     nothing = (torch.zeros(256), torch.zeros(256))
     wanted = dense_reference(hidden, weight, targets, nothing, temperature)
     options = {"temperature": temperature, "with_entropy": True, "fused": fused, "chunk_elements": 4000 * 100}
-    found = vocab_parallel_logprobs(hidden, weight, targets, 4000, one_rank, **options)
+    found = vocab_parallel_logprobs(hidden, weight, targets, 4000, one_rank, LossHeadOptions(**options))
     for got, reference in zip(found, wanted):
         error = (got.double() - reference).abs()
         assert float(error.mean()) <= 5e-6 and float(error.max()) <= 5e-5
 
 
 def test_a_large_bf16_matrix_is_converted_in_parts(one_rank, monkeypatch):
-    monkeypatch.setattr(vocab, "CONVERTED_ELEMENTS", 7 * 16)
+    monkeypatch.setattr(loss_head, "CONVERTED_ELEMENTS", 7 * 16)
     hidden, weight = torch.randn(5, 16).bfloat16(), torch.randn(31, 16).bfloat16()
     torch.testing.assert_close(unrounded_logits(hidden, weight), hidden.float() @ weight.float().T)
 
@@ -136,7 +136,7 @@ def test_chunks_change_rounding_only(one_rank, with_entropy, temperature, softca
             "chunk_elements": 31 * chunk,
             "fused": fused,
         }
-        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, **options)
+        logprobs, entropy = vocab_parallel_logprobs(h, w, targets, 31, one_rank, LossHeadOptions(**options))
         ((grads[0] * logprobs).sum() + (0 if entropy is None else (grads[1] * entropy).sum())).backward()
         for got, reference in zip((logprobs, entropy, h.grad, w.grad), wanted):
             if got is not None:
@@ -147,7 +147,7 @@ def test_bf16_weight_gradients_are_accumulated_in_fp32(one_rank):
     """512 equal terms, a chunk each: a bf16 sum would stop growing at 256 terms."""
     hidden, weight = torch.ones(512, 4).bfloat16(), torch.zeros(2, 4).bfloat16().requires_grad_()
     logprobs, _ = vocab_parallel_logprobs(
-        hidden, weight, torch.zeros(512, dtype=torch.int64), 2, one_rank, chunk_elements=2
+        hidden, weight, torch.zeros(512, dtype=torch.int64), 2, one_rank, LossHeadOptions(chunk_elements=2)
     )
     logprobs.sum().backward()
     assert torch.equal(weight.grad, torch.tensor([[256.0] * 4, [-256.0] * 4]).bfloat16())
@@ -163,7 +163,7 @@ def test_entropy_of_a_flat_and_of_a_peaked_distribution(one_rank, fused):
         nothing = (torch.zeros(64), torch.zeros(64))
         _, wanted, _, _ = dense_reference(hidden * scale, weight, targets, nothing)
         _, entropy = vocab_parallel_logprobs(
-            hidden * scale, weight, targets, 5000, one_rank, with_entropy=True, fused=fused
+            hidden * scale, weight, targets, 5000, one_rank, LossHeadOptions(with_entropy=True, fused=fused)
         )
         largest = float((hidden * scale @ weight.T).logsumexp(1).max())
         assert float((entropy - wanted).abs().max()) <= 4 * 2.0**-24 * largest, scale
@@ -175,7 +175,7 @@ def test_a_second_backward_is_right_or_refused(one_rank):
     hidden, weight = torch.randn(4, 8).requires_grad_(), torch.randn(11, 8).requires_grad_()
     for chunk, kept in ((11, False), (1000, True)):
         logprobs, _ = vocab_parallel_logprobs(
-            hidden, weight, torch.arange(4), 11, one_rank, with_entropy=True, chunk_elements=chunk
+            hidden, weight, torch.arange(4), 11, one_rank, LossHeadOptions(with_entropy=True, chunk_elements=chunk)
         )
         first = torch.autograd.grad(logprobs.sum(), (hidden, weight), retain_graph=True)
         if kept:
@@ -193,7 +193,12 @@ def test_without_positions_the_result_is_an_empty_one_that_is_connected(dtype, w
     hidden, weight = torch.zeros(0, 8, dtype=dtype, requires_grad=True), torch.ones(16, 8, dtype=dtype)
     weight.requires_grad_()
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, torch.zeros(0, dtype=torch.int64), 13, one_rank, with_entropy=with_entropy, fused=fused
+        hidden,
+        weight,
+        torch.zeros(0, dtype=torch.int64),
+        13,
+        one_rank,
+        LossHeadOptions(with_entropy=with_entropy, fused=fused),
     )
     assert logprobs.shape == (0,) and logprobs.requires_grad
     (logprobs.sum() + (0 if entropy is None else entropy.sum())).backward()
@@ -207,7 +212,7 @@ def test_large_logits_neither_overflow_nor_lose_the_entropy(one_rank, fused):
     hidden = torch.tensor([[2000.0], [-2000.0], [0.0]], requires_grad=True)
     weight = torch.tensor([[1.0], [0.0], [-1.0]], requires_grad=True)
     logprobs, entropy = vocab_parallel_logprobs(
-        hidden, weight, torch.tensor([0, 0, 1]), 3, one_rank, with_entropy=True, fused=fused
+        hidden, weight, torch.tensor([0, 0, 1]), 3, one_rank, LossHeadOptions(with_entropy=True, fused=fused)
     )
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs.tolist() == pytest.approx([0.0, -4000.0, -1.0986123], rel=1e-6)
@@ -226,7 +231,7 @@ def test_a_gradient_added_to_a_buffer_is_that_of_autograd(one_rank, fused, chunk
     found = []
     for main_grad in (None, before.clone()):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
-        logprobs, _ = vocab_parallel_logprobs(h, w, targets, 29, one_rank, main_grad_VD=main_grad, **options)
+        logprobs, _ = vocab_parallel_logprobs(h, w, targets, 29, one_rank, LossHeadOptions(**options), main_grad)
         logprobs.sum().backward()
         assert getattr(w, "grad_added_to_main_grad", False) == (main_grad is not None)
         found.append((h.grad, before + w.grad if main_grad is None else main_grad))

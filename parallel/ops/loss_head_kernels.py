@@ -1,7 +1,7 @@
-"""What the loss head does with a chunk of logits between its matrix products, as one kernel each on a GPU.
+"""Functions of the loss head on a chunk of logits, between its matrix products, each one kernel on a GPU.
 
-Letters: M positions of the chunk, V vocabulary columns of this TP rank. A target is a column, or -1 where another rank
-has it. First the softcap c makes c tanh(z / c) of logits z, where there is one; then the temperature divides them.
+Shape suffixes: M positions of the chunk, V vocabulary columns of this TP rank. A target is a column, or -1 if another
+rank is its owner. A softcap c turns logits z into c tanh(z / c); then the temperature divides them.
 """
 
 import torch
@@ -19,7 +19,7 @@ def _capped(logits_MV: Tensor, softcap: float | None) -> Tensor:
 
 
 def cap_slope(capped: Tensor, softcap: float) -> Tensor:
-    """d/dz of softcap * tanh(z / softcap), by what that gives."""
+    """Return d/dz of softcap * tanh(z / softcap), from the capped logits."""
     return 1 - (capped / softcap).square()
 
 
@@ -31,8 +31,7 @@ def _through_cap(grad_MV: Tensor, capped_MV: Tensor, softcap: float | None) -> T
 def statistics(
     logits_MV: Tensor, target_M: Tensor, temperature: float, softcap: float | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-sum-exp of these columns, the target's logit or 0, and minus the entropy of their softmax or 0, [M]
-    each."""
+    """Return the log-sum-exp of these columns, the target's logit or 0, and minus the entropy or 0, [M] each."""
     divided_MV = _capped(logits_MV, softcap) / temperature
     top_M = divided_MV.amax(1)
     shifted_MV = divided_MV - top_M[:, None]
@@ -55,8 +54,10 @@ def gradient(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Of sum(grad * log p(target)) for the divided logits, taken back through the softcap and rounded to `dtype` in the
-    end. lse: over all ranks."""
+    """Return the gradient of sum(grad * log p(target)) by the divided logits, times the slope of the softcap.
+
+    lse_M: log-sum-exp over the columns of all ranks. dtype: type to which the result is rounded.
+    """
     capped_MV = _capped(logits_MV, softcap)
     p_MV = (capped_MV / temperature - lse_M[:, None]).exp()
     own_MV = grad_M[:, None].where(_is_target(logits_MV, target_M), 0.0)
@@ -75,7 +76,7 @@ def gradient_with_entropy(
     softcap: float | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """As `gradient`, of sum(grad * log p(target) + grad_entropy * entropy): dH/dz_j = -p_j (log p_j + H)."""
+    """Return `gradient`, plus that of sum(grad_entropy * entropy): dH/dz_j = -p_j (log p_j + H)."""
     capped_MV = _capped(logits_MV, softcap)
     logp_MV = capped_MV / temperature - lse_M[:, None]
     factor_MV = (logp_MV + entropy_M[:, None]) * grad_entropy_M[:, None] + grad_M[:, None]
