@@ -159,7 +159,7 @@ def dispatch_bound(setup: Setup) -> Refusals:
     if not config.kernels.grouped_experts or config.model.transformer_engine:
         why = "needs the experts of kernels.grouped_experts, which are switched off here"
         yield key, why, "set kernels.grouped_experts=true and model.transformer_engine=false, or leave it at null"
-    if arch.experts and (arch.experts.bias or arch.experts.activation != "swiglu"):
+    if arch.experts and (arch.experts.bias or arch.experts.activation == "clamped_swiglu"):
         yield key, f"does not work with the experts of {arch.family}, which run one by one", remedy
 
 

@@ -1,7 +1,7 @@
-"""Gemma 4, dense (text): layers with a window, and every sixth one without, which has wider and fewer key/value heads,
-values that are its keys, and a rotation that turns a quarter of the channels.
+"""Gemma 4 (text): layers with a window, and every sixth one without, which has wider and fewer key/value heads, values
+that are its keys, and a rotation that turns a quarter of the channels. Sparse models add experts to every MLP.
 
-Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They tell of
+Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They describe
 the layers without a window by `global_head_dim` and `num_global_key_value_heads`; transformers writes
 `per_layer_config`.
 """
@@ -25,6 +25,7 @@ from isoloss.models.families.hf_config import (
 from isoloss.models.families.hf_fields import ConfigJson, flag, positive_int, positive_number, refuse, with_absent
 from isoloss.models.families.hf_rope import rope
 from isoloss.models.kinds.asymmetric import Asymmetric
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
 from isoloss.models.rope import Proportional, Rope
 
 PINNED: Mapping[str, Any] = {
@@ -33,18 +34,17 @@ PINNED: Mapping[str, Any] = {
 }  # fmt: skip
 # What is not built, where it says anything else than this.
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "enable_moe_block": (False, "the experts beside the MLP of Gemma 4's sparse models"),
     "num_kv_shared_layers": (0, "layers that read the keys and values of earlier ones (E2B, E4B)"),
     "hidden_size_per_layer_input": (0, "embeddings of each layer (E2B, E4B)"),
 }
 IRRELEVANT = frozenset({
     # Of what is refused.
-    "vocab_size_per_layer_input", "num_experts", "top_k_experts", "moe_intermediate_size", "expert_intermediate_size",
-    "use_double_wide_mlp",
+    "vocab_size_per_layer_input", "use_double_wide_mlp",
 })  # fmt: skip
 FIELDS = frozenset(REFUSED) | {
     "sliding_window", "attention_k_eq_v", "final_logit_softcapping", "global_head_dim", "num_global_key_value_heads",
-    "per_layer_config", "use_bidirectional_attention",
+    "per_layer_config", "use_bidirectional_attention", "enable_moe_block", "num_experts", "top_k_experts",
+    "moe_intermediate_size", "expert_intermediate_size",
 }  # fmt: skip
 AROUND_TEXT = frozenset({
     "audio_config", "audio_token_id", "boa_token_id", "boi_token_id", "eoa_token_id", "eoa_token_index", "eoi_token_id",
@@ -88,6 +88,7 @@ def architecture(config: ConfigJson) -> Architecture:
         config,
         FAMILY,
         {kind: replace(attention, rope=rotations[kind]) for kind, attention in ((FULL, full), (SLIDING, windowed))},
+        _experts(config) if flag(config, "enable_moe_block", False) else None,
         activation="geglu",
         scaled_embedding=True,
         logit_softcap=None if softcap is None else float(positive_number(config, "final_logit_softcapping")),
@@ -100,6 +101,22 @@ def _attention(config: ConfigJson) -> dict[str, Asymmetric]:
     """The attention of layers with and without a window, whose heads `config` describes. Values are as wide as keys."""
     kind = partial(Asymmetric, value_dim=positive_int(config, "head_dim"), value_norm=True, softmax_scale=1.0)
     return grouped_query(config, FAMILY, kind, qk_norm="head")
+
+
+def _experts(config: ConfigJson) -> DenseAndExperts:
+    moe = DenseAndExperts(
+        count=positive_int(config, "num_experts"),
+        top_k=positive_int(config, "top_k_experts"),
+        intermediate_size=positive_int(config, "moe_intermediate_size"),
+        shared_size=positive_int(config, "intermediate_size"),
+        activation="geglu",
+    )
+    if moe.top_k > moe.count:
+        refuse("top_k_experts", moe.top_k, f"exceeds num_experts={moe.count}")
+    if config.get("expert_intermediate_size") not in (None, moe.intermediate_size):
+        why = f"contradicts moe_intermediate_size={moe.intermediate_size}; keep one of them"
+        refuse("expert_intermediate_size", config["expert_intermediate_size"], why)
+    return moe
 
 
 def _refuse_what_is_not_built(config: ConfigJson) -> None:

@@ -22,6 +22,7 @@ from torch.nn.functional import silu
 from isoloss.models.architecture import Architecture
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
 from isoloss.models.kinds.experts import Experts
 from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.models.kinds.grouped_query import GatedQuery, GroupedQuery
@@ -40,6 +41,7 @@ from isoloss.models.mcore.layers.latent_attention import LatentAttention
 from isoloss.models.mcore.layers.norm import RMSNorm, norm_class
 from isoloss.models.mcore.layers.residual_norm import ResidualNorm
 from isoloss.models.mcore.layers.value_head import ValueHead
+from isoloss.models.mcore.moe.dense_and_experts import DenseAndExpertLayer
 from isoloss.models.mcore.moe.experts import ExpertLayer
 from isoloss.models.mcore.patches import (
     accumulate_without_apex,
@@ -69,6 +71,7 @@ MODULES: Mapping[type[Kind], Any] = {
     GatedDelta: GatedDeltaNet,
     Dense: DenseMLP,
     Experts: ExpertLayer,
+    DenseAndExperts: DenseAndExpertLayer,
 }
 
 

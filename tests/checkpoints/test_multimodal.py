@@ -25,6 +25,7 @@ from isoloss.tools.convert import __main__ as convert
 WRITERS = {
     "qwen3.5": (write_multimodal, "Qwen3_5ForCausalLM"),
     "gemma-4": (write_gemma_4, "Gemma4ForCausalLM"),
+    "gemma-4-moe": (partial(write_gemma_4, text="gemma-4-moe"), "Gemma4ForCausalLM"),
     "mistral": (partial(write_mistral3, text="mistral"), "MistralForCausalLM"),
     "mistral by common names": (partial(write_mistral3, text="mistral", common=True), "MistralForCausalLM"),
     "ministral-3": (partial(write_mistral3, text="ministral-3"), "Ministral3ForCausalLM"),

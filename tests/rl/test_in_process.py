@@ -34,6 +34,7 @@ def make_requests(count: int = 11) -> list[Request]:
         ("deepseek-v3", 2, {"tp": 2, "ep": 2}),
         ("mimo-v2-flash", 2, {"tp": 2, "ep": 2}),
         ("gemma-4", 2, {"tp": 2}),  # logits are capped before they are sampled from
+        ("gemma-4-moe", 2, {"tp": 2, "ep": 2}),
     ],
     ids=str,
 )

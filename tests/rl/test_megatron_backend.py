@@ -55,6 +55,7 @@ def test_the_tokens_are_those_of_transformers(family, tiny_hf, pool):
         ("mixtral", 4, {"tp": 2, "ep": 2, "etp": 2}),
         ("gemma-4", 2, {"tp": 2}),  # keys and values of other sizes in every layer; capped logits
         ("gemma-4", 2, {"pp": 2}),
+        ("gemma-4-moe", 2, {"tp": 2, "ep": 2}),  # a dense MLP beside the experts
         ("qwen3.5", 2, {"tp": 2}),
         ("qwen3.5-moe", 2, {"ulysses": 2}),
     ],

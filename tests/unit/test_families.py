@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models.published import (
     DEEPSEEK_V3,
+    GEMMA_4_26B_A4B,
     GEMMA_4_31B,
     GLM_45_AIR,
     GLM_47_FLASH,
@@ -68,8 +69,10 @@ from isoloss.models.families import (
     qwen3_moe,
 )
 from isoloss.models.families.registry import family_of, read_architecture
+from isoloss.models.flops import met_parameters, output_parameters
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import DenseAndExperts
 from isoloss.models.kinds.experts import ExpertNames, Experts
 from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.models.kinds.grouped_query import GatedQuery, GroupedQuery
@@ -196,6 +199,21 @@ def test_gemma_4_as_published(tmp_path):
     assert [(kind.kv_heads, kind.keys_as_values) for kind in arch.attentions] == [(16, False)] * 2
     assert arch.logit_softcap is None
     assert gemma4_text.architecture(json.loads(Gemma4TextConfig(**without).to_json_string())) == arch
+
+
+def test_sparse_gemma_4_as_published(tmp_path):
+    arch = gemma4_text.architecture(GEMMA_4_26B_A4B)
+    (moe,) = arch.mlps
+    assert moe == DenseAndExperts(128, 8, 704, shared_size=2112, activation="geglu") and all(arch.sparse)
+    assert (moe.score, moe.normalize, moe.scaling) == ("softmax", True, 1.0)
+    assert round(num_parameters(arch) / 1e9, 1) == 25.2
+    met = sum(parameters for _, parameters in met_parameters(arch)) + output_parameters(arch)
+    assert round(met / 1e9, 1) == 3.8
+    Gemma4TextConfig(**GEMMA_4_26B_A4B).save_pretrained(tmp_path)
+    assert gemma4_text.architecture(json.loads((tmp_path / "config.json").read_text())) == arch
+    # Where the block is switched off, transformers reads none of its fields.
+    dense = gemma4_text.architecture({**GEMMA_4_26B_A4B, "enable_moe_block": False})
+    assert dense.mlps == (Dense(2112, "geglu"),)
 
 
 def test_gemma_4_within_a_multimodal_model(tmp_path):
@@ -538,7 +556,9 @@ REFUSED = [
         {"rope_parameters": {"full_attention": {}, "sliding_attention": {"partial_rotary_factor": 0.5}}},
         "rope_parameters=.* rotates other channels where there is a window",
     ),
-    (GEMMA_4_31B, {"enable_moe_block": True}, "enable_moe_block=True is not supported; the experts beside the MLP"),
+    (GEMMA_4_26B_A4B, {"top_k_experts": 129}, "top_k_experts=129 exceeds num_experts=128"),
+    (GEMMA_4_31B, {"enable_moe_block": True}, "num_experts is missing"),
+    (GEMMA_4_26B_A4B, {"expert_intermediate_size": 512}, "expert_intermediate_size=512 contradicts moe_intermediate_s"),
     (GEMMA_4_31B, {"num_kv_shared_layers": 20}, "num_kv_shared_layers=20 is not supported; layers that read the keys"),
     (GEMMA_4_31B, {"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported; embeddings"),
     (GEMMA_4_31B, {"use_bidirectional_attention": "all"}, "use_bidirectional_attention='all' is not supported; a tok"),

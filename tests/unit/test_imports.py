@@ -47,6 +47,7 @@ ORDER = {
         "kind.py",
         "dense.py gated_delta.py grouped_query.py latent.py layer.py",
         "asymmetric.py experts.py",
+        "dense_and_experts.py",
     ),
     "models/mcore": ("*", "layer_config.py", "layers", "moe patches.py", "gpt.py", "build.py"),
     "parallel": (

@@ -51,7 +51,9 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
 
 
 class _InSlabs(torch.autograd.Function):
-    """activation: of the gate. backward_of_gate: of the gradient of what that gives, and of the gate."""
+    """activation: function of the gate.
+    backward_of_gate: gradient of the gate, from that of the output of `activation` and the gate.
+    """
 
     @staticmethod
     def forward(ctx, wide, activation, backward_of_gate):
@@ -78,7 +80,7 @@ class _InSlabs(torch.autograd.Function):
 
 
 class InOneKernel(torch.autograd.Function):
-    """forth: of gate and up. back: of those and the gradient of what `forth` gives."""
+    """forth: function of gate and up. back: function of those and the gradient of the output of `forth`."""
 
     @staticmethod
     def forward(ctx, wide, forth, back):
@@ -108,20 +110,25 @@ def swiglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
 @Fused
 def geglu_forward(wide: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    return (gate * _open(gate) * up).to(wide.dtype)
+    return (gate * gelu_factor(gate) * up).to(wide.dtype)
 
 
 @Fused
 def geglu_backward(wide: Tensor, grad: Tensor) -> Tensor:
     gate, up = precise(wide).chunk(2, dim=-1)
-    square, grad_open = gate * gate, precise(grad) * _open(gate)
-    slope = gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - _open(gate))
-    return torch.cat([grad_open * up * (1 + slope), grad_open * gate], -1).to(wide.dtype)
+    grad_open = precise(grad) * gelu_factor(gate)
+    return torch.cat([grad_open * up * (1 + gelu_slope(gate)), grad_open * gate], -1).to(wide.dtype)
 
 
-def _open(gate: Tensor) -> Tensor:
+def gelu_factor(gate: Tensor) -> Tensor:
     """GELU's factor (1 + tanh(y)) / 2, as a sigmoid: the sum would cancel far below 0. A part of a kernel."""
     return torch.sigmoid(gate * (GELU_LINEAR + GELU_CUBIC * gate * gate))
+
+
+def gelu_slope(gate: Tensor) -> Tensor:
+    """Return the derivative of GELU's factor times gate / factor. A part of a kernel."""
+    square = gate * gate
+    return gate * (GELU_LINEAR + 3 * GELU_CUBIC * square) * (1 - gelu_factor(gate))
 
 
 @Fused

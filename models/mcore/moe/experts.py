@@ -32,7 +32,7 @@ from isoloss.models.mcore.moe.dispatch import (
     slots_of,
     to_experts,
 )
-from isoloss.models.mcore.moe.grouped_experts import LocalExperts
+from isoloss.models.mcore.moe.grouped_experts import WEIGHTED, LocalExperts
 from isoloss.models.mcore.moe.router import Router
 from isoloss.models.mcore.moe.router_losses import RoutedTokens
 from isoloss.parallel import Mesh
@@ -44,8 +44,8 @@ class RoutedRow(PackedRow):
     """A packed row whose tokens the routers know.
 
     tokens: None where nobody asks them for more than experts.
-    bound: of the messages between experts; None: they have the sizes that they need.
-    sizes: of these messages, by layer: a forward that is repeated finds those of the first time.
+    bound: limit of the messages between experts; None: they have the sizes that they need.
+    sizes: rows of these messages, by layer: a forward that is repeated finds those of the first time.
     """
 
     tokens: RoutedTokens | None = None
@@ -92,8 +92,8 @@ class ExpertLayer(MoELayer):
         if not options.te:
             if kind.bias:
                 experts.linear_fc2 = _BiasedExpertOutput
-            grouped = options.kernels.grouped_experts and kind.activation == "swiglu"
-            mlp.experts = of_class(mlp.experts, LocalExperts, grouped=grouped)
+            weighted = WEIGHTED.get(kind.activation) if options.kernels.grouped_experts else None
+            mlp.experts = of_class(mlp.experts, LocalExperts, weighted=weighted)
         # Not a ModuleSpec: Megatron gives the groups of one to its own MoE layer only, and warns of any other.
         params = {"pg_collection": mesh.megatron, "recompute_experts": options.memory.recomputes_experts}
         layer.mlp = AnyLayer(module=cls, submodules=mlp, params=params)
@@ -107,17 +107,21 @@ class ExpertLayer(MoELayer):
 
     def _compute(self, hidden_states: Tensor, row: RoutedRow) -> tuple[Tensor, None]:
         shared = self.shared_experts_compute(hidden_states)
-        weights_ZE, chosen_ZE, chosen_ZX = self.router(hidden_states, row.tokens)
+        output = self._routed(hidden_states, self.router(hidden_states, row.tokens), row)
+        return output if shared is None else output + shared, None
+
+    def _routed(self, hidden_states: Tensor, routed: tuple[Tensor, Tensor, Tensor], row: RoutedRow) -> Tensor:
+        """For each token the weighted sum over its experts. routed: what the router returns."""
+        weights_ZE, chosen_ZE, chosen_ZX = routed
         if self._dispatches and getattr(self.experts, "grouped", False) and grouped_experts.on_gpu(hidden_states):
-            output = self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
-            return output if shared is None else output + shared, None
+            return self._by_rows(hidden_states, weights_ZE.gather(1, chosen_ZX), chosen_ZX, row)
         dispatcher = self.token_dispatcher
         dispatched = self.dispatch(*self.preprocess(hidden_states, weights_ZE, chosen_ZE))
         received, counts, weights = dispatcher.dispatch_postprocess(*dispatched)
         output = dispatcher.combine_preprocess(self._run_experts(received, counts, weights))
-        output = self.postprocess(self.combine(output), shared)
+        output = self.postprocess(self.combine(output), None)
         self._forget()
-        return output, None
+        return output
 
     def _run_experts(self, rows: Tensor, counts: Tensor, weights: Tensor) -> Tensor:
         def run(rows: Tensor, weights: Tensor) -> Tensor:
@@ -140,8 +144,8 @@ class ExpertLayer(MoELayer):
         return from_experts(output_RD, rows, sizes, groups).view_as(hidden_states)
 
     def _forget(self) -> None:
-        """What the dispatcher holds of the tokens that it sent, and with it the graph of their weights: its backward
-        needs none of it, and it would stay until the layer's next forward."""
+        """Drop all that the dispatcher holds of the tokens that it sent, and with it the graph of their weights: its
+        backward needs none of it, and it would stay until the layer's next forward."""
         dispatcher = self.token_dispatcher
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "tokens_per_expert"):
             if hasattr(dispatcher, name):

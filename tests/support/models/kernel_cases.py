@@ -83,6 +83,15 @@ CASES: dict[str, tuple[Fused, Callable[[], Inputs]]] = {
         grouped_experts.weighted_swiglu_backward,
         lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
     ),
+    "weighted_geglu": (grouped_experts.weighted_geglu, lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs())),
+    "weighted_geglu_again": (
+        grouped_experts.weighted_geglu_again,
+        lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
+    ),
+    "weighted_geglu_backward": (
+        grouped_experts.weighted_geglu_backward,
+        lambda: (_bf16(ROWS, 2 * WIDTH), _draw(ROWS).abs(), _bf16(ROWS, WIDTH, seed=1)),
+    ),
     "without_empty": (
         grouped_experts.without_empty,
         lambda: (_bf16(3, WIDTH, WIDTH), torch.tensor([4, 4, 9], dtype=torch.int32)),

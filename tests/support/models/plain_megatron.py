@@ -28,6 +28,7 @@ from isoloss.models.architecture import Architecture
 from isoloss.models.families.registry import read_architecture
 from isoloss.models.kinds.asymmetric import Asymmetric
 from isoloss.models.kinds.dense import Dense
+from isoloss.models.kinds.dense_and_experts import NORMS, DenseAndExperts
 from isoloss.models.kinds.gated_delta import GatedDelta
 from isoloss.models.kinds.latent import Latent
 from isoloss.models.kinds.mappings import ColumnParallel, Vocabulary
@@ -135,6 +136,18 @@ class SandwichLayer(TransformerLayer):
         self.register_buffer("layer_scalar", torch.empty(1))
 
 
+class DenseAndExpertLayer(SandwichLayer):
+    """Megatron has one norm before its experts and its shared expert, and no scales in a router; their places."""
+
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        self.pre_mlp_layernorm = nn.Identity()
+        for name in NORMS:
+            setattr(self.mlp, name, WrappedTorchNorm(config, config.hidden_size, config.layernorm_epsilon))
+        self.mlp.router.scale = nn.Parameter(torch.empty(config.hidden_size))
+        self.mlp.router.per_expert_scale = nn.Parameter(torch.empty(config.num_moe_experts))
+
+
 class JointNorm(nn.Module):
     """Megatron has no norm over all heads together; its place in a checkpoint, with each TP rank's share."""
 
@@ -176,7 +189,7 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             "moe_shared_expert_intermediate_size": moe.shared_size or None,
             "moe_shared_expert_gate": moe.shared_gate, "moe_token_dispatcher_type": "allgather",
         }  # fmt: skip
-        if not all(arch.sparse):
+        if arch.layers_differ:  # a list means that they do
             options["moe_layer_freq"] = [int(sparse) for sparse in arch.sparse]
     elif arch.layers_differ:
         options["linear_attention_freq"] = [0] * arch.num_layers  # a list means that they do
@@ -209,7 +222,7 @@ def build(arch: Architecture, mesh: Mesh, padded_vocab: int) -> GPTModel:
             layer.submodules.self_attention.params["arch"] = arch
     if arch.layers[0].sandwich:
         for layer in spec.layer_specs:
-            layer.module = SandwichLayer
+            layer.module = DenseAndExpertLayer if isinstance(moe, DenseAndExperts) else SandwichLayer
     if delta:
         first = get_transformer_layer_offset(config, pp_rank=mesh.pp.rank())
         spec.layer_specs = [copy.deepcopy(layer) for layer in spec.layer_specs]  # layers of a kind share one

@@ -199,6 +199,12 @@ GEMMA_4_31B = {
     "sliding_window": 1024, "tie_word_embeddings": True, "top_k_experts": None, "use_bidirectional_attention": "vision",
     "use_cache": True, "use_double_wide_mlp": False, "vocab_size": 262144, "vocab_size_per_layer_input": 262144,
 }  # fmt: skip
+GEMMA_4_26B_A4B = GEMMA_4_31B | {
+    "enable_moe_block": True, "hidden_size": 2816, "intermediate_size": 2112,
+    "layer_types": (["sliding_attention"] * 5 + ["full_attention"]) * 5, "moe_intermediate_size": 704,
+    "num_attention_heads": 16, "num_experts": 128, "num_global_key_value_heads": 2, "num_hidden_layers": 30,
+    "num_key_value_heads": 8, "top_k_experts": 8,
+}  # fmt: skip
 MISTRAL_SMALL_31 = {
     "architectures": ["Mistral3ForConditionalGeneration"], "dtype": "bfloat16", "image_token_index": 10,
     "model_type": "mistral3", "multimodal_projector_bias": False, "projector_hidden_act": "gelu",
