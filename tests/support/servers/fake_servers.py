@@ -30,8 +30,8 @@ def length(id: str, most: int) -> int:
 class FakeServers(RolloutBackend):
     """Each round every request gets a token of the present version; all but the first `quick` of those in flight get
     FEW of them, and then wait until another is submitted or they are aborted. begun: ids of the requests in flight
-    together, a list each time that there were none before. fails: how often from now on all that is not complete is lost, after a round, as
-    if servers were."""
+    together, a list each time that there were none before. fails: how often from now on all that is not complete is
+    lost, after a round, as if servers were."""
 
     receives: Receives = "every rank"
 

@@ -52,7 +52,7 @@ class OrderLog:
 
     def write(self, order: Order) -> None:
         """On rank 0."""
-        self._store.set(f"order/{self.known}", pickle.dumps(order))
+        self._set(f"order/{self.known}", order)
         self.known += 1
 
     def look(self) -> int:
@@ -87,7 +87,10 @@ class OrderLog:
 
     def send(self, result: object) -> None:
         """Send to rank 0."""
-        self._store.set(f"result/{self._store.add('results', 1) - 1}", pickle.dumps(result))
+        self._set(f"result/{self._store.add('results', 1) - 1}", result)
+
+    def _set(self, key: str, value: object) -> None:
+        self._store.set(key, pickle.dumps(value))  # pyright: ignore[reportArgumentType]  (torch's stub names str alone)
 
     def results(self, every: float) -> Iterator[Any]:
         """Yield what ranks have sent, on rank 0; looked up at most once in `every` seconds."""
