@@ -25,7 +25,7 @@ from isoloss.engine.batching.sample import Sample
 from isoloss.engine.config.schema import BatchConfig, Config, DataConfig, ModelConfig, OptimConfig, TrainConfig
 from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.dataset import draw_indices
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.prompts import load_prompts
 from isoloss.engine.rl.trajectory import Completion, Prompt, Request, Sampling
 from isoloss.engine.step.engine import Engine
@@ -78,7 +78,7 @@ class Policy:
 
     def __init__(self, engine: Engine, folder: str):
         self.engine, self.tokenizer = engine, load_tokenizer(folder, engine.arch.vocab_size)
-        self.backend = InProcessBackend(folder, engine.model.dtype, engine.device, concurrency=256)
+        self.backend = TransformersBackend(folder, engine.model.dtype, engine.device, concurrency=256)
         self.sampling = Sampling(MAX_NEW_TOKENS, stop_token_ids=(self.tokenizer.eos_token_id,), seed=SEED)
 
     def update_weights(self, version: int) -> None:

@@ -368,7 +368,7 @@ class RLConfig(Config):
         return self.algorithm.minibatches * self.algorithm.epochs
 
     @property
-    def generates_beside(self) -> bool:
+    def overlaps_generation(self) -> bool:
         """Whether completions are generated while the trainer does something else."""
         return self.rollout.max_staleness > 0 or self.rollout.waves > 1
 

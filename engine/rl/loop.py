@@ -9,6 +9,7 @@ from isoloss.engine.rl.backends.servers.api_key import api_key_of
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.critic import Critic
 from isoloss.engine.rl.experience import Models, RolloutBatch, minibatches, with_advantages, with_logprobs
+from isoloss.engine.rl.group_sampling import SampledGroups, sample_groups
 from isoloss.engine.rl.health import watched
 from isoloss.engine.rl.losses import policy_loss
 from isoloss.engine.rl.reference import Reference, fingerprint
@@ -21,7 +22,7 @@ from isoloss.engine.rl.report import (
     rollout_stats,
     summary,
 )
-from isoloss.engine.rl.rollout import Rollout, SampledGroups, sample_groups
+from isoloss.engine.rl.rollout import Rollout
 from isoloss.engine.rl.setup import RLData, load_data, open_rewarder, open_rollout
 from isoloss.engine.run.run import Run, RunResult
 from isoloss.engine.run.session import Session
@@ -45,8 +46,8 @@ def train_rl(config: RLConfig, run_name: str) -> RunResult:
         critic = Critic(config, policy) if config.algorithm.uses_critic else None
         folder = session.open_folder()
         models = Models(session.enter_context(closing(Scatter(policy.mesh))), policy, reference, critic)
-        beside = [each for each in (reference, critic) if each is not None]
-        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, beside))
+        others = [model for model in (reference, critic) if model is not None]
+        rollout = session.enter_context(open_rollout(config, policy, data, rewarder, folder, others))
         return _train(config, data, models, rollout, session.open_run(policy, folder, watched(config)))
 
 

@@ -7,8 +7,8 @@ from isoloss.engine.data.remarks import repeat_lines
 from isoloss.engine.data.show_rows import rows_to_show, shown_prompt
 from isoloss.engine.rl.config import RLConfig
 from isoloss.engine.rl.experience import RolloutBatch
+from isoloss.engine.rl.group_sampling import SampledGroups
 from isoloss.engine.rl.health import FIRST_ERROR
-from isoloss.engine.rl.rollout import SampledGroups
 from isoloss.engine.rl.setup import RLData
 from isoloss.engine.rl.trajectory import Trajectory
 from isoloss.engine.run.metrics import MetricsLog

@@ -15,9 +15,8 @@ from isoloss.engine.data.chat import load_tokenizer
 from isoloss.engine.data.chat_template import NOTHING
 from isoloss.engine.data.dataset import check_files, steps_for_epochs
 from isoloss.engine.data.turn_ends import turn_ends
-from isoloss.engine.rl.async_rollout import AsyncRollout
 from isoloss.engine.rl.backends.local.megatron_backend import MegatronBackend
-from isoloss.engine.rl.backends.local.transformers_backend import InProcessBackend
+from isoloss.engine.rl.backends.local.transformers_backend import TransformersBackend
 from isoloss.engine.rl.backends.protocol import RolloutBackend
 from isoloss.engine.rl.backends.servers.backend import ServerBackend
 from isoloss.engine.rl.backends.sglang.server import SGLangServer
@@ -125,22 +124,17 @@ def open_rollout(
     data: RLData,
     rewarder: Rewarder | None,
     output_dir: Path,
-    beside: Sequence[Offloadable] = (),
+    offloadables: Sequence[Offloadable] = (),
 ) -> Iterator[Rollout]:
-    """The rollout with the configured backend. beside: see `Rollout`. Collective over the world."""
+    """Open the rollout with the configured backend. offloadables: see `Rollout`. Collective over the world."""
     if config.rollout.colocated:  # servers that are started here find the device empty
-        for tenant in (engine, *beside):
-            tenant.offload()
+        for part in (engine, *offloadables):
+            part.offload()
         dist.barrier()
     backend = open_backend(config, engine, output_dir)
     try:
         backend.check_health()
-        what = config, data.train.prompts, data.stop_token_ids, beside
-        if config.generates_beside:
-            assert isinstance(backend, ServerBackend), "the configuration refuses others"
-            rollout = AsyncRollout(engine, backend, rewarder, *what)
-        else:
-            rollout = Rollout(engine, backend, rewarder, *what)
+        rollout = Rollout(engine, backend, rewarder, config, data.train.prompts, data.stop_token_ids, offloadables)
         with contextlib.closing(rollout):
             yield rollout
     finally:
@@ -154,4 +148,4 @@ def open_backend(config: RLConfig, engine: Engine, output_dir: Path) -> RolloutB
         return ServerBackend(config.rollout, config.model.path, vocab_size, logs, SGLangServer, weight_sync)
     if config.rollout.backend == "megatron":
         return MegatronBackend(engine, config.rollout.concurrency)
-    return InProcessBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)
+    return TransformersBackend(config.model.path, engine.model.dtype, engine.device, config.rollout.concurrency)

@@ -10,7 +10,7 @@ from support.models.transformers_parity import make_engine
 from support.runs import rollouts
 
 from isoloss.engine.rl.backends.local.continuous_batching import ActiveSequence
-from isoloss.engine.rl.backends.local.megatron_decoder import MegatronDecoder
+from isoloss.engine.rl.backends.local.megatron_backend import MegatronDecoder
 from isoloss.engine.rl.trajectory import Request, Sampling
 from isoloss.parallel.ops.block_attention import Heads
 from isoloss.parallel.ops.kv_cache import KeyValueCache
@@ -78,7 +78,7 @@ def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):
     before and after, also where the decode fails."""
     engine = make_engine(tiny_hf("qwen2"), "fp32")  # whose linear layers have biases
     decoder = MegatronDecoder(engine.whole_model())
-    rows = [ActiveSequence.start(index, request) for index, request in enumerate(make_requests(4))]
+    rows = [ActiveSequence.start(request, SAMPLING) for request in make_requests(4)]
     batch, logits_BV = decoder.prefill(rows)
     for row in rows:
         row.tokens.append(5)
@@ -95,7 +95,7 @@ def test_what_decodes_is_packed_and_training_never_sees_it(tiny_hf, one_rank):
 
 def test_what_is_not_fp32_is_not_packed(tiny_hf, one_rank):
     decoder = MegatronDecoder(make_engine(tiny_hf("qwen2"), "fp64").whole_model())
-    rows = [ActiveSequence.start(0, make_requests(1)[0])]
+    rows = [ActiveSequence.start(make_requests(1)[0], SAMPLING)]
     batch, _ = decoder.prefill(rows)
     rows[0].tokens.append(5)
     with mock.patch.object(PackedMatrix, "product", side_effect=AssertionError):

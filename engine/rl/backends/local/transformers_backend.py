@@ -24,7 +24,7 @@ from isoloss.models.families.registry import hf_folder, read_architecture, read_
 from isoloss.models.weights.weight_map import LM_HEAD, hf_shapes, output_name, weight_map
 
 
-class InProcessBackend(LocalBackend):
+class TransformersBackend(LocalBackend):
     """A whole copy of the model on every rank, besides the trainer's, in whatever layout that one is.
 
     folder: a Hugging Face folder or a checkpoint; only its config.json is read, weights come through `update_weights`.
