@@ -22,7 +22,7 @@ from isoloss.parallel import Layout, UserError
 from isoloss.parallel.aggregation import MODES
 from isoloss.tools.prove.bugs import NO_BUG
 from isoloss.tools.prove.parity import Case, Tolerance, compare, freeze, measure, merge
-from isoloss.tools.prove.synthetic_rollouts import rollout_fields
+from isoloss.tools.prove.proof import rollout_fields
 
 EXACT = Tolerance(1e-13, 1e-13)
 # Where each trajectory is cut.
