@@ -128,8 +128,8 @@ class StepCounts:
     """The counts of an optimizer step that one aggregation uses, over all ranks.
 
     tokens: valid tokens N. sequences, prompts: the denominators S and P (fully masked ones only if they count).
-    weight_sum: what the weights of all tokens of the step add up to, in closed form; the canary compares it with the
-        sum of the weights that the loss head really consumed.
+    weight_sum: sum of the weights of all tokens of the step, in closed form; the canary compares it with the sum of
+        the weights that the loss head really consumed.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""Tensors that leave their device for a while, so that others can have its memory, and come back to it."""
+"""Offload tensors from their device, so that its memory is free for other uses, and onload them again."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass

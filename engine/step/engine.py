@@ -95,7 +95,7 @@ class Engine:
     def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
         self.source = source or resolve(config)
-        # Tokens that end a reply of this model; an export declares them besides those of `source`.
+        # Tokens that end a reply of this model; an export declares them in addition to those of `source`.
         self.stop_token_ids: Sequence[int] = ()
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         startup.prepare(config)

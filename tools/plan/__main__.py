@@ -62,7 +62,7 @@ def parser() -> command_line.Parser:
 
 
 def _check_files(arguments: argparse.Namespace) -> None:
-    """Before the minutes that a dry run may take."""
+    """Refuse a bad path before the dry run, which may take minutes."""
     for option in ("json", "picture"):
         file = getattr(arguments, option)
         if file is not None and not file.parent.is_dir():
