@@ -6,8 +6,8 @@ GIB = 2**30
 # Memory in addition to the tensors: CUDA context and kernels, NCCL's buffers, cuBLAS's workspaces, and the allocator's
 # gaps. An allowance, not a measurement.
 MARGIN = 5.6 * GIB
-# Memory that a server on the trainer's GPU keeps while it sleeps: its own CUDA context and NCCL buffers, CUDA graphs (2 GB in
-# sgl-project/sglang#10217) and workspaces. An allowance as well.
+# Memory that a server on the trainer's GPU keeps while it sleeps: CUDA context, NCCL buffers, CUDA graphs (2 GB in
+# sgl-project/sglang#10217) and workspaces of its own. An allowance as well.
 SLEEPING_SERVER = 5 * GIB
 
 

@@ -16,7 +16,7 @@ WORKSPACES = 64 << 20  # memory that cuBLAS keeps on a Hopper GPU; no plan count
 
 
 def planned(config: Config, arch: Architecture, layout: Layout) -> list[StageMemory]:
-    """Return the memory of every pipeline rank in steps with full micro-batches; longer rows, which run alone, count too.
+    """Return the memory of every pipeline rank, with micro-batches of batch.max_tokens or, if more, data.max_length.
 
     With Transformer Engine's layers, which the formula does not know, no activations are counted.
     """

@@ -38,7 +38,7 @@ def wrap_ddp(chunks: Sequence[nn.Module], config: Config, mesh: Mesh) -> list[Di
     """Wrap each chunk with Megatron's gradient buffers, which sum over DP x context, in fp32 (fp64, bf16)."""
     on_gpu = next(chunks[0].parameters()).is_cuda
     ddp_config = DistributedDataParallelConfig(
-        # Else in the type of the weights.
+        # Else sums are in the type of the weights.
         grad_reduce_in_fp32=config.train.precision != "fp64" and config.parallel.grad_reduce_dtype == "fp32",
         overlap_grad_reduce=config.overlaps_grad_reduce(on_gpu=on_gpu),
         use_distributed_optimizer=config.distributed_optimizer,
@@ -72,7 +72,7 @@ class Overlap:
             self._asked.overlap_grad_reduce = False
             for chunk in self._chunks:
                 for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                    if group.grad_reduce_handle is not None:  # of a step that failed: the next one starts anew
+                    if group.grad_reduce_handle is not None:  # left by a failed step: the next one starts anew
                         group.grad_reduce_handle.wait()
                         group.grad_reduce_handle = None
 
@@ -105,7 +105,7 @@ class Gather:
 
     @contextlib.contextmanager
     def defer(self) -> Iterator[None]:
-        """For the optimizer's step, in which Megatron would gather, all weights once for each of its optimizers."""
+        """Defer the gather during the optimizer's step: Megatron would gather all weights once for each optimizer."""
         if not self._asked.use_distributed_optimizer:
             yield
             return
@@ -116,8 +116,8 @@ class Gather:
             self.launch()
 
     def launch(self) -> None:
-        """Gather what is in pieces. Collectives: an all-gather of every bucket over dp x context, or expert_dp; no
-        more than once after a step."""
+        """Gather weights that are in pieces. Collectives: an all-gather of every bucket over dp x context, or
+        expert_dp; no more than once after a step."""
         if not self._in_pieces:
             return
         with self._asynchronous(self._put_off):
@@ -132,7 +132,7 @@ class Gather:
         self.wait_for_launched()
 
     def wait_for_launched(self) -> None:
-        """Wait for what was launched. Enters no collective."""
+        """Wait for launched gathers. Enters no collective."""
         _arrive(self._buckets)
 
     @contextlib.contextmanager
@@ -213,7 +213,7 @@ def learning_rate(step: int, optim: OptimConfig, total_steps: int) -> float:
 
 
 def set_hyperparameters(optimizer: ChainedOptimizer, optim: OptimConfig) -> None:
-    """Set AdamW's numbers for the next step, whatever the last one had or a checkpoint brought. `wd_mult` is 0 for
+    """Set AdamW's numbers for the next step, in place of those of the last step or a checkpoint. `wd_mult` is 0 for
     biases and norms; Megatron leaves it to the training loop to multiply with it."""
     for part in optimizer.chained_optimizers:
         for group in part.param_groups:
@@ -233,7 +233,7 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     for part in optimizer.chained_optimizers:
         square, grads = torch.zeros_like(total), [*gradients_for_norm(part)]
         if grads:
-            square = _squares(grads).cumsum(0)[-1]  # one after the other
+            square = _squares(grads).cumsum(0)[-1]  # one group after the other
         dist.all_reduce(square, group=reuse_world_group(part.get_grad_stats_parallel_group()))
         total += square
     return math.sqrt(total.item())
@@ -241,7 +241,7 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
 
 def _squares(grads: list[Tensor]) -> Tensor:
     """Return sums of squares that add up to that of the gradients, in fp64."""
-    if all(grad.is_cpu for grad in grads):  # whose norm of fp32 numbers in fp64 takes three times as long
+    if all(grad.is_cpu for grad in grads):  # an fp64 norm of fp32 numbers takes three times as long there
         room, squares = torch.empty(BLOCK, dtype=torch.float64), []
         for block in (block for grad in grads for block in grad.flatten().split(BLOCK)):
             double = room[: len(block)].copy_(block)

@@ -52,7 +52,7 @@ def differing(model: Model) -> dict[int, str]:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return the sum of the bits as integers, 0-d int64, whatever the order of the addition: one flipped bit changes it."""
+    """Return the sum of the bits as integers, 0-d int64, in any order of addition: one flipped bit changes it."""
     bits = tensor.detach().contiguous().view(INTEGERS[tensor.element_size()])
     return bits.sum(dtype=torch.int64)
 
