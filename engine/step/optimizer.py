@@ -233,7 +233,7 @@ def global_grad_norm(optimizer: ChainedOptimizer) -> float:
     for part in optimizer.chained_optimizers:
         square, grads = torch.zeros_like(total), [*gradients_for_norm(part)]
         if grads:
-            square = _squares(grads).cumsum(0)[-1]  # one group after the other
+            square = _squares(grads).cumsum(0)[-1]  # one after the other
         dist.all_reduce(square, group=reuse_world_group(part.get_grad_stats_parallel_group()))
         total += square
     return math.sqrt(total.item())

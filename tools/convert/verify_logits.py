@@ -147,5 +147,5 @@ def _text(arch: Architecture, hf: Path) -> Tensor:
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference; NaN, which exceeds every tolerance, if either holds a NaN."""
+    """Return the largest difference; NaN, which no tolerance admits, if either holds a NaN."""
     return float((one - other).abs().max())

@@ -104,7 +104,7 @@ class TransformersModel:
     def __init__(self, folder: Path, dtype: torch.dtype | None):
         import transformers
 
-        transformers.utils.logging.disable_progress_bar()  # progress bars would be two lines in a log
+        transformers.utils.logging.disable_progress_bar()  # two lines of bars in a log
         # By the name in the file, if transformers has it: AutoModelForCausalLM does not find every one of its classes.
         (name,) = read_config(folder)["architectures"]
         loaded: Any = getattr(transformers, name, transformers.AutoModelForCausalLM).from_pretrained(

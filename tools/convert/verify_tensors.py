@@ -27,7 +27,7 @@ BATCH_BYTES = 2 << 30
 
 @dataclass(frozen=True)
 class TensorEvidence:
-    """weights, bytes: number and size of the compared weights. hugging_face_tensors: number of tensors they are from."""
+    """weights, bytes: number and size of the compared weights. hugging_face_tensors: number of their origins."""
 
     weights: int
     hugging_face_tensors: int
@@ -99,7 +99,7 @@ def _check_padding(weight: Weight, stored: Tensor) -> None:
 
 
 def _compare(weight: Weight, wanted: Tensor, found: Tensor) -> None:
-    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (wanted, found))  # here NaN equals NaN
+    one, other = (tensor.contiguous().view(torch.uint8) for tensor in (wanted, found))  # NaN is equal to itself here
     if one.shape != other.shape:
         raise Unverified(f"{weight.name} has shape {list(found.shape)} instead of {list(wanted.shape)}")
     if not torch.equal(one, other):

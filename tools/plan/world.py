@@ -89,7 +89,7 @@ def _install(kernels: Kernels, device: Device) -> None:
         DEVICE, autograd = torch.device("gpu", 0), "AutogradPrivateUse1"
         FakeTensorMode.avoid_device_init = property(lambda self: True)
     cuda_stubs.stand_in(DEVICE)
-    normalizer.device_of = lambda group: DEVICE  # the device on which tokens are counted
+    normalizer.device_of = lambda group: DEVICE  # on which tokens are counted
     _pack_on_the_host()
     _exchange_objects()
     _answer_the_host()
