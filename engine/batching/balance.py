@@ -1,7 +1,7 @@
 """Plan which data-parallel rank computes which sample, and in which micro-batch.
 
 A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
-who works when; it never decides what the loss is (the weights are made before it, from whole samples).
+which rank works when; it never decides the loss (the weights are made before it, from whole samples).
 
 Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (any unit will do).
 """
@@ -150,7 +150,7 @@ def make_plan(
     return Plan.apart(micro_batches, lengths_S.tolist())
 
 
-# The costliest part of a group, in shares of what a rank has to do.
+# The costliest part of a group, in shares of a rank's work.
 LARGEST_PARTS = (math.inf, 1.0, 1 / 2, 1 / 4, 1 / 8)
 
 

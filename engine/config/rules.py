@@ -1,13 +1,13 @@
 """Refuse runs that are impossible: loss x layout x model x precision x optimizer x memory.
 
-Rules about the value of a single key stand where the key is defined (engine/config/schema.py), and so do those that a
-`Layout` fulfils whatever runs on it (parallel/layout.py). Here is all that needs two of configuration, model and
+Rules about the value of a single key are where the key is defined (engine/config/schema.py), and rules that every
+`Layout` fulfils are in parallel/layout.py. This module has all rules that need two of configuration, model and
 layout, and every assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no
 weights.
 
-Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
-stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
-and a run that breaks it into tests/support/faults/impossible.py.
+Each function yields the refusals of its subject. Where several rules are broken, the user reads the first. So causes
+come before their consequences, and a rule may rely on those before it. To add a rule, add it to its subject,
+and a run that breaks it to tests/support/faults/impossible.py.
 """
 
 from collections.abc import Iterator

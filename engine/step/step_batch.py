@@ -33,7 +33,7 @@ class MicroBatches(Sequence[PackedBatch]):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of this rank, and what the step holds over all ranks.
+    """The micro-batches of this rank, and sizes of the step over all ranks.
 
     rows: tokens of each micro-batch's whole row, with padding.
     counts: the counts for each aggregation of the loss.

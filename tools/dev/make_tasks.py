@@ -25,8 +25,8 @@ WORDS = ("user", "assistant", "Sort", " the", " letters", "What", " is")
 
 @dataclass(frozen=True)
 class Problem:
-    """A question, its answer, and the answer of somebody who makes the mistake (the same where there is none to
-    make)."""
+    """A question, its answer, and the answer with the systematic mistake (the same where the mistake is not
+    possible)."""
 
     question: str
     answer: str

@@ -1,4 +1,4 @@
-"""Does a run fit its GPUs, and what will a step cost? From its configuration, without a GPU and without weights.
+"""Plan whether a run fits its GPUs, and the time of a step, from its configuration, without a GPU or weights.
 
     python -m isoloss.tools.plan sft preset=8b_h100 model.path=DIR --gpus 8
     python -m isoloss.tools.plan sft preset=32b_h100 model.path=DIR --gpus 64 --gpu h200 --json plan.json
