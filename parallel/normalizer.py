@@ -30,10 +30,10 @@ MASK_PLACEMENTS = ("replicated", "sharded")
 
 @dataclass(frozen=True)
 class TokenCounts:
-    """Integer counts of an optimizer step over all ranks, on the host: all that any mode divides by.
+    """Integer counts of an optimizer step over all ranks, on the host, by which the modes divide.
 
     tokens_S: valid tokens of the sequence of each of this rank's samples. group_S: the prompt of each.
-    tokens: valid tokens. sequences: number of sequences. valid_sequences: those with a valid token.
+    tokens: valid tokens. sequences: number of sequences. valid_sequences: number with a valid token.
     tokens_P, samples_P: valid tokens and samples of each prompt; these and group_S are empty where prompts were not
         counted.
     """
@@ -58,8 +58,8 @@ class Ids:
     """The prompt, or the sequence, of each of this rank's samples.
 
     kind: "group" for prompts, "sequence".
-    number_S: numbers in 0..count-1, where `count` is the same on all ranks; a number that no sample of any rank has
-        counts for nothing. ValueError where one is out of range.
+    number_S: numbers in 0..count-1, where `count` is the same on all ranks; a number without samples on any rank is
+        ignored. ValueError where one is out of range.
     """
 
     kind: str
@@ -128,8 +128,8 @@ class StepCounts:
     """The counts of an optimizer step that one aggregation uses, over all ranks.
 
     tokens: valid tokens N. sequences, prompts: the denominators S and P (fully masked ones only if they count).
-    weight_sum: what the weights of all tokens of the step add up to, in closed form; the canary compares it with the
-        sum of the weights that the loss head really consumed.
+    weight_sum: sum of the weights of all tokens of the step, in closed form; the canary compares it with the sum of
+        the weights that the loss head really consumed.
     """
 
     tokens: int
@@ -179,7 +179,7 @@ class GlobalLossNormalizer:
         counted again).
     mask_placement: "replicated" if every sequence-parallel rank passes whole masks; "sharded" if each passes its own
         slice of every sequence, in which case `sp_group` is needed and n_i is first summed over it.
-    Raises UserError for an unknown mode or placement, and for what does not go with it.
+    Raises UserError for an unknown mode or placement, and for arguments that do not go with it.
     """
 
     def __init__(

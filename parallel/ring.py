@@ -62,7 +62,7 @@ class _RingAttention(torch.autograd.Function):
         pair = _join(key, value) if last else None
         seen = None
         for step in range(last + 1):
-            # The next keys and values are in flight while those at hand are attended to.
+            # The next keys and values are in flight while attention to the present ones is computed.
             arriving = None if pair is None or step == last else pass_on(pair, ring.group)
             seen = attend(query, key, value, ring.blocks(step), ring.heads, ring.uploads, seen)
             if arriving is not None:

@@ -90,7 +90,7 @@ def summary(curve: Curve) -> str:
 
 
 def draw(curves: Sequence[Curve], out: Path) -> None:
-    from matplotlib.figure import Figure  # only once all is read: it takes a second
+    from matplotlib.figure import Figure  # imported only when all is read: it takes a second
 
     sampled = [curve for curve in curves if curve.dropped]
     figure = Figure(figsize=(7, 6 if sampled else 4), layout="constrained")

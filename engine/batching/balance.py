@@ -1,7 +1,7 @@
 """Plan which data-parallel rank computes which sample, and in which micro-batch.
 
 A pure function of the lengths: every rank computes the same plan for itself, no collective is entered. The plan decides
-who works when; it never decides what the loss is (the weights are made before it, from whole samples).
+which rank works when; it never decides the loss (the weights are made before it, from whole samples).
 
 Vectors: lengths_S tokens of each sample, costs_S forward FLOPs of each sample (any unit will do).
 """
@@ -83,7 +83,7 @@ class _Unit:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which samples each rank computes, in which micro-batches and rows.
+    """A division of samples among ranks, micro-batches and rows.
 
     micro_batches[dp_rank][m]: indices of the samples in micro-batch m of that rank; () where none are left.
     trees[dp_rank][m]: the row that computes them, as pieces; the samples are its documents, in the same order.
@@ -125,7 +125,7 @@ def make_plan(
     costliest rank costs least, its costliest micro-batch counted once more for each further of the `stages` of a
     pipeline, which it fills and drains. Without parts is one of them, so groups never make it cost more.
 
-    shared: by group, the number of tokens that its samples begin with alike: one micro-batch computes them once.
+    shared: number of tokens with which the samples of a group all begin, by group: a micro-batch computes them once.
 
     Samples go to ranks first, since the slowest rank sets the time of the step. Ranks of equal cost may hold different
     numbers of tokens and so need different numbers of micro-batches: all get the largest number any rank needs, rounded
@@ -150,7 +150,7 @@ def make_plan(
     return Plan.apart(micro_batches, lengths_S.tolist())
 
 
-# The costliest part of a group, in shares of what a rank has to do.
+# The costliest part of a group, in shares of a rank's work.
 LARGEST_PARTS = (math.inf, 1.0, 1 / 2, 1 / 4, 1 / 8)
 
 

@@ -1,7 +1,7 @@
 """Hold samples on rank 0 alone. The other ranks have outlines, and are sent the samples that they compute.
 
-A generated batch is large and comes into being on rank 0; another rank needs of it what the plan of an optimizer step
-places there.
+A generated batch is large and is made on rank 0; another rank needs only the samples that the plan of an optimizer
+step places there.
 """
 
 from collections.abc import Callable, Sequence

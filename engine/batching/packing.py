@@ -36,7 +36,7 @@ class PackedBatch:
     weights_AN: fp64, from the normalizer. fields: per-target tensors of the samples, [N].
     cut_sequences: whether a trajectory of the step is cut into several samples, wherever these are.
     longest: tokens of the longest whole row that a data-parallel rank has of this micro-batch, with padding.
-    uploads: what attention has told the device of the row, for all chunks of the model.
+    uploads: tensors that describe the row to attention on the device, for all chunks of the model.
     """
 
     tokens_R: Tensor
@@ -62,8 +62,8 @@ class PackedBatch:
 class StepSamples:
     """The samples of a step, and the weights that this rank needs.
 
-    samples: all of the step; an outline is enough of one that another rank computes.
-    weights: by sample that this rank computes, the weight of every token as a target, [A, T] fp64.
+    samples: all samples of the step; an outline is enough for one that another rank computes.
+    weights: weight of every token as a target, [A, T] fp64, by sample that this rank computes.
     modes: number of aggregations A.
     """
 
@@ -90,7 +90,7 @@ def pack(
     micro_batch: indices of its samples. None make a row of dummy tokens without labels, through which every parameter
         still gets a (zero) gradient.
     tree: the row's pieces, whose documents are the samples.
-    Targets are found here, on whole samples, before sharding: a token that ends what several samples share predicts a
+    Targets are found here, on whole samples, before sharding: the last token that several samples share predicts a
     target for each.
     """
     samples = [step.samples[index] for index in micro_batch]
@@ -158,7 +158,7 @@ class _Row:
                 start, stop = spans[piece]
                 places[sample][start:stop] = torch.arange(starts[piece], starts[piece] + stop - start)
                 members[sample, piece] = 1
-            row[places[sample]] = tokens[sample]  # what several share, each of them puts there
+            row[places[sample]] = tokens[sample]  # each sample writes the tokens that it shares
         return cls(row, positions, piece_of, members, (*padded, *rest), (*tree.parents, *(-1 for _ in rest)), places)
 
 

@@ -1,4 +1,4 @@
-"""Plan the samples of a step, whoever holds them: a list on every rank, or a `Holder`."""
+"""Plan the samples of a step, which are a list on every rank or are held by a `Holder`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,9 +29,9 @@ def planned(samples: Sequence[Sample], plan: Planner) -> tuple[Plan, Sequence[Sa
 def plan_step(
     samples: Sequence[Sample], layout: Layout, max_tokens: int, cost_model: CostModel, *, share_prefixes: bool = False
 ) -> Plan:
-    """`make_plan` of samples on a layout. A pure function of the samples' tokens and groups.
+    """Return `make_plan` of samples on a layout. A pure function of the samples' tokens and groups.
 
-    share_prefixes: compute tokens that samples of a micro-batch begin with alike once, where that pays.
+    share_prefixes: whether tokens with which samples of a micro-batch begin alike are computed once, where that pays.
     """
     tokens, shared = [sample.tokens_T for sample in samples], {}
     if share_prefixes:

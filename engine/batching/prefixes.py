@@ -1,7 +1,7 @@
 """Find the tokens that samples of a micro-batch begin with alike, by comparing them.
 
 A token that several samples begin with has the same input, the same position and the same keys before it in each. So
-its activations are the same, and are computed once; its gradient is the sum of what the samples send back to it.
+its activations are the same, and are computed once; its gradient is the sum of the gradients from the samples.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isoloss.parallel.ops.prefix_tree import PrefixTree
 
-# Attention merges what a completion sees of its prompt with what it sees of itself. A shared beginning that saves less
+# Attention to the prompt of a completion is merged with attention to the completion. A shared beginning that saves less
 # than this part of the tokens behind it costs more than it saves.
 WORTHWHILE = 1 / 16
 

@@ -1,13 +1,13 @@
-"""What cannot be run: loss x layout x model x precision x optimizer x memory.
+"""Refuse runs that are impossible: loss x layout x model x precision x optimizer x memory.
 
-Rules about the value of a single key stand where the key is defined (engine/config/schema.py), and so do those that a
-`Layout` fulfils whatever runs on it (parallel/layout.py). Here is all that needs two of configuration, model and
+Rules about the value of a single key are where the key is defined (engine/config/schema.py), and rules that every
+`Layout` fulfils are in parallel/layout.py. This module has all rules that need two of configuration, model and
 layout, and every assertion of Megatron-Core that a user could reach. `check` needs no process group, no GPU and no
 weights.
 
-Each function gives the refusals of its subject. Where several rules are broken, the user reads the first. So causes
-stand before their consequences, and a rule may rely on those before it. To add a rule, write it down in its subject,
-and a run that breaks it into tests/support/faults/impossible.py.
+Each function yields the refusals of its subject. Where several rules are broken, the user reads the first. So causes
+come before their consequences, and a rule may rely on those before it. To add a rule, add it to its subject,
+and a run that breaks it to tests/support/faults/impossible.py.
 """
 
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ SEEN_WHOLE_BY_SGLANG = ("mistral", "ministral3", "mixtral")
 # SGLang has no classes for these, and runs those of transformers, whose experts a weight sync does not reach.
 UNKNOWN_TO_SGLANG = ("mistral4",)
 
-# What a model has, or not, that lacks a module which only some kinds have.
+# Reasons why a model lacks a module that only some kinds have.
 LACKING = {
     "mlp": "experts in every layer", "mlp_act": "experts in every layer", "moe": "no experts", "experts": "no experts",
     "shared_experts": "no shared experts", "mla_up_proj": "no latent attention",
@@ -42,14 +42,14 @@ Refusals = Iterator[Refusal]
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before it exists. layout: with its dp, where the world is known."""
+    """A run before it exists. layout: the layout, with its dp where the world is known."""
 
     config: Config
     arch: Architecture
     layout: Layout
 
     def value(self, key: str) -> Any:
-        """What the user set a key to; of a degree, what the layout says."""
+        """Return the value that the user set a key to; for a degree, that of the layout."""
         group, name = key.split(".")
         if group == "parallel" and hasattr(self.layout, name):
             return getattr(self.layout, name)
@@ -57,7 +57,7 @@ class Setup:
 
 
 def check(config: Config, arch: Architecture, layout: Layout) -> None:
-    """Raises UserError for the first rule that the setup breaks."""
+    """Raise UserError for the first rule that the setup breaks."""
     setup = Setup(config, arch, layout)
     for subject in SUBJECTS:
         for key, why, remedy in subject(setup):
@@ -65,7 +65,7 @@ def check(config: Config, arch: Architecture, layout: Layout) -> None:
 
 
 def attention_and_mlp(setup: Setup) -> Refusals:
-    """What the kinds in `models/kinds` refuse. Tensor parallelism stands first: other axes divide its shares."""
+    """Yield refusals of the kinds in `models/kinds`, tensor parallelism first: other axes divide its shares."""
     arch, tp = setup.arch, setup.layout.tp
     kinds = (*arch.attentions, *(mlp for mlp in arch.mlps if mlp.experts is None))
     refusals = [refusal for kind in kinds for refusal in kind.refusals(setup.layout)]
@@ -85,14 +85,14 @@ def shared_prefixes(setup: Setup) -> Refusals:
 
 
 def shares_prefixes(config: Config) -> bool:
-    """What batch.share_prefixes is, where it is null as well."""
+    """Return batch.share_prefixes, or its default where it is null."""
     if config.batch.share_prefixes is not None:
         return config.batch.share_prefixes
     return config.samples_begin_alike and config.parallel.cp_kernel == "isoloss"
 
 
 def generation(setup: Setup) -> Refusals:
-    """By the model that is trained. Only configurations of reinforcement learning have a rollout."""
+    """Yield refusals of rollout keys for the trained model. Only reinforcement learning has a rollout."""
     rollout = getattr(setup.config, "rollout", None)
     if rollout is None:
         return

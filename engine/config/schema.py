@@ -97,7 +97,7 @@ class DataConfig(Keys, group="data"):
 
 @dataclass(frozen=True)
 class BatchConfig(Keys, group="batch"):
-    """How much goes into a step. Only global_size changes what is learned."""
+    """Sizes of a step. Only global_size changes what is learned."""
 
     global_size: int = key(
         32,
@@ -120,8 +120,8 @@ class BatchConfig(Keys, group="batch"):
 
 @dataclass(frozen=True)
 class ParallelConfig(Degrees, group="parallel"):
-    """How many ranks share what (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of
-    these keys changes the loss.
+    """Degrees of parallelism (docs/parallelism.md). The remaining ranks form the data-parallel dimension. None of these
+    keys changes the loss.
     """
 
     stage_layers: tuple[int, ...] = key(
@@ -177,8 +177,8 @@ class ParallelConfig(Degrees, group="parallel"):
 
 @dataclass(frozen=True)
 class MemoryConfig(ActivationMemory):
-    """What is recomputed, or kept in CPU memory, to save device memory (docs/memory.md). None of these keys changes the
-    loss.
+    """Recomputation, and offloading to CPU memory, to save device memory (docs/memory.md). None of these keys changes
+    the loss.
 
     All but check are Megatron-Core's own; the keys of activations are in ActivationMemory."""
 
@@ -256,7 +256,7 @@ class MoeConfig(Keys, group="moe"):
 
 @dataclass(frozen=True)
 class LossConfig(Keys, group="loss"):
-    """How the losses of tokens become the loss of a step (docs/normalization.md)."""
+    """Aggregation of the losses of tokens to the loss of a step (docs/normalization.md)."""
 
     aggregation: str = key(
         "token-mean",
@@ -312,7 +312,7 @@ class OptimConfig(Keys, group="optim"):
 
 @dataclass(frozen=True)
 class TrainConfig(Keys, group="train"):
-    """How long, in what precision, and from which random numbers."""
+    """Length, precision and random numbers of a run, and guards around it."""
 
     steps: int | None = key(
         None,
@@ -400,7 +400,7 @@ class TrainConfig(Keys, group="train"):
 
 @dataclass(frozen=True)
 class CheckpointConfig(Keys, group="checkpoint"):
-    """What a run leaves in output_dir, and how to continue it (docs/checkpoints.md)."""
+    """Checkpoints and exports in output_dir, and how to continue from them (docs/checkpoints.md)."""
 
     every: int = key(
         0,

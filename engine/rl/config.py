@@ -52,8 +52,8 @@ class RolloutConfig(Keys, group="rollout"):
     )
     over_sample: float = key(
         1.0,
-        "sglang: of so many times batch.global_size groups those are taken that finish first. The others are the first "
-        "of the next batch, as partial completions.",
+        "sglang: groups generated for a batch, as a multiple of batch.global_size. The first to finish make up the "
+        "batch; the others begin the next one, as partial completions.",
         at_least=1,
         at_most=1.5,
         refusal="must be from 1 to 1.5: what a batch leaves over is in the next one, which has to have room for others",

@@ -95,7 +95,7 @@ class Engine:
     def __init__(self, config: Config, source: ModelSource | None = None, *, critic_of: "Engine | None" = None):
         self.config = config
         self.source = source or resolve(config)
-        # Tokens that end a reply of this model; an export declares them besides those of `source`.
+        # Tokens that end a reply of this model; an export declares them in addition to those of `source`.
         self.stop_token_ids: Sequence[int] = ()
         self.arch, weights, layout = self.source.arch, self.source.weights, self.source.layout
         startup.prepare(config)
@@ -155,9 +155,9 @@ class Engine:
         `sum`. Raises ValueError where a second call has a mean, or comes after `reduce_gradients` or `gradients`, and
         where samples of one trajectory contradict each other. All samples of a trajectory are in one call.
 
-        With `loss.outputs` the pass also returns what these are at every target, such as log-probabilities.
+        With `loss.outputs` the pass also returns these values at every target, such as log-probabilities.
         Collectives: one all-reduce of counts over dp, those of the model, one all-reduce of metrics; here and in every
-        method that reads weights, after a step, the all-gather of what it stepped (`Gather`).
+        method that reads weights, after a step, the all-gather of the stepped weights (`Gather`).
         """
         return self._forward_backward(samples, loss)
 
@@ -178,7 +178,7 @@ class Engine:
 
         lr, betas, eps, weight_decay, clip: AdamW's numbers and the largest norm of the gradient (0: any), for this step
             only; default the configured ones. Raises UserError where one is out of its bounds.
-        max_grad_norm: nor is a step whose gradient has a greater norm, before clipping.
+        max_grad_norm: largest norm, before clipping, of a gradient that is applied; a step above it is not.
         Collectives: the gradient reduction, one all-reduce of the norm, and with moe.bias_update_rate one of the
             experts' loads.
         """
@@ -334,7 +334,7 @@ class Engine:
     ) -> checkpoint.Staged:
         """Take a checkpoint to host memory, for `write` to put into the folder. Collective over the world.
 
-        copies: for what is in host memory already, so that the engine may go on before that.
+        copies: pool for copies of tensors of the host, so that the engine may go on before `write`; None: no copies.
         """
         self.return_to_device()
         return checkpoint.stage(
@@ -360,7 +360,7 @@ class Engine:
     def offload(self, *, weights: bool = True) -> None:
         """Give the memory of the gradients, of the optimizer's state and of the weights to others, between two steps.
 
-        State and weights wait in pinned host memory, numbers unchanged. Every method brings back what it needs. An
+        State and weights are kept in pinned host memory, unchanged. Every method onloads the memory that it needs. An
         exception before that loses nothing. No collectives: ranks that must all have left have to meet.
 
         weights: False: they stay.

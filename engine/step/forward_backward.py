@@ -54,7 +54,7 @@ class StepMetrics:
     outputs: each of the loss's outputs by name, sample by sample: [T] fp64, 0 where mask_T is False, on every rank.
     sequences: trajectories of the step.
     valid_tokens: targets.
-    total_tokens: tokens without padding. computed_tokens: the same, what samples share counted once.
+    total_tokens: tokens without padding. computed_tokens: the same, with shared tokens counted once.
     micro_batches: their number on each rank.
     seconds: duration of forward and backward, where they were timed.
     lost: rows for which messages between experts had no room, on the rank that lost most; above 0 the step is worth
@@ -154,7 +154,7 @@ def _reduced_router_losses(router_losses: RouterLosses, model: Model) -> list[tu
 
 
 def run_targets(model: Model, batch: StepBatch, head: Head, shape: tuple[int, ...] = ()) -> Tensor:
-    """Return what a head gives for all targets of the step, as `at_targets`.
+    """Return the values of a head for all targets of the step, as `at_targets`.
 
     head: a micro-batch and the hidden states of its row -> [N, *shape].
     Collectives: the model's and the head's, and those of `at_targets`.
@@ -215,7 +215,7 @@ def _bound(mesh: Mesh, share: float | None, lost: Tensor | None, micro_batch: Pa
 def _loss(
     model: Model, loss: Loss, micro_batch: PackedBatch, hidden: Tensor
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None]]:
-    """Return what is differentiated of a micro-batch; its `StepTotals.flat`, places of targets, and outputs [N, K]."""
+    """Return the differentiated loss of a micro-batch, its `StepTotals.flat`, places of targets, and outputs [N, K]."""
     inputs = _token_inputs(model, micro_batch, hidden, loss)
     weights_AN = micro_batch.weights_AN.to(torch.float64 if hidden.dtype == torch.float64 else torch.float32)
     value, sums = hidden.new_zeros(()), []
@@ -304,7 +304,7 @@ class StepTotals(Generic[Number]):
 
     @staticmethod
     def read(loss: Loss, flat: Sequence[float]) -> "StepTotals[float]":
-        """Return what `flat` flattened. flat: the numbers of the step, and `lost` if there is a bound."""
+        """Return totals from the list of `flat`. flat: the numbers of the step, and `lost` if there is a bound."""
         left = iter(flat)
         fields = [[*islice(left, size)] for size in StepTotals.sizes(loss)]
         return StepTotals(*fields, lost=sum(left))

@@ -60,7 +60,7 @@ class Term:
     """coefficient * sum(weight * per_token), with weights that the aggregation makes of the counts of the whole step.
 
     per_token: TokenInputs -> [N], not yet weighted.
-    name: what the metrics call the sum, without the coefficient.
+    name: key of the sum, without the coefficient, among the metrics.
     """
 
     per_token: PerToken
@@ -160,10 +160,10 @@ def target_logprobs(inputs: TokenInputs) -> Tensor:
 
 
 def negative_log_likelihood(inputs: TokenInputs) -> Tensor:
-    """Cross-entropy with the target as a one-hot distribution, in nats."""
+    """Return cross-entropy with the target as a one-hot distribution, in nats."""
     return -inputs.logprobs_N
 
 
 def cross_entropy(config: LossConfig) -> Loss:
-    """The SFT loss, aggregated as configured."""
+    """Return the SFT loss, aggregated as configured."""
     return Loss((Term(negative_log_likelihood, config.weighting()),))

@@ -33,13 +33,13 @@ class MicroBatches(Sequence[PackedBatch]):
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The micro-batches of this rank, and what the step holds over all ranks.
+    """The micro-batches of this rank, and sizes of the step over all ranks.
 
     rows: tokens of each micro-batch's whole row, with padding.
     counts: the counts for each aggregation of the loss.
     lengths: tokens of every sample of the step.
-    sequences: its number of trajectories.
-    spans: by dp rank, the positions at which each piece that it computes begins and ends.
+    sequences: number of trajectories of the step.
+    spans: start and end position of each piece that a dp rank computes, by dp rank.
     cost, total_cost: forward FLOPs of this rank, and of all.
     """
 
@@ -64,7 +64,7 @@ class StepBatch:
 def prepare_step(samples: Sequence[Sample], loss: Loss, plan: Plan, mesh: Mesh, device: torch.device) -> StepBatch:
     """Count and weigh this rank's share of `samples`; packing waits for its turn.
 
-    samples: all of the step, on every rank; an outline is enough of one that another rank computes.
+    samples: all samples of the step, on every rank; an outline is enough for one that another rank computes.
     Collectives: one all-reduce of int64 counts over dp x context, whatever the number of micro-batches and
     aggregations. Context ranks have the same samples; a group of dp alone would be made for these counts only.
     """

@@ -1,5 +1,5 @@
-"""Linear attention over a packed row whose documents share what they begin with: what goes on from a piece goes on from
-the state that it leaves, and its convolution sees the last tokens of that piece.
+"""Compute linear attention over a packed row whose documents share prefixes: a piece continues from the final state of
+its parent, and its convolution sees the last tokens of the parent.
 
 Shape suffixes: T tokens of the row, X channels, H value heads, U width of a value.
 """
@@ -20,7 +20,7 @@ from isoloss.parallel.ops.varlen import VarlenCache
 
 @dataclass(frozen=True)
 class Level:
-    """The pieces of one depth. lengths: of each. parents: of each, the number among the pieces of the level before;
+    """The pieces of one depth. lengths: tokens of each piece. parents: index of each piece's parent in the level above;
     empty in the first level."""
 
     lengths: tuple[int, ...]
@@ -33,7 +33,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Levels:
-    """order: [2, T], the tokens of the row, level by level, and where each token is among them."""
+    """The levels of a row. order: [2, T], the tokens of the row by level, and the place of each token in this order."""
 
     order: Tensor
     levels: tuple[Level, ...]
@@ -41,10 +41,10 @@ class Levels:
 
 @dataclass(frozen=True)
 class Branches:
-    """For the first tokens of the pieces that go on from another, whose windows begin before them.
+    """The first tokens of the pieces with a parent, whose windows begin before the piece.
 
-    read: tokens of the row, for each such piece the ones before it, as many as a window reaches, and its first ones.
-    lengths: how many for each. own: where its first ones are among those of `read`. put: where they are in the row.
+    read: tokens of the row: for each such piece, the tokens before it within reach of a window, and its first tokens.
+    lengths: tokens of `read` for each piece. own: places of first tokens in `read`. put: their places in the row.
     """
 
     read: Tensor
@@ -60,7 +60,7 @@ def scan_forest(
     forest: PrefixTree,
     uploads: VarlenCache,
 ) -> Tensor:
-    """[T, H, U]: `delta_rule` of every document of the row, each piece once. given: its tensors, [T, ...]."""
+    """Compute `delta_rule` of every document, [T, H, U], each piece once. given: tensors of the row, [T, ...]."""
     if not forest.shares:
         return rule(given, forest.lengths, uploads)
     device, by_level = given[0].device, levels_of(forest)
@@ -86,7 +86,7 @@ def scan_forest(
 def convolve_forest(
     convolution: Callable[..., Tensor], x_TX: Tensor, weight_XK: Tensor, forest: PrefixTree, uploads: VarlenCache
 ) -> Tensor:
-    """[T, X]: `short_convolution` of every document of the row, each piece once."""
+    """Compute `short_convolution` of every document of the row, [T, X], each piece once."""
     apart_TX = convolution(x_TX, weight_XK, forest.lengths, uploads)
     width = weight_XK.shape[1]
     if not forest.shares or width == 1:
@@ -101,7 +101,7 @@ def convolve_forest(
 def levels_of(forest: PrefixTree) -> Levels:
     starts = [0, *accumulate(forest.lengths)]
     pieces: list[list[int]] = [[] for _ in range(max(forest.depths) + 1)]
-    numbers = []  # of each piece, among those of its level
+    numbers = []  # index of each piece in its level
     for piece, depth in enumerate(forest.depths):
         numbers.append(len(pieces[depth]))
         pieces[depth].append(piece)
@@ -118,9 +118,9 @@ def levels_of(forest: PrefixTree) -> Levels:
 
 @lru_cache(maxsize=64)
 def branches_of(forest: PrefixTree, reach: int) -> Branches:
-    """reach: how many tokens before a token its window sees."""
+    """Find the branches of a row. reach: number of tokens before a token that its window sees."""
     starts = [0, *accumulate(forest.lengths)]
-    last: list[list[int]] = []  # tokens of the row: up to each piece's end, the last ones of its documents
+    last: list[list[int]] = []  # for each piece, the last tokens of its documents up to its end
     read, lengths, own, put = [], [], [], []
     for piece, parent in enumerate(forest.parents):
         before = last[parent] if parent >= 0 else []

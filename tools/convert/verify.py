@@ -1,6 +1,6 @@
-"""`--verify`: read a conversion back and compare it with what it was made from, tensor by tensor and by the logits.
+"""Verify a conversion (`--verify`): read it back and compare it with its source, by every tensor and by the logits.
 
-What stands the test gets a certificate: `conversion.json` in the folder that was made, with `"verified": true`.
+A conversion that passes gets a certificate: `conversion.json` in its folder, with `"verified": true`.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Do isoloss, from the checkpoint, and transformers, from the Hugging Face folder, compute the same logits?
+"""Check that isoloss, from the checkpoint, and transformers, from the Hugging Face folder, compute the same logits.
 
-Both compute in fp32, one model in memory at a time, on a text and on random tokens. How far two correct evaluations may
-be apart depends on the model (its depth, its outliers), so it is measured: transformers evaluates the same model once
-more with other kernels.
+Both compute in fp32, one model in memory at a time, on a text and on random tokens. The distance of two correct
+evaluations depends on the model (its depth, its outliers), so it is measured: transformers evaluates the same model
+once more with other kernels.
 """
 
 from collections.abc import Mapping
@@ -119,7 +119,7 @@ def _judge(evidence: LogitsEvidence, visited: Mapping[int, Tensor]) -> None:
 def _ask_isoloss(
     arch: Architecture, source: WeightSource, text: Tensor
 ) -> tuple[list[Probe], list[Tensor], Mapping[int, Tensor]]:
-    """Sequences, their logits, and which experts of which layer they were sent to."""
+    """Return sequences, their logits by isoloss, and the experts of each layer to which they were sent."""
     random = torch.Generator().manual_seed(0)
     lengths = [min(length, arch.max_positions) for length in LENGTHS]
     questions = [_question(tokens_T) for tokens_T in ([text] if len(text) else [])]
@@ -139,7 +139,7 @@ def _question(tokens_T: Tensor) -> Probe:
 
 
 def _text(arch: Architecture, hf: Path) -> Tensor:
-    """Token ids of a text, or none where the folder has no tokenizer."""
+    """Return token ids of a text, or none if the folder has no tokenizer."""
     if not any((hf / name).is_file() for name in VOCABULARY_FILES):
         return torch.zeros(0, dtype=torch.int64)
     tokens = encode(load_tokenizer(str(hf), arch.vocab_size), TEXT)[: arch.max_positions]
@@ -147,5 +147,5 @@ def _text(arch: Architecture, hf: Path) -> Tensor:
 
 
 def _largest(one: Tensor, other: Tensor) -> float:
-    """NaN where either holds one, which no tolerance lets pass."""
+    """Return the largest difference; NaN, which no tolerance admits, if either holds a NaN."""
     return float((one - other).abs().max())

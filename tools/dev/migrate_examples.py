@@ -1,4 +1,4 @@
-"""Compare what isoloss-migrate makes of the example scripts of verl and slime with what it made of them before.
+"""Compare the outcomes of isoloss-migrate for the example scripts of verl and slime with recorded ones.
 
     python -m isoloss.tools.dev.migrate_examples --verl DIR --slime DIR
     python -m isoloss.tools.dev.migrate_examples --verl DIR --slime DIR --write

@@ -35,7 +35,7 @@ from isoloss.parallel.runtime import processes
 MAX_THREADS = 64
 # Everything that a worker would otherwise import for itself: the fork server imports it once.
 PRELOAD = ["isoloss.engine.step.engine"]
-# How often ranks are looked at while they are silent, and the share of a processor that says that one of them works:
+# Interval of looks at ranks while they are silent, and the share of a processor that says that one of them works:
 # ranks that wait for each other in gloo use a thousandth.
 LOOKS = 10
 WORKING = 0.01
@@ -63,7 +63,7 @@ class Silence:
     """
 
     def __init__(self, pids: list[int], seconds: float):
-        self.until_next_look = seconds / (LOOKS + 1)  # what they did just after a look costs one more
+        self.until_next_look = seconds / (LOOKS + 1)  # work just after a look costs one more
         self._pids, self._working = pids, WORKING * seconds
         self._spent = [-math.inf] * len(pids)
         self._looks = 0
@@ -231,7 +231,7 @@ def _serve(connection: Connection, lifeline: Connection, lifeline_of_server: Con
     also within a collective, and so does the fork server, which would be slow to leave Python."""
     processes.tie(lifeline_of_server.fileno(), os.getppid())
     processes.tie(lifeline.fileno(), os.getpid())
-    if lifeline.poll():  # the owner ended before
+    if lifeline.poll():  # the owner has ended already
         return
     torch.set_num_threads(1)
     if torch.cuda.is_available():
