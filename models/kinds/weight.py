@@ -11,8 +11,8 @@ Shape = tuple[int, ...]
 class Part:
     """A Hugging Face tensor, or one row of dim 0 of a tensor that holds the same thing for every expert.
 
-    shape: that of the part.
-    row, rows: which of how many; None for a whole tensor.
+    shape: shape of the part.
+    row, rows: index of the row and number of rows; None for a whole tensor.
     """
 
     tensor: str

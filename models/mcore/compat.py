@@ -1,4 +1,4 @@
-"""What newer releases of Megatron-Core have in another form than 0.16.1, for all that isoloss builds on it.
+"""Adapters for interfaces of Megatron-Core that differ between 0.16.1 and newer releases.
 
 The same code serves every release of `parallel/runtime/versions.py` that is usable; nothing here asks which one is
 installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`. The check of NVIDIA's apex is here too,
@@ -50,5 +50,5 @@ class AnyLayer(SimpleNamespace):
 
 
 def gradients_for_norm(part: Any) -> Sequence[Tensor]:
-    """Of an optimizer's parameters, each once; 0.19 has another name for them."""
+    """Return the gradients of an optimizer's parameters, each once; 0.19 renamed the method."""
     return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()

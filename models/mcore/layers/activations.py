@@ -51,7 +51,7 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
 
 
 class _InSlabs(torch.autograd.Function):
-    """activation: of the gate. backward_of_gate: of the gradient of what that gives, and of the gate."""
+    """A gated activation computed in slabs. backward_of_gate: gradient of the gate, given that of its activation."""
 
     @staticmethod
     def forward(ctx, wide, activation, backward_of_gate):
@@ -78,7 +78,7 @@ class _InSlabs(torch.autograd.Function):
 
 
 class InOneKernel(torch.autograd.Function):
-    """forth: of gate and up. back: of those and the gradient of what `forth` gives."""
+    """A gated activation in one kernel each way. forth: function of gate and up. back: gradient of `forth`."""
 
     @staticmethod
     def forward(ctx, wide, forth, back):
