@@ -36,7 +36,7 @@ class Shard:
     """A safetensors file.
 
     tensors: their types, such as "BF16", in the order of their bytes.
-    metadata: of its header, or None."""
+    metadata: metadata of the file's header, or None."""
 
     tensors: Mapping[str, str]
     metadata: Mapping[str, str] | None
@@ -97,7 +97,7 @@ class HFTensor:
 
 @dataclass(frozen=True)
 class HFFile:
-    """A file and its tensors, in the order of their bytes. metadata: of its header, or None."""
+    """A file and its tensors, in the order of their bytes. metadata: metadata of the header, or None."""
 
     name: str
     tensors: tuple[HFTensor, ...]

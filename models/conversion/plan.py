@@ -13,7 +13,7 @@ from isoloss.models.weights.manifest import FileRecord
 from isoloss.parallel.runtime.errors import UserError
 
 # What a file consists of: tensors, bytes, or the bytes of a small file. Any thread may ask tensors for their blocks,
-# which raise UserError where a source is damaged; the repr of tensors distinguishes all of them.
+# which raise UserError where a source is damaged; the repr of tensors is unique.
 Content = MergedRows | SplitPart | KeptTensor | bytes | Path
 
 

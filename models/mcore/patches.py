@@ -233,8 +233,8 @@ def save_own_part(part: DistributedOptimizer) -> None:
 
 
 def _groups(part: DistributedOptimizer) -> dict[str, Any]:
-    """Return the value of Megatron's `state_dict`. All parameters have the same step count, so only one is read: each is
-    a tensor of the device, which the host waits for."""
+    """Return the value of Megatron's `state_dict`. All parameters have the same step count, so only one is read: each
+    is a tensor of the device, which the host waits for."""
     inner = part.optimizer.state_dict()
     step = next(iter(inner["state"].values()))["step"].item()
     groups = [{**group, "step": step} for group in inner["param_groups"]]

@@ -49,7 +49,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def _normed(norm: RMSNorm, slot: Callable[[bool, bool], Added]) -> Callable[[bool, bool], Added]:
-    """Return a function for Megatron's slot of bias, dropout and residual that norms the output, then adds by `slot`."""
+    """Return a filling of Megatron's slot for bias, dropout and residual that norms the output, then adds by `slot`."""
 
     def add(training: bool, fused: bool) -> Added:
         one_by_one = slot(training, fused)

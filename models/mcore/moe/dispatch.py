@@ -150,7 +150,7 @@ def rows_by_expert(chosen_ZX: Tensor, num_experts: int) -> Rows:
 
 
 def sizes_of(rows: Rows, groups: Groups) -> Sizes:
-    """Collectives: one all-gather of counts over all ranks that share experts. The host waits for it."""
+    """Return the sizes of messages. Collectives: one all-gather of counts over ranks sharing experts; the host waits."""
     num_ep, num_etp, counts = groups.ep.size(), groups.etp.size(), _counts(rows, groups)
     of_mine = counts[:, :, groups.ep.rank()].transpose(0, 1).flatten(0, 1)
     ends_E = of_mine.sum(0).cumsum(0).to(torch.int32)
@@ -166,7 +166,7 @@ def sizes_of(rows: Rows, groups: Groups) -> Sizes:
 
 
 def _counts(rows: Rows, groups: Groups) -> Tensor:
-    """Return the rows from each sender to each receiver's experts, [ep, etp, ep, experts]. Collectives: one all-gather."""
+    """Return the rows from each sender to each EP rank's experts, [ep, etp, ep, experts]. Collectives: one all-gather."""
     counts_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1))
     num_ep, num_etp, num_experts = groups.ep.size(), groups.etp.size(), len(counts_E)
     counts = counts_E.new_empty(num_ep * num_etp * num_experts)
@@ -175,7 +175,7 @@ def _counts(rows: Rows, groups: Groups) -> Tensor:
 
 
 def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
-    """Adds what has no room to `bound.lost`. Collectives: as `sizes_of`; the host waits for nothing."""
+    """Add the rows without room to `bound.lost`. Collectives: as `sizes_of`; the host waits for nothing."""
     counts = _counts(rows, groups)
     num_ep, _, _, num_experts = counts.shape
     room = bound.room(rows.row_ZX.shape[1], num_experts, num_ep)

@@ -140,7 +140,7 @@ class ExpertLayer(MoELayer):
         return from_experts(output_RD, rows, sizes, groups).view_as(hidden_states)
 
     def _forget(self) -> None:
-        """Drop the dispatcher's tensors of the tokens sent, and with them the graph of the tokens' weights: the backward
+        """Drop the dispatcher's tensors of the tokens sent, and with them the graph of their weights: the backward
         needs none of them, and they would stay until the layer's next forward."""
         dispatcher = self.token_dispatcher
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "tokens_per_expert"):

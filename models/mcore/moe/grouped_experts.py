@@ -129,8 +129,8 @@ def _of_matrices(
 
     An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
     (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
-    Where Megatron keeps sums of gradients (`main_grad`) the gradients are added there, as those of Megatron's own layers
-    are, and `grad_added_to_main_grad` is set.
+    Where Megatron keeps sums of gradients (`main_grad`) the gradients are added there, as by Megatron's own layers, and
+    `grad_added_to_main_grad` is set.
     """
     if not matrices[0].requires_grad:
         return [None] * len(matrices)
