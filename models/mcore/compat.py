@@ -43,7 +43,7 @@ def of_class(spec: Any, module: type, **more: Any) -> Any:
 
 
 class AnyLayer(SimpleNamespace):
-    """The MLP of a layer, where it is a class of ours: what ModuleSpec holds, and from 0.19 on also a function."""
+    """The spec of a layer's MLP of isoloss's own class: ModuleSpec's fields, and from 0.19 on also callable."""
 
     def __call__(self, **settings: Any) -> Any:
         return self.module(submodules=self.submodules, **{**settings, **self.params})

@@ -150,7 +150,7 @@ def rows_by_expert(chosen_ZX: Tensor, num_experts: int) -> Rows:
 
 
 def sizes_of(rows: Rows, groups: Groups) -> Sizes:
-    """Return the sizes of messages. Collectives: one all-gather of counts over ranks sharing experts; the host waits."""
+    """Return the sizes of messages. Collectives: one all-gather of counts over `groups.both`; the host waits for it."""
     num_ep, num_etp, counts = groups.ep.size(), groups.etp.size(), _counts(rows, groups)
     of_mine = counts[:, :, groups.ep.rank()].transpose(0, 1).flatten(0, 1)
     ends_E = of_mine.sum(0).cumsum(0).to(torch.int32)
@@ -166,7 +166,7 @@ def sizes_of(rows: Rows, groups: Groups) -> Sizes:
 
 
 def _counts(rows: Rows, groups: Groups) -> Tensor:
-    """Return the rows from each sender to each EP rank's experts, [ep, etp, ep, experts]. Collectives: one all-gather."""
+    """Return the rows of each sender for each EP rank's experts, [ep, etp, ep, E]. Collectives: one all-gather."""
     counts_E = rows.ends_E.diff(prepend=rows.ends_E.new_zeros(1))
     num_ep, num_etp, num_experts = groups.ep.size(), groups.etp.size(), len(counts_E)
     counts = counts_E.new_empty(num_ep * num_etp * num_experts)
@@ -175,7 +175,7 @@ def _counts(rows: Rows, groups: Groups) -> Tensor:
 
 
 def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
-    """Add the rows without room to `bound.lost`. Collectives: as `sizes_of`; the host waits for nothing."""
+    """Return the slots; rows without room are added to `bound.lost`. Collectives: as `sizes_of`; the host does not wait."""
     counts = _counts(rows, groups)
     num_ep, _, _, num_experts = counts.shape
     room = bound.room(rows.row_ZX.shape[1], num_experts, num_ep)
@@ -199,7 +199,7 @@ def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
 
 
 def to_host(counts: Tensor, rows: int) -> np.ndarray:
-    """The one wait. rows: that this rank sends, for a dry run, which makes up the rest."""
+    """Copy counts to the host, the one wait. rows: number of rows sent, for a dry run, which makes up the rest."""
     del rows
     return counts.cpu().numpy()
 
