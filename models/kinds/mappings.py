@@ -261,7 +261,7 @@ class InterleavedGatedMLP(GatedMLP):
 
 @dataclass(frozen=True)
 class Vocabulary(_OneTensor):
-    """A matrix with a row for each token (dim 0), padded with zero rows so that the ranks' contiguous runs are equal."""
+    """A matrix with a row a token (dim 0), padded with zero rows so that the ranks' contiguous runs are equal."""
 
     vocab_size: int
 

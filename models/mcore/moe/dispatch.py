@@ -175,7 +175,7 @@ def _counts(rows: Rows, groups: Groups) -> Tensor:
 
 
 def slots_of(rows: Rows, bound: Bound, groups: Groups) -> Slots:
-    """Return the slots; rows without room are added to `bound.lost`. Collectives: as `sizes_of`; the host does not wait."""
+    """Return the slots; rows without room are added to `bound.lost`. Collectives: as `sizes_of`; no wait."""
     counts = _counts(rows, groups)
     num_ep, _, _, num_experts = counts.shape
     room = bound.room(rows.row_ZX.shape[1], num_experts, num_ep)
