@@ -1,4 +1,4 @@
-"""What a decoder-only transformer is, apart from its weights: the one description that every builder reads.
+"""The description of a decoder-only transformer, apart from its weights, that every builder reads.
 
 Families (families/llama.py, ...) make an `Architecture` from a Hugging Face config.json. All of them share RMSNorm
 before attention and MLP. What differs between layers is a `Layer`, and what follows from it is in `models/kinds`.
@@ -31,9 +31,8 @@ class Architecture:
     max_positions: longest sequence that the model was made for.
     dtype: "float32", "bfloat16" or "float16": the type the weights were published in.
     critic: the output projection has one row, which gives an expected return instead of logits (`as_critic`).
-    tensor_prefix, head_prefix: what Hugging Face files call the model without its output projection, and what they put
-        before that one's name.
-    text_class: how config.json calls the text model of a multimodal one where it stands alone.
+    tensor_prefix, head_prefix: prefixes in Hugging Face files of the model's tensors and of the output projection.
+    text_class: class in config.json of a multimodal model's text model where it stands alone.
     left_out: beginnings of the names of other tensors that files may hold, such as those of a vision tower, which take
         no part in what the model computes and are not trained.
     mtp_layers: layers for multi-token prediction that files append after the last one. They take no part in what the
@@ -93,7 +92,7 @@ class Architecture:
 
     @property
     def experts(self) -> Experts | None:
-        """Those of the layers that have any: all are alike."""
+        """Return the experts of the layers that have any; all such layers have the same."""
         return next((layer.mlp.experts for layer in self.layers if layer.mlp.experts), None)
 
     @property
@@ -113,7 +112,7 @@ class Architecture:
 
     @cached_property
     def layers_differ(self) -> bool:
-        """Whether layers hold weights of other names or shapes."""
+        """Return whether layers differ in the names or shapes of their weights."""
         first = self.place(0)
         held = {tuple((w.name, w.shape) for w in layer.weights(first)) for layer in dict.fromkeys(self.layers)}
         return len(held) > 1

@@ -46,11 +46,11 @@ class LocalWeight:
 class Model:
     """This rank's part of a model.
 
-    chunks: one, or `vpp` of them in an interleaved pipeline; inside of Megatron's DistributedDataParallel once trained.
-    arch: of the whole model.
-    dtype: of the weights.
+    chunks: one module, or `vpp` in an interleaved pipeline; inside of Megatron's DistributedDataParallel once trained.
+    arch: architecture of the whole model.
+    dtype: type of the weights.
     stages: layers of each pipeline stage, in the order of the model.
-    kernels: those of a GPU.
+    kernels: kernels used on a GPU.
 
     Shape suffixes: N labeled positions of this rank's slice of a packed row, V vocabulary columns of this TP rank.
     """
@@ -212,10 +212,10 @@ class Model:
     def hf_tensors(
         self, dtype: torch.dtype, arch: Architecture | None = None, own_dtypes: Mapping[str, torch.dtype] = {}
     ) -> Iterator[tuple[str, Tensor, bool]]:
-        """Hugging Face names and tensors of this rank, and whether it is the one of all ranks to write this one.
+        """Yield Hugging Face names and tensors of this rank, and True where this rank of all is to write the tensor.
 
-        arch: whose names; default those in the files that the model came from.
-        own_dtypes: of tensors that have another, by name.
+        arch: architecture that names the tensors; default the one of the files that the model came from.
+        own_dtypes: types by name of tensors whose type is not `dtype`.
 
         Tensors are on the model's device and may be the parameters themselves. One weight is in memory at a time, or
         where a tensor holds all experts, one layer's. What is not trained stays fp32. Collective over tp, etp and ep.

@@ -31,7 +31,7 @@ _TYPES = {dtype: kind for kind, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Export:
-    """arch: of the folder that is written. dtypes: what each weight is written as, by its name."""
+    """A planned export. arch: architecture of the folder written. dtypes: type written for each weight, by name."""
 
     arch: Architecture
     weights: CheckpointWeights
@@ -43,7 +43,7 @@ class Export:
 def plan_export(
     checkpoint: str | Path, hf: str | Path | None = None, dtype: str | None = None, *, keep_unused: bool = False
 ) -> Export:
-    """What turns `checkpoint` into a Hugging Face folder. Of a multimodal model that is one of its text model.
+    """Plan the export of `checkpoint` to a Hugging Face folder; a multimodal model gives a folder of its text model.
 
     hf: where config.json and the tokenizer are, and perhaps the files whose names are wanted; default the checkpoint's
         own.

@@ -1,8 +1,8 @@
 """Gemma 4 (text): layers with a window, and every sixth one without, which has wider and fewer key/value heads, values
 that are its keys, and a rotation that turns a quarter of the channels. Sparse models add experts to every MLP.
 
-Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They describe
-the layers without a window by `global_head_dim` and `num_global_key_value_heads`; transformers writes
+Source: transformers, models/gemma4. The hub files are of a multimodal model, whose towers are left out. They
+describe layers without a window by `global_head_dim` and `num_global_key_value_heads`; transformers writes
 `per_layer_config`.
 """
 

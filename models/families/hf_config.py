@@ -65,20 +65,20 @@ _AROUND_TEXT = IRRELEVANT | {
 
 @dataclass(frozen=True)
 class Family:
-    """What config.json of a family holds, and what its absent fields mean.
+    """The fields of a family's config.json, and the meaning of absent ones.
 
     pinned: fields of this family with the only value that is supported.
     irrelevant: fields of this family that mean nothing once the pinned ones have their value.
     fields: fields that the family reads itself. With `sliding_window` among them layers may have a window, with
         `linear_num_key_heads` they may be Gated DeltaNet.
-    rope_irrelevant: as `irrelevant`, within rope_parameters.
+    rope_irrelevant: fields within rope_parameters, otherwise like `irrelevant`.
     scaled_queries: rope_parameters hold Llama 4's scaling of queries.
     kv_heads_default: an absent `num_key_value_heads` means as many as attention heads, as null does in any case.
-    head_dim_default: what an absent `head_dim` means; None: one that is absent or null means
-        hidden_size / num_attention_heads.
-    rotary_fraction: what an absent `partial_rotary_factor` means; None: the family rotates whole heads only.
-    theta_default: what an absent `rope_theta` means.
-    layer_types_default: what an absent `layer_types` means for each layer.
+    head_dim_default: value of an absent `head_dim`; None: hidden_size / num_attention_heads where it is absent or
+        null.
+    rotary_fraction: value of an absent `partial_rotary_factor`; None: the family rotates whole heads only.
+    theta_default: value of an absent `rope_theta`.
+    layer_types_default: kind of each layer where `layer_types` is absent.
     """
 
     name: str
@@ -114,7 +114,7 @@ def read(
 
     attentions: the attention of each kind of layer that `layer_types` may name.
     experts: they take the place of the dense MLP, but for the first `dense_layers` layers.
-    activation: that of a dense MLP.
+    activation: activation of a dense MLP.
     known: fields of `Architecture` that the family sets.
     Raises UserError, beginning with "config.json: ", for a field that is missing, unknown or not supported.
     """
@@ -198,7 +198,7 @@ def layer_kinds(config: ConfigJson, default: Callable[[int], str]) -> list[str]:
 
 
 def text_config(config: ConfigJson, family: str, *, irrelevant: Set[str] = frozenset()) -> ConfigJson:
-    """What a multimodal model's config.json says of its text model.
+    """Return the configuration of the text model in a multimodal model's config.json.
 
     family: the model_type of the multimodal model. irrelevant: fields of it, next to text_config, that say nothing of
         text.

@@ -20,7 +20,7 @@ from isoloss.parallel import Layout
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What Hugging Face files call the experts of a layer, below `model.layers.N.`.
+    """The names in Hugging Face files of a layer's experts, below `model.layers.N.`.
 
     module: holds router and experts.
     projections: gate, up and down of an expert.

@@ -92,7 +92,7 @@ class GatedDelta(Attention):
         yield "linear_num_value_heads", "linear_num_value_heads", self.value_heads
 
     def settings(self) -> dict[str, Any]:
-        """Where no other layer has attention; Megatron-Core asks for numbers of heads in any case."""
+        """Return the numbers of heads that Megatron-Core requires even where no layer has softmax attention."""
         return {
             "num_attention_heads": self.value_heads, "num_query_groups": self.key_heads, "kv_channels": self.key_dim,
         }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What every kind of attention and of MLP answers about itself."""
+"""The interface of every kind of attention and MLP."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ RECORDED_ACTIVATION: Mapping[Activation, str] = {
 class Place:
     """Names and hidden size of a layer, to make its weights with.
 
-    prefix: what Hugging Face files put before `layers.N.`.
+    prefix: prefix of `layers.N.` in Hugging Face files.
     """
 
     layer: int
@@ -74,7 +74,7 @@ class Kind:
         raise NotImplementedError
 
     def recorded(self) -> Iterator[Recorded]:
-        """What a trainer records of it next to a checkpoint."""
+        """Yield the settings that a trainer records next to a checkpoint."""
         raise NotImplementedError
 
     def settings(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Kind:
 
 
 class Attention(Kind):
-    """What mixes the tokens of a sequence.
+    """A kind of attention, which mixes the tokens of a sequence.
 
     window: how many tokens a token sees, itself included; None: all.
     rope, rotary_dim: the rotation, and the channels of a head that turn; None and 0 without one.
@@ -91,7 +91,7 @@ class Attention(Kind):
     pair_flops: forward FLOPs for n^2 of a sequence of n tokens, matrices not counted.
     token_flops: the same for a token.
     cached: numbers that generation keeps of a token.
-    sinks: what Hugging Face files call, below `self_attn.`, one more, learned logit of each head's softmax that no
+    sinks: name in Hugging Face files, below `self_attn.`, of one more, learned logit of each head's softmax that no
         value belongs to; "": there is none.
     """
 
@@ -133,7 +133,7 @@ class SoftmaxAttention(Attention):
 
     @property
     def scale(self) -> float:
-        """What the product of a rotated query and key is multiplied by."""
+        """Return the factor of the product of a rotated query and key."""
         # Where cosine and sine of a whole head are scaled, so is the product of a query and a key, twice.
         return (self.softmax_scale or self.head_dim**-0.5) * self.rope.softmax_factor * self.rope.cos_sin_factor**2
 
@@ -171,10 +171,10 @@ class SoftmaxAttention(Attention):
 
 
 class MLP(Kind):
-    """What computes each token by itself.
+    """A kind of MLP, which computes each token by itself.
 
     experts: the `Experts` in it, or None.
-    activation: that of its gate.
+    activation: activation of the gate.
     """
 
     experts: Any = None

@@ -13,7 +13,7 @@ from isoloss.models.rope import Rope, YarnScaling
 @dataclass(frozen=True, kw_only=True)
 class Latent(SoftmaxAttention):
     """q_rank: width of the query latent, None where queries are projected directly.
-    kv_rank: that of keys and values.
+    kv_rank: width of the latent of keys and values.
     nope_dim, rope_dim: widths of the parts of a query and key head without and with rotary positions.
     value_dim: width of a value head.
     """

@@ -1,4 +1,4 @@
-"""How one Megatron-Core weight relates to its Hugging Face tensors and to its tensor-parallel shards.
+"""The mappings between a Megatron-Core weight, its Hugging Face tensors and its tensor-parallel shards.
 
 A mapping is four inverse pairs of pure functions on tensors of any dtype:
 
@@ -164,9 +164,9 @@ class GatedQKV(QKV):
 class Sections:
     """Blocks of output features (dim 0), one below the other, each divided over TP: queries, keys, values and more.
 
-    sizes: of the blocks.
-    names: what Megatron-Core calls them in a checkpoint, where each is a tensor.
-    parts: rows of each Hugging Face tensor; () where there is one of all.
+    sizes: rows of each block.
+    names: names of the blocks in a Megatron-Core checkpoint, where each is a tensor.
+    parts: rows of each Hugging Face tensor; () where one tensor holds all blocks.
     """
 
     sizes: tuple[int, ...]
@@ -261,7 +261,7 @@ class InterleavedGatedMLP(GatedMLP):
 
 @dataclass(frozen=True)
 class Vocabulary(_OneTensor):
-    """One row a token (dim 0), padded with zero rows so that the ranks' contiguous runs are equal."""
+    """A matrix with a row a token (dim 0), padded with zero rows so that the ranks' contiguous runs are equal."""
 
     vocab_size: int
 

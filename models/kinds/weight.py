@@ -11,8 +11,8 @@ Shape = tuple[int, ...]
 class Part:
     """A Hugging Face tensor, or one row of dim 0 of a tensor that holds the same thing for every expert.
 
-    shape: that of the part.
-    row, rows: which of how many; None for a whole tensor.
+    shape: shape of the part.
+    row, rows: index of the row and number of rows; None for a whole tensor.
     """
 
     tensor: str
@@ -27,12 +27,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Weight:
-    """One Megatron-Core parameter (or, for `trained=False`, buffer).
+    """A Megatron-Core parameter (or, for `trained=False`, buffer).
 
     name: its global name in GPTModel.
-    shape: before tensor parallelism, vocabulary at its true size.
+    shape: shape before tensor parallelism, vocabulary at its true size.
     parts: Hugging Face tensors, in the order that `mapping.merge` takes them.
-    layer, expert: which one it belongs to, or None.
+    layer, expert: index of the weight's layer and expert, or None.
     trained: False for the experts' selection bias and the scalar of a layer, which no gradient reaches and which are
         always float32.
     """

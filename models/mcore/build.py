@@ -233,12 +233,12 @@ def accumulate_in_embedding(chunks: Sequence[nn.Module]) -> None:
 
 
 def _mark_parameters(chunk: PackedGPT) -> None:
-    """Tell Megatron what it does not find out itself.
+    """Set the attributes of parameters that Megatron leaves unset.
 
-    Which parameters are TP shards: Megatron says so only where it also initialises them; without it the gradient norm
-    takes every shard but the first for a duplicate. (Transformer Engine says so always.) Which belong to experts:
-    Megatron says so only with ep > 1, but with fewer expert than attention TP ranks the others hold copies whose
-    gradients have to be summed as well.
+    Megatron marks TP shards only where it also initialises them; in unmarked ones the gradient norm takes every shard
+    but the first for a duplicate. (Transformer Engine always marks them.) It marks parameters of experts only with
+    ep > 1, but with fewer expert than attention TP ranks the others hold copies whose gradients have to be summed as
+    well.
     """
     for name, module in chunk.named_modules():
         sharded = isinstance(module, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)

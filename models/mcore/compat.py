@@ -1,4 +1,4 @@
-"""What newer releases of Megatron-Core have in another form than 0.16.1, for all that isoloss builds on it.
+"""Adapters for interfaces of Megatron-Core that differ between 0.16.1 and newer releases.
 
 The same code serves every release of `parallel/runtime/versions.py` that is usable; nothing here asks which one is
 installed. Patches of Megatron's own code are in `isoloss.models.mcore.patches`. The check of NVIDIA's apex is here too,
@@ -43,12 +43,12 @@ def of_class(spec: Any, module: type, **more: Any) -> Any:
 
 
 class AnyLayer(SimpleNamespace):
-    """The MLP of a layer, where it is a class of ours: what ModuleSpec holds, and from 0.19 on also a function."""
+    """The spec of a layer's MLP of isoloss's own class: ModuleSpec's fields, and from 0.19 on also callable."""
 
     def __call__(self, **settings: Any) -> Any:
         return self.module(submodules=self.submodules, **{**settings, **self.params})
 
 
 def gradients_for_norm(part: Any) -> Sequence[Tensor]:
-    """Of an optimizer's parameters, each once; 0.19 has another name for them."""
+    """Return the gradients of an optimizer's parameters, each once; 0.19 renamed the method."""
     return (getattr(part, "get_grads_for_grad_norm", None) or part.get_main_grads_for_grad_norm)()

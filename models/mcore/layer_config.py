@@ -1,4 +1,4 @@
-"""How the layers of a model are built, and Megatron's configuration of them."""
+"""The options that a model's layers are built with, and Megatron's configuration of them."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ from isoloss.models.rope import Rope
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a model is built with, besides its architecture, mesh and precision.
+    """The options of a model's layers, apart from architecture, mesh and precision.
 
     te: Transformer Engine's modules in place of Megatron's local ones.
-    dispatcher: how tokens reach their experts.
+    dispatcher: name of the way in which tokens reach their experts.
     deterministic: without Megatron's operations whose repetitions differ on a GPU.
     """
 
@@ -51,5 +51,5 @@ class LayerConfig(TransformerConfig):
 
     @property
     def recomputed(self) -> Sequence[str]:
-        """What Megatron's selective recomputation makes again of a layer; nothing without it."""
+        """Return the modules that Megatron's selective recomputation computes again; none without it."""
         return (self.recompute_modules or ()) if self.recompute_granularity == "selective" else ()

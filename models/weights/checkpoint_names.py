@@ -1,4 +1,4 @@
-"""What Megatron-Core calls a weight in a distributed checkpoint, and where in that tensor it stands.
+"""The name of a weight's tensor in a Megatron-Core distributed checkpoint, and its place in that tensor.
 
 Checkpoints use the names of Transformer Engine's layer spec, whose fused layers own the norm before them, with or
 without Transformer Engine. There are three styles, all written by Megatron-Core 0.16:
@@ -50,7 +50,7 @@ def native_style(arch: Architecture) -> Style:
 
 
 def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[CheckpointRows, ...]:
-    """Where a weight stands in a checkpoint of this style: one place, or several for blocks that are kept apart."""
+    """Return the places of a weight in a checkpoint of this style: one, or one for each block kept apart."""
     axes: list[int] = []
     index: list[int] = []
     name = _te_name(weight, arch)
@@ -84,7 +84,7 @@ def checkpoint_rows(weight: Weight, arch: Architecture, style: Style) -> tuple[C
 
 
 def local_name(name: str, layer: Layer) -> str:
-    """What the weight map calls a parameter of this layer, whichever spec made it; both names as within the layer.
+    """Return the weight map's name of a parameter of this layer, for either spec; both names are within the layer.
 
     Modules of Transformer Engine own the norm before them, and one holds all experts of a rank: `linear_fc1.weight3`.
     """

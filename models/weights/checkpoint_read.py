@@ -43,9 +43,9 @@ class StoredRows:
 class CheckpointWeights:
     """A source of weights. Raises UserError where the checkpoint is not one of this architecture, or is damaged.
 
-    style: how its keys are made.
-    keys: those of the model.
-    skipped: those of tensors that the model has no use for.
+    style: naming of the keys.
+    keys: keys of the model's tensors.
+    skipped: keys of tensors that the model does not use.
     padded_vocab: rows of the embedding.
     """
 
@@ -142,7 +142,7 @@ class CheckpointWeights:
             )
 
     def _beyond(self, key: str) -> bool:
-        """Whether a tensor belongs to layers for multi-token prediction, which take no part in the model."""
+        """Return whether a tensor belongs to layers for multi-token prediction, which take no part in the model."""
         return bool(self.arch.mtp_layers) and key.startswith(f"{self._prefix}mtp.")
 
     def _refuse(self, left_over: Iterable[str]) -> None:
@@ -155,7 +155,7 @@ class CheckpointWeights:
 
 
 def _prefix(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
-    """What stands before every key of the model: nothing, unless it was saved inside of a wrapper."""
+    """Return the prefix of all keys of the model, "" unless it was saved inside of a wrapper."""
     found = [key.removesuffix(EMBEDDING) for key in tensors if key.endswith(EMBEDDING)]
     if not found and any(".adapter." in key for key in tensors):
         raise UserError(

@@ -28,7 +28,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Of any size: no memory is set aside for it."""
+    """Map a file of any size; no memory is reserved for the mapping."""
     with path.open("rb") as file:
         # A private mapping: torch takes no read-only memory, and nothing is ever written to it.
         return mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE | _NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE)

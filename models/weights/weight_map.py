@@ -33,12 +33,12 @@ def weight_map(arch: Architecture) -> tuple[Weight, ...]:
 
 
 def embedding_name(arch: Architecture) -> str:
-    """What Hugging Face files call the embedding."""
+    """Return the name of the embedding in Hugging Face files."""
     return f"{arch.tensor_prefix}embed_tokens.weight"
 
 
 def output_name(arch: Architecture) -> str:
-    """What Hugging Face files call the output projection."""
+    """Return the name of the output projection in Hugging Face files."""
     return arch.head_prefix + LM_HEAD
 
 

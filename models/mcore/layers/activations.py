@@ -51,9 +51,7 @@ def clamped_swiglu(wide: Tensor, *, one_kernel: bool = True) -> Tensor:
 
 
 class _InSlabs(torch.autograd.Function):
-    """activation: function of the gate.
-    backward_of_gate: gradient of the gate, from that of the output of `activation` and the gate.
-    """
+    """A gated activation computed in slabs. backward_of_gate: gradient of the gate, given that of its activation."""
 
     @staticmethod
     def forward(ctx, wide, activation, backward_of_gate):
@@ -80,7 +78,7 @@ class _InSlabs(torch.autograd.Function):
 
 
 class InOneKernel(torch.autograd.Function):
-    """forth: function of gate and up. back: function of those and the gradient of the output of `forth`."""
+    """A gated activation in one kernel each way. forth: function of gate and up. back: gradient of `forth`."""
 
     @staticmethod
     def forward(ctx, wide, forth, back):

@@ -1,4 +1,4 @@
-"""What multiplies queries, keys and values, and how an attention of isoloss stands in Megatron's layer."""
+"""The product of queries, keys and values, and the place of isoloss's attention in Megatron's layer."""
 
 from collections.abc import Callable
 from functools import partial

@@ -49,7 +49,7 @@ class DecoderLayer(TransformerLayer):
 
 
 def _normed(norm: RMSNorm, slot: Callable[[bool, bool], Added]) -> Callable[[bool, bool], Added]:
-    """What norms, and adds as `slot` does, in Megatron's slot for a bias, dropout and the residual stream."""
+    """Return a filling of Megatron's slot for bias, dropout and residual that norms the output, then adds by `slot`."""
 
     def add(training: bool, fused: bool) -> Added:
         one_by_one = slot(training, fused)

@@ -23,8 +23,8 @@ class DenseMLP(MLP):
 
 
 class RecomputingMLP(MLP):
-    """It keeps gate and up, and not their product, which the second matrix needs for its gradient: pointwise, so it is
-    made again in a fraction of the time of a product of matrices.
+    """An MLP that keeps gate and up for the backward, and recomputes their product, which the gradient of the second
+    matrix needs: pointwise, in a fraction of the time of a product of matrices.
 
     The memory of the product is given back behind the second matrix, and filled again where its backward begins. (What
     autograd's hooks for saved tensors give back is a copy of the weight, without the buffer of its gradient, and

@@ -155,7 +155,7 @@ class GatedDeltaNet(MegatronModule):
     def _given(
         self, convolved: Tensor, rate: Tensor, decay: Tensor, A_log: Tensor, dt_bias: Tensor, keys: int
     ) -> DeltaInputs:
-        """What the rule is given for tokens: queries, keys, values, log decays and rates. keys: heads of keys."""
+        """Return the delta rule's inputs: queries, keys, values, log decays and rates. keys: number of key heads."""
         widths = keys * self.delta.key_dim, keys * self.delta.key_dim
         query, key, value = convolved.split([*widths, convolved.shape[1] - sum(widths)], 1)
         log_decay = -precise(A_log).exp() * softplus(precise(decay) + precise(dt_bias))

@@ -106,7 +106,7 @@ class _JointNorm(torch.autograd.Function):
 
 @Fused
 def sum_of_squares(x: Tensor) -> Tensor:
-    """Of each row, [..., 1], in at least fp32."""
+    """Return the sum of squares of each row, [..., 1], in at least fp32."""
     return precise(x).square().sum(-1, keepdim=True)
 
 
@@ -117,18 +117,18 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 @Fused
 def sum_along_the_norm(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """This rank's part of what a row's scale receives, [..., 1]."""
+    """Return this rank's part of the sum that a row's scale receives, [..., 1]."""
     return (precise(grad) * weight * (precise(x) * scale)).sum(-1, keepdim=True)
 
 
 @Fused
 def joint_norm_backward(grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, mean: Tensor) -> Tensor:
-    """mean: of `sum_along_the_norm` of all ranks, over all channels."""
+    """Return the gradient of `x`. mean: `sum_along_the_norm` summed over ranks, divided by the number of channels."""
     return (scale * (precise(grad) * weight - precise(x) * scale * mean)).to(x.dtype)
 
 
 def scale_of(x: Tensor, eps: float) -> Tensor:
-    """What the norm multiplies each row by, [..., 1], in at least fp32; a part of a kernel."""
+    """Return the norm's factor of each row, [..., 1], in at least fp32; a part of a kernel."""
     return torch.rsqrt(precise(x).square().mean(-1, keepdim=True) + eps)
 
 
@@ -240,7 +240,7 @@ class _GatedNorm(torch.autograd.Function):
 def _with_gradient_of_weight(
     back: Function, weight: Tensor, eps: float, grad: Tensor, x: Tensor, gate: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """That of the weight with a row for these rows, as others have one of their own."""
+    """Return the gradients of `x`, of the gate and of the weight, the last as one row, as each slab has its own."""
     grad_x, grad_gate, grad_normed, scale = back(grad, x, gate, weight, eps)
     return grad_x, grad_gate, weight_gradient(grad_normed, x, weight, scale)[None]
 
@@ -254,7 +254,7 @@ def gated_norm_forward(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> T
 def gated_norm_backward(
     grad: Tensor, x: Tensor, gate: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of x, of the gate and of the norm, and what each head was multiplied by."""
+    """Return the gradients of x, of the gate and of the norm, and the norm's factor of each head."""
     scale, open_, grad_precise = scale_of(x, eps), precise(gate), precise(grad)
     grad_normed = grad_precise * silu(open_)
     grad_opened = grad_precise * (precise(x) * scale * precise(weight))

@@ -23,7 +23,7 @@ class ResidualNorm(RMSNorm):
         self._computed: tuple[Tensor, Tensor] | None = None  # from `add` to the norm that follows it
 
     def add(self, training: bool, fused: bool) -> Callable[[tuple[Tensor, Tensor | None], Tensor, float], Tensor]:
-        """What adds, in Megatron's slot for a bias, dropout and the residual stream. Dropout is 0 (`build`)."""
+        """Return the addition for Megatron's slot of bias, dropout and residual stream. Dropout is 0 (`build`)."""
         one_by_one = get_bias_dropout_add(training, fused)
 
         def added(output_and_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:

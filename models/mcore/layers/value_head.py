@@ -36,7 +36,7 @@ class ValueHead(nn.Module):
         return sum_parts(mine @ self.weight[0].to(dtype), self.tp_group)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: tuple = (), metadata: Mapping | None = None):
-        """As Megatron's checkpoints want it."""
+        """Return the sharded weights in the form of Megatron's checkpoints."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 1}, sharded_offsets)
 

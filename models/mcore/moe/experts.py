@@ -43,9 +43,9 @@ from isoloss.parallel.attention import PackedRow
 class RoutedRow(PackedRow):
     """A packed row whose tokens the routers know.
 
-    tokens: None where nobody asks them for more than experts.
-    bound: limit of the messages between experts; None: they have the sizes that they need.
-    sizes: rows of these messages, by layer: a forward that is repeated finds those of the first time.
+    tokens: routing data of the tokens; None where only experts are chosen.
+    bound: limit of the messages between experts; None: messages of exact size.
+    sizes: sizes of these messages by layer; a repeated forward reuses the first one's.
     """
 
     tokens: RoutedTokens | None = None
@@ -144,8 +144,8 @@ class ExpertLayer(MoELayer):
         return from_experts(output_RD, rows, sizes, groups).view_as(hidden_states)
 
     def _forget(self) -> None:
-        """Drop all that the dispatcher holds of the tokens that it sent, and with it the graph of their weights: its
-        backward needs none of it, and it would stay until the layer's next forward."""
+        """Drop the dispatcher's tensors of the tokens sent, and with them the graph of their weights: the backward
+        needs none of them, and they would stay until the layer's next forward."""
         dispatcher = self.token_dispatcher
         for name in ("probs", "routing_map", "reversed_local_input_permutation_mapping", "tokens_per_expert"):
             if hasattr(dispatcher, name):

@@ -53,13 +53,13 @@ class LocalExperts(SequentialMLP):
         again: bool,
         empty: Sequence[int] | None = None,
     ) -> Tensor:
-        """The weighted outputs, [R, D].
+        """Return the weighted outputs, [R, D].
 
         rows_RD: sorted by expert.
-        weights_R: factor of each row.
-        ends_E: where each expert's rows end, int32 on the device.
-        again: compute gate and up again in the backward, and do not keep them.
-        empty: which experts have no rows; None: the host does not know.
+        weights_R: weight of each row.
+        ends_E: end of each expert's rows, int32 on the device.
+        again: recomputation of gate and up in the backward, instead of keeping them.
+        empty: experts without rows; None: unknown to the host.
         """
         inner = [expert.linear_fc1 for expert in self.local_experts]
         outer = [expert.linear_fc2 for expert in self.local_experts]
@@ -127,12 +127,12 @@ def _times(rows: Tensor, matrices: Tensor, ends_E: Tensor) -> Tensor:
 def _of_matrices(
     grad: Tensor, rows: Tensor, ends_E: Tensor, empty: Sequence[int] | None, matrices: Sequence[Tensor]
 ) -> Sequence[Tensor | None]:
-    """The gradients of an expert's matrices, whose rows gave those of `grad`: [R, N] and [R, K] give [E, N, K].
+    """Return the gradients of the experts' matrices from output gradients [R, N] and input rows [R, K]: [E, N, K].
 
     An expert without rows gets 0. The product leaves there what was in the memory before, on some GPUs
     (pytorch/pytorch#172439). Where the host knows which they are, nothing passes over the gradients of the others.
-    Where Megatron keeps sums of gradients (`main_grad`) they are added to those, and the return value only says so,
-    as the gradients of its own layers do.
+    Where Megatron keeps sums of gradients (`main_grad`) the gradients are added there, as by Megatron's own layers, and
+    `grad_added_to_main_grad` is set.
     """
     if not matrices[0].requires_grad:
         return [None] * len(matrices)
@@ -168,8 +168,8 @@ def weighted_swiglu(wide_RI: Tensor, weights_R: Tensor) -> Tensor:
 
 @Fused
 def weighted_swiglu_again(wide_RI: Tensor, weights_R: Tensor, grad_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of `weighted_swiglu`, which nobody kept, and the gradient of the weights: sums over the loop
-    that makes it. The gradient of gate and up runs over both, and is a kernel of its own."""
+    """Recompute the output of `weighted_swiglu`, and in the same loop the gradient of the weights. The gradient of gate
+    and up runs over both, and is a kernel of its own."""
     width = grad_RI.shape[1]  # of one name for the compiler, which else makes a loop of each
     gate_RI, up_RI = precise(wide_RI[:, :width]), precise(wide_RI[:, width:])
     return _weighted(silu(gate_RI) * up_RI, weights_R, grad_RI)

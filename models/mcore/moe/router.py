@@ -76,7 +76,7 @@ class Router(MegatronModule):
 
 
 def routers(chunks: Sequence[nn.Module]) -> Iterator[Router]:
-    """Those of this rank's model chunks, in model order."""
+    """Return the routers of this rank's model chunks, in model order."""
     return (module for chunk in chunks for module in chunk.modules() if isinstance(module, Router))
 
 
@@ -93,8 +93,8 @@ def route(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) 
 
 
 def selection_margin(logits_ZE: Tensor, experts: Experts, selection_bias_E: Tensor | None) -> Tensor:
-    """How far each token is from choosing other experts, [Z]: the difference in ranking between the last expert chosen
-    and the first one that is not, or between the last group and the first, where that is smaller."""
+    """Return the margin by which each token chose its experts, [Z]: the difference in ranking between the last expert
+    chosen and the first one that is not, or the same difference of groups, where that is smaller."""
     scores_ZE = _scores(logits_ZE, experts)
     ranking_ZE = scores_ZE if selection_bias_E is None else scores_ZE + selection_bias_E
     margin_Z = _gap(_in_best_groups(ranking_ZE, experts), experts.top_k)
