@@ -12,7 +12,7 @@ from isoloss.parallel.runtime.config_key import Keys, key, require
 
 @dataclass(frozen=True)
 class RolloutConfig(Keys, group="rollout"):
-    """Keys of the generation of completions (docs/rollout.md)."""
+    """The generation of completions (docs/rollout.md)."""
 
     backend: Literal["transformers", "megatron", "sglang"] = key(
         "transformers",
@@ -145,7 +145,7 @@ class RolloutConfig(Keys, group="rollout"):
 
 @dataclass(frozen=True)
 class RewardConfig(Keys, group="reward"):
-    """Keys of the reward of a completion (docs/rewards.md)."""
+    """The reward of a completion (docs/rewards.md)."""
 
     function: tuple[str, ...] = key(
         ("exact_match",),
@@ -175,7 +175,7 @@ class RewardConfig(Keys, group="reward"):
 
 @dataclass(frozen=True)
 class AlgorithmConfig(Keys, group="algorithm"):
-    """Keys of the policy's training on the rewards (docs/rl.md has the formulas)."""
+    """The training of the policy on its rewards (docs/rl.md has the formulas)."""
 
     advantage: str = key(
         "grpo",

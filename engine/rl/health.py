@@ -145,7 +145,7 @@ class LessEntropy:
 
     def __call__(self, row: Row) -> str | None:
         entropy = row["entropy"]
-        if not row["valid_tokens"]:  # no token has an entropy
+        if not row["valid_tokens"]:  # of no token
             return None
         before = self._first.median(entropy)
         if before is None or not entropy < LESS_ENTROPY * before:

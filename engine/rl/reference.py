@@ -34,7 +34,7 @@ class Reference:
         self._kept = pinned_like(self._live) if offload else [torch.empty_like(tensor) for tensor in self._live]
         for kept, live in zip(self._kept, self._live):
             kept.copy_(live)
-        self._left = torch.cuda.Event(), torch.cuda.Event()  # one for each spare piece: it is on its way no more
+        self._left = torch.cuda.Event(), torch.cuda.Event()  # one for each spare piece, when it is free again
         self._residents = Offloader(engine.device, lambda: () if offload else self._kept)
 
     def offload(self) -> None:
@@ -53,7 +53,7 @@ class Reference:
 
     @torch.no_grad()
     def _exchange(self) -> None:
-        """Exchange the two sets of weights: pieces come and go at once, on two streams, without a wait of the host."""
+        """Exchange the two sets of weights: pieces come and go at once, on two streams, and the host does not wait."""
         coming, going = torch.cuda.current_stream(), torch.cuda.Stream()
         spares = [torch.empty(PIECE, dtype=torch.uint8, device=self._engine.device) for _ in range(2)]
         for index, (live, kept) in enumerate(self._pieces()):

@@ -37,7 +37,7 @@ from isoloss.parallel.runtime import environment
 
 @dataclass(frozen=True)
 class RLData(Data[PromptSet]):
-    """Prompts and their tokenizer. stop_token_ids: they end a completion too."""
+    """Prompts and their tokenizer. stop_token_ids: tokens that also end a completion."""
 
     tokenizer: Any
 

@@ -168,8 +168,8 @@ class Trajectory:
     """A completion of a prompt and its reward.
 
     text: text of the completion; "" in an outline.
-    reward: weighted sum; math.nan where a reward function failed: `error` says why, and the completion is masked.
-    parts: results of the reward functions, unweighted, by name of the function.
+    reward: weighted sum; math.nan where a reward function failed or none applies, as `error` says: it is then masked.
+    parts: results of the reward functions, unweighted, by label of the function.
     timed_out: whether the verification ran out of time, which gives 0.
     """
 
