@@ -27,7 +27,7 @@ from isoloss.parallel import UserError
 
 @dataclass(frozen=True)
 class Models:
-    """The models that prepare a batch. scatter: way of its samples from rank 0 to the ranks that compute them."""
+    """The models that prepare a batch. scatter: carrier of samples from rank 0 to the ranks that compute them."""
 
     scatter: Scatter
     policy: Engine
@@ -177,7 +177,7 @@ def on_completion(sample: Sample, values_C: Tensor) -> Tensor:
 
 
 def shaped_rewards(trajectories: Sequence[Trajectory], config: RLConfig) -> Tensor:
-    """Return the rewards with DAPO's soft punishment of overlong completions, [S]; 0 where the reward is not valid."""
+    """Return the rewards, 0 where not valid, plus DAPO's soft punishment of overlong completions, [S]."""
     rewards_S = torch.tensor([t.reward if t.valid else 0.0 for t in trajectories], dtype=torch.float64)
     lengths_S = torch.tensor([len(t.completion.tokens) for t in trajectories])
     punishment_S = estimators.overlong_punishment(

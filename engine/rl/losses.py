@@ -78,8 +78,8 @@ def gspo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def cispo_loss(inputs: TokenInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Return REINFORCE with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1, arXiv
-    2506.13585, eq. 4-5; the paper bounds the ratio from above only: algorithm.clip_low=1)."""
+    """Return the REINFORCE loss with the clipped ratio as a constant weight: no token loses its gradient (MiniMax-M1,
+    arXiv 2506.13585, eq. 4-5; the paper bounds the ratio from above only: algorithm.clip_low=1)."""
     weight = clipped(torch.exp(log_ratio(inputs, algorithm)), algorithm).detach()
     return -weight * inputs.fields["advantages"] * inputs.logprobs_N * importance(inputs, algorithm)
 

@@ -17,7 +17,7 @@ class Ledger:
     in_flight: draws that are in no batch yet and not dropped, the oldest first.
     trained: number of groups that went into a batch.
     dropped: number of groups left out, for having no variance or since no completion could be rewarded.
-    left_over: draws in flight that a batch did not wait for (rollout.over_sample). times_left_over: their total.
+    left_over: draws in flight that a batch did not wait for (rollout.over_sample). times_left_over: total so far.
     lengths: tokens and completions of groups that were among the first to finish, and of groups that were left over.
     batches: versions of the weights that the newest batches began with, the newest last.
     """
@@ -45,7 +45,7 @@ class Ledger:
         self.dropped[why] += 1
 
     def race(self, lengths: Mapping[int, Sequence[int]], others: Sequence[int]) -> None:
-        """Record groups that were taken since they finished first, or since they had been left over before.
+        """Record groups that were taken because they finished first or had been left over before.
 
         lengths: tokens of each of their completions, by draw. others: draws that are left over now.
         """
@@ -57,7 +57,7 @@ class Ledger:
         self.times_left_over += len(others)
 
     def begin_batch(self, version: int, remembered: int) -> None:
-        """Record the version of the weights that a batch begins with. remembered: most staleness of a token."""
+        """Record the version of the weights that a batch begins with. remembered: largest staleness of a token."""
         self.batches = [*self.batches, version][-(remembered + 1) :]
 
     def staleness(self, versions: Iterable[int]) -> list[int]:
