@@ -1,4 +1,4 @@
-"""The groups of a batch, in waves: as many as it wants, or with dynamic sampling as many that have variance."""
+"""Sample the groups of a batch, in waves: batch.global_size groups, with dynamic sampling only ones with variance."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,12 +12,12 @@ from isoloss.parallel import UserError
 
 @dataclass
 class SampledGroups:
-    """What is sampled for a batch; whole when its waves have been taken.
+    """The groups that are sampled for a batch; complete when its waves have been taken.
 
-    waves: the groups to learn from, as they come.
-    kept: all of them, in the order of their draws.
-    dropped: those that dynamic sampling left out, for having no variance.
-    counts: of the ledger, and how old the tokens of what is kept are, by the names of metrics.
+    waves: the groups to learn from, wave by wave.
+    kept: all groups to learn from, in the order of their waves.
+    dropped: groups that dynamic sampling left out, for having no variance.
+    counts: counts of the ledger, and ages of the tokens of `kept`, by the names of metrics.
     """
 
     kept: list[Group] = field(default_factory=list)
@@ -28,13 +28,13 @@ class SampledGroups:
 
 
 def sample_groups(rollout: Rollout, config: RLConfig) -> SampledGroups:
-    """The groups of a batch, generated and rewarded as their waves are taken: batch.global_size of them, or with
-    dynamic sampling as many that have variance.
+    """Return the groups of a batch, generated and rewarded as their waves are taken: batch.global_size of them, with
+    dynamic sampling only ones with variance.
 
-    rollout.waves come in the first round, one in each other, and their groups follow from the order of the prompts, not
-    from who is ready first.
+    The first round has rollout.waves waves and each other round one. Their groups follow from the order of the prompts,
+    not from the order in which they finish.
 
-    A round takes exactly what is still missing, so nothing is generated and then left over; what is dropped is logged.
+    A round takes exactly what is still missing, so no group is generated and then left over; dropped groups are logged.
     (DAPO, arXiv 2503.14476, section 3.2.)
     Raises UserError where dynamic sampling finds too few and algorithm.on_shortage says so, or finds none, and where
     nothing that was drawn could be rewarded.
@@ -80,6 +80,6 @@ def _waves(rollout: Rollout, sampled: SampledGroups, config: RLConfig) -> Iterat
 
 
 def wave_sizes(groups: int, waves: int) -> list[int]:
-    """As even as can be, and none of 0."""
+    """Return the sizes of at most `waves` waves, as even as possible and none of 0."""
     waves = min(waves, groups)
     return [(n + 1) * groups // waves - n * groups // waves for n in range(waves)]

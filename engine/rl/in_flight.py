@@ -1,4 +1,4 @@
-"""Groups that a backend generates: submitted, waited for, ended for an update of the weights, saved and restored."""
+"""Submit groups to a backend, wait for them, abort them for an update of the weights, save and restore them."""
 
 import threading
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class InFlight:
     def take(self, choice: Choice) -> dict[int, list[Trajectory]] | None:
         """Return the groups of the choice with their rewards, in the order of their draws; None where servers were lost
         before."""
-        self._scoring.wait(lambda: True)  # raises the failure of a reward function
+        self._scoring.wait(lambda: True)  # raises the error of a reward function
         draws = self._chosen(choice)
         if draws is None:
             self.harvest()
@@ -61,7 +61,7 @@ class InFlight:
         return dict(zip(draws, self._scoring.take(groups)))
 
     def missing(self, choice: Choice) -> tuple[int, int]:
-        """Return how many completions of the choice are not there, and how many it has."""
+        """Return the number of missing completions of the choice, and the number of all its completions."""
         groups = [self._groups[draw] for draw in choice.draws]
         return sum(len(each.ids) - len(each.completions) for each in groups), sum(len(each.ids) for each in groups)
 
@@ -105,7 +105,7 @@ class InFlight:
         future.add_done_callback(self._arrived)
 
     def _arrived(self, future: Future[Completion]) -> None:
-        """From any thread."""
+        """Take the result of a request. Called from any thread."""
         failure = failure_of(future)
         if failure is None and future.result().finish != "abort":
             self._scoring.add(future.result())

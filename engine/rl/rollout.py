@@ -1,4 +1,4 @@
-"""Prompts -> completions -> rewards: the groups of a batch; and weights for the backend that generates."""
+"""Generate and reward the groups of a batch, and give weights to the backend that generates."""
 
 import math
 import time
@@ -24,7 +24,7 @@ from isoloss.engine.step.engine import Engine
 from isoloss.parallel import UserError
 from isoloss.parallel.rank0 import RankZero
 
-MAX_ATTEMPTS = 10  # at a batch, after servers were lost, before the run gives up
+MAX_ATTEMPTS = 10  # attempts at a batch whose servers are lost, before the run gives up
 MAX_SYNCS = 3  # attempts at an update of the weights
 
 
@@ -35,7 +35,7 @@ class Offloadable(Protocol):
 
 
 class Rollout:
-    """The backend, the trainer's weights that it has to serve, and the rewards of its completions.
+    """The backend, its updates with the trainer's weights, and the rewards of its completions.
 
     With rollout.max_staleness = K there are K + 1 batches of prompts in flight when the trainer waits for the oldest
     of them. No token is older than K batches then: a group is begun at most K batches before its own. With
@@ -47,10 +47,10 @@ class Rollout:
 
     Rank 0 knows the completions in flight; every rank has the ledger.
 
-    rewarder: on rank 0; None on the others.
-    prompts: to train on.
-    offloadables: parts of the trainer on the device besides the engine; with rollout.colocated they are offloaded with
-        it, before the backend needs the memory, and come back when they are next used.
+    rewarder: rewarder on rank 0; None on the others.
+    prompts: prompts to train on.
+    offloadables: parts of the trainer on the device other than the engine; with rollout.colocated they are offloaded
+        with it, before the backend needs the memory, and come back when they are next used.
     ledger: draws of prompts, and what became of each.
     calls: number of times that groups were waited for.
     """
@@ -92,7 +92,7 @@ class Rollout:
         self._seconds = {"generate_seconds": 0.0, "sync_seconds": 0.0}
 
     def close(self) -> None:
-        """Collective over the world."""
+        """Stop the rewards and leave the process group. Collective over the world."""
         if self._scoring is not None:
             self._scoring.close()
         self._rank0.close()
@@ -108,7 +108,7 @@ class Rollout:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave. Enters no collective."""
+        """Restore the result of `state`. Enters no collective."""
         self.ledger = Ledger.from_state(state["ledger"])
         if self._in_flight is not None:
             self._in_flight.restore(self._asked(self.ledger.in_flight), state.get("completions", ()))
@@ -133,7 +133,7 @@ class Rollout:
             except UserError:
                 if not left:
                     raise
-                self.backend.check_health()  # brings lost servers back, or says what is to be done
+                self.backend.check_health()  # brings lost servers back, or raises with a remedy
         self._seconds["sync_seconds"] += time.perf_counter() - started
 
     def _flight(self, sampling: Sampling) -> InFlight | None:
@@ -159,20 +159,20 @@ class Rollout:
             self._rank0.meet()
 
     def take_seconds(self) -> dict[str, float]:
-        """generate_seconds (rewards included) and sync_seconds since it was last asked for."""
+        """Return generate_seconds (rewards included) and sync_seconds since the last call."""
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def take_counts(self) -> dict[str, int]:
-        """See `RolloutBackend`."""
+        """Return the backend's counts: see `RolloutBackend`."""
         return self.backend.take_counts()
 
     def collect(self, count: int, prefetch: int = 0) -> list[Group]:
         """Return `count` rewarded groups, rollout.num_generations completions each, in the order of their draws; their
-        outlines on ranks but 0. They are the oldest in flight, or of the oldest those that are whole first. The ledger
-        has them in flight until its caller trains or drops them.
+        outlines on ranks but 0. They are the oldest in flight, or the first of the oldest to be whole. The ledger has
+        them in flight until its caller trains or drops them.
 
-        prefetch: number of groups that are taken next, which servers begin already.
+        prefetch: number of groups to be taken next, which servers begin already.
         Collective over the world.
         """
         wanted = count + (prefetch + self._ahead if self._overlaps else 0)
@@ -187,7 +187,7 @@ class Rollout:
         return [Group(draw, asked[draw][0], tuple(each)) for draw, each in groups.items()]
 
     def token_ages(self, groups: Sequence[Group]) -> dict[str, float]:
-        """staleness_mean, staleness_max: of their tokens, in batches. Collective over the world."""
+        """Return staleness_mean and staleness_max of the groups' tokens, in batches. Collective over the world."""
 
         def ages() -> dict[str, float]:
             tokens_of: Counter[int] = Counter()
@@ -225,13 +225,13 @@ class Rollout:
         groups = self._rewarded(self._flight(self._eval_sampling), asked, choice)
         trajectories = [only for (only,) in groups.values()]
         check_rewarded(trajectories, self._reward)
-        self.take_seconds()  # with those of the weights that it needed: they belong to no step
+        self.take_seconds()  # with its seconds of weight sync: they belong to no step
         if self._overlaps:
             self._begin()
         return trajectories
 
     def _rewarded(self, flight: InFlight | None, asked: Asked, choice: Choice) -> dict[int, list[Trajectory]]:
-        """Return the chosen groups by draw. Where servers are lost on the way, see to the weights and submit again."""
+        """Return the chosen groups by draw. Where servers are lost meanwhile, sync the weights and submit again."""
         self.calls += 1
         started = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
@@ -263,7 +263,7 @@ def here(flight: InFlight | None) -> InFlight:
 
 
 def nothing(goal: Any) -> None:
-    """Other ranks than 0 get nothing of a future."""
+    """Return nothing of a future to ranks other than 0."""
 
 
 def outlines(groups: dict[int, list[Trajectory]] | None) -> dict[int, list[Trajectory]] | None:

@@ -1,4 +1,4 @@
-"""What a reinforcement learning run starts from: its prompts, its reward functions, its rollout backend."""
+"""Load the prompts and open the reward functions and the rollout backend of a reinforcement learning run."""
 
 import contextlib
 import hashlib
@@ -37,12 +37,12 @@ from isoloss.parallel.runtime import environment
 
 @dataclass(frozen=True)
 class RLData(Data[PromptSet]):
-    """Prompts and their tokenizer. stop_token_ids: they end a completion too."""
+    """Prompts and their tokenizer. stop_token_ids: tokens that also end a completion."""
 
     tokenizer: Any
 
     def fingerprints(self) -> list[Fingerprint]:
-        """As `Data.fingerprints`: which prompts a batch takes, where completions end and what text rewards see."""
+        """Return fingerprints of the prompts, the tokens that end completions and the vocabulary of rewards' texts."""
         vocabulary = json.dumps(self.tokenizer.get_vocab(), sort_keys=True).encode()
         prompts = (
             "a file of data.train or its name, data.max_length, data.overlong, data.duplicates, data.template_kwargs, "
@@ -91,8 +91,8 @@ def load_data(config: RLConfig, arch: Architecture) -> RLData:
 
 
 def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any] = NOTHING) -> tuple[int, ...]:
-    """The tokens that end a completion: the tokenizer's end token, those that the folder declares, and those that end
-    the assistant's turns in the chat template."""
+    """Return the tokens that end a completion: the tokenizer's end token, those that the folder declares, and those
+    that end the assistant's turns in the chat template."""
     declared = declared_stops(folder, max(tokenizer.get_vocab().values()))
     stop = tuple(sorted({*declared, *turn_ends(tokenizer, template_kwargs).values()}))
     if not stop:
@@ -105,7 +105,7 @@ def stop_tokens(folder: Path, tokenizer: Any, template_kwargs: Mapping[str, Any]
 
 @contextlib.contextmanager
 def open_rewarder(config: RLConfig, data: RLData) -> Iterator[Rewarder | None]:
-    """The reward functions, in worker processes of rank 0; None on other ranks, where nobody asks them.
+    """Open the reward functions, in worker processes of rank 0; None on other ranks, which do not call them.
 
     Raises UserError, on rank 0, where a function cannot be used. Enters no collective.
     """
